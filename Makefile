@@ -1,11 +1,11 @@
 # Two commands on a fresh machine with Python 3.11, 3.12 or 3.13:
 #   make quickstart   set everything up and train the quickstart
 #   make test         set everything up and run the tests
-# Both can be repeated; once installed they need no network.
-# The first that runs: a version manager's shim may be on the path without its Python.
+# Both can be repeated. After the installation they need no network.
+# PYTHON is the first interpreter that runs: a version manager's shim may be on the path without its interpreter.
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
-# Installs in a fraction of pip's time, where there is one.
+# If uv is installed, it is used in place of pip, because it needs a fraction of pip's time.
 UV ?= $(shell command -v uv)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -15,7 +15,7 @@ EXTRAS ?= test,docs
 
 quickstart: $(INSTALLED)
 	$(BIN)/cnnstrategies fit --config quickstart
-	@echo 'Next, the same as a pipeline: $(BIN)/cnnstrategies fit --config quickstart --trainer.strategy hybrid_pipeline'
+	@echo 'To train the same network as a pipeline: $(BIN)/cnnstrategies fit --config quickstart --trainer.strategy hybrid_pipeline'
 
 # Six tests at a time on any machine: much of their time is spent waiting for the processes that they start.
 PYTEST := $(BIN)/python -m pytest --numprocesses 6 --maxschedchunk 2
@@ -23,24 +23,24 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 6 --maxschedchunk 2
 test: $(INSTALLED)
 	$(PYTEST) -m "not cluster"
 
-# With real launchers, a SLURM, hosts made of network namespaces; what the machine cannot do is skipped and said.
+# With real launchers, a SLURM and network namespaces as hosts. Tests that the machine cannot run are skipped.
 test-cluster: $(INSTALLED)
 	$(PYTEST) --numprocesses 5 --dist loadgroup -m cluster
 
-# With a Ray cluster of several nodes on this machine, in an environment of its own with the extra; some minutes.
+# With a Ray cluster of several nodes on this machine, in a separate environment with the extra. Takes some minutes.
 RAY_VENV ?= .venv-ray
 test-ray:
 	$(MAKE) VENV=$(RAY_VENV) EXTRAS=test,ray $(RAY_VENV)/.installed
 	$(RAY_VENV)/bin/python -m pytest -m ray
 
-# What `make test` and `make test-cluster` leave out for want of a package: loggers, exports, MPICH.
+# The tests that `make test` and `make test-cluster` skip because a package is missing: loggers, exports, MPICH.
 EXTRAS_VENV ?= .venv-extras
 test-extras:
 	$(MAKE) VENV=$(EXTRAS_VENV) EXTRAS=test,wandb,mlflow,export,mpich $(EXTRAS_VENV)/.installed
 	$(EXTRAS_VENV)/bin/python -m pytest -m extra
 
-# Published networks and modules under every strategy, by verify, in an environment that has them; an hour and more, and
-# PART=3/10 takes a tenth. See tests/zoo; the results go to build/zoo, and those of the whole are made into the page.
+# verify with published networks and modules under every strategy, in an environment with their packages. Takes an hour
+# or more; PART=3/10 runs a tenth. See tests/zoo. The results are written to build/zoo. A complete run makes the page.
 ZOO_VENV ?= .venv-zoo
 PART ?= 1/1
 test-zoo:
@@ -51,11 +51,11 @@ ifeq ($(PART),1/1)
 	PYTHONPATH=tests:tests/zoo $(ZOO_VENV)/bin/python tests/zoo/table.py benchmarks/zoo.md
 endif
 
-# On a machine with GPUs: what nothing else can show. Some 20 minutes; writes the page. Without one it rehearses.
+# The tests that need a machine with GPUs. Takes about 20 minutes, and writes the page. Without a GPU it is a rehearsal.
 test-gpu: $(INSTALLED)
 	$(BIN)/python tests/gpu/run.py benchmarks/gpu.md
 
-# The same on less capable processors, as far as this one can play them, and with other random numbers.
+# The tests with other random numbers, and with the instruction sets of older processors, as far as this one has them.
 test-portable: $(INSTALLED)
 	$(PYTEST) -m "not cluster" --seed-offset 1
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
@@ -63,8 +63,8 @@ test-portable: $(INSTALLED)
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
 		$(PYTEST) -m "not cluster" --seed-offset 3
 
-# With the newest jsonargparse, omegaconf, matplotlib and rich that Lightning itself allows, and not those of the
-# constraints, in an environment beside the other.
+# With the newest jsonargparse, omegaconf, matplotlib and rich that Lightning itself allows, in place of the versions in
+# constraints.txt, in a second environment.
 BOUNDS := $(VENV)-bounds
 BOUNDED := jsonargparse|omegaconf|matplotlib|rich
 test-bounds:
@@ -75,13 +75,13 @@ test-bounds:
 	$(BOUNDS)/bin/python -m pip list | grep -i -E '^($(BOUNDED)) '
 	$(BOUNDS)/bin/python -m pytest --numprocesses 4 --maxschedchunk 2 -m "not cluster"
 
-# Random layouts of pipelines, with ranks as threads; some ten minutes.
+# Random layouts of pipelines, with ranks as threads. Takes about ten minutes.
 N ?= 2000
 fuzz-pipeline: $(INSTALLED)
 	$(BIN)/python tests/pipeline/random_layouts.py $(N)
 
-# Some thousand small changes of nine modules, made by mutmut: those that no test notices are printed. Some minutes;
-# MODULE=data.sampling takes one of the modules alone. See [tool.mutmut] in pyproject.toml.
+# mutmut makes more than a thousand small changes to nine modules, and the changes that no test notices are printed.
+# Takes some minutes; MODULE=data.sampling takes only this module. See [tool.mutmut] in pyproject.toml.
 MUTATED := build/mutants
 mutants: $(INSTALLED)
 	test -x $(BIN)/mutmut || $(MAKE) --always-make EXTRAS=$(EXTRAS),mutants $(INSTALLED)
@@ -91,16 +91,16 @@ mutants: $(INSTALLED)
 	cd $(MUTATED) && $(abspath $(BIN))/mutmut run $(MODULE:%='cnnstrategies.%.*')
 	cd $(MUTATED) && $(abspath $(BIN))/python tests/surviving_mutants.py
 
-# The parameter server in virtual time, with faults; a seed that fails is explained, and seen again with FIRST.
+# The parameter server in virtual time, with faults. A failing seed is explained; FIRST repeats it.
 SEEDS ?= 300
 FIRST ?= 0
 PROCESSES ?= $(shell nproc)
 simulate: $(INSTALLED)
 	PYTHONPATH=tests/paramserver $(BIN)/python -m simulation.run --first $(FIRST) --seeds $(SEEDS) --processes $(PROCESSES)
 
-# Runs of the command line under a parameter server, each with one process killed or stopped at a random moment, and as
-# many runs over connections that change bytes, break, fall silent and are slow; some minutes for 200 of each on a
-# machine that does nothing else. FIRST is the seed of the first here, too.
+# Runs of the command line under a parameter server. In each run one process is killed or stopped at a random moment. The
+# same number of runs uses connections that change bytes, break, fall silent or are slow. 200 runs of each kind take some
+# minutes on an idle machine. FIRST is the first run's seed.
 RUNS ?= 200
 faults: $(INSTALLED)
 	CNNSTRATEGIES_FAULTS=$(RUNS) CNNSTRATEGIES_FAULTS_FROM=$(FIRST) \
@@ -121,7 +121,7 @@ docs: $(INSTALLED)
 
 check: test lint types docs
 
-# The constraints file holds the tested versions; pyproject.toml holds the accepted ones.
+# The constraints file holds the tested versions; pyproject.toml holds the accepted versions.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "cnnstrategies needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=/path/to/python3.12"; exit 1; }

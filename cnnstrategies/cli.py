@@ -1,7 +1,7 @@
 """The entry point of ``cnnstrategies``, ``python -m cnnstrategies`` and ``cli.py``.
 
-From the first line of :func:`main` on, a signal ends the program without a traceback. Imports that take time are
-therefore inside the functions.
+Modules that take time to import are imported inside the functions. :func:`main` can then install its signal handling
+first, so that Ctrl-C during an import ends the program without a traceback.
 """
 
 import signal
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run a command.
+    """Run the command that the command-line arguments name.
 
-    The exit code is 2 for a mistake in the configuration, which is reported in one line, and 128 + the signal's number
-    after a signal.
+    After a mistake of the user, print one line and exit with code 2. After a signal, exit with code 128 + the signal's
+    number.
 
     Args:
-        args: Command-line arguments; by default those of this process.
+        args: Command-line arguments without the program's name; by default the arguments of this process.
     """
     try:
         if args is not None:
             sys.argv[1:] = args
-        # SIGTERM becomes an exception, because `ends_together` ends the other processes on exceptions. During training
-        # GracefulStop handles the signal.
+        # The handler turns SIGTERM into an exception. On an exception, `ends_together` ends the run's other processes.
+        # During training, the callback GracefulStop handles the signal instead.
         signal.signal(signal.SIGTERM, _exit_on_signal)
         from cnnstrategies.commands.arguments.refuse import write_anywhere
 
@@ -64,7 +64,7 @@ def _run(words: Sequence[str]) -> None:
     elif name == "--version":
         show(f"cnnstrategies {importlib.metadata.version('cnnstrategies')}")
     elif name not in COMMANDS:
-        raise ConfigurationError(f"no command {name!r}{accepted(name, list(COMMANDS))}")
+        raise ConfigurationError(f"unknown command {name!r}{accepted(name, list(COMMANDS))}")
     elif any(word in help.HELP_WORDS for word in words):
         show(help.of_command(COMMANDS[name]))
     elif help.FULL in (options := with_underscores(words)):
@@ -78,7 +78,7 @@ def _exit_on_signal(signum: int, frame: "FrameType | None") -> None:
 
 
 def server() -> None:
-    """Run ``cnnstrategies-server``; see :mod:`cnnstrategies.commands.server`."""
+    """Run the program ``cnnstrategies-server``; see :mod:`cnnstrategies.commands.server`."""
     try:
         from cnnstrategies.commands.server import main
 

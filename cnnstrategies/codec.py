@@ -1,8 +1,8 @@
-"""Conversion of values to bytes and back without pickle: JSON for the structure, raw buffers for the tensors.
+"""Serialization of values without pickle: JSON for the structure, raw buffers for the tensors.
 
-A message contains only data: decoding does not import anything, and does not run a method of a user's class. A message
-may name classes of records, but only classes that are loaded already: NamedTuples, dataclasses and classes that are
-registered with torch's pytrees.
+A message contains only data: decoding a message does not import modules, and does not call methods of users' classes. A
+message may name a class only if the class is a NamedTuple, a dataclass or a class registered with torch's pytrees, and
+the receiver has already imported it.
 """
 
 import json
@@ -26,9 +26,9 @@ from cnnstrategies.errors import ConfigurationError
 
 Buffer = bytes | bytearray | memoryview
 
-MAX_STRUCTURE = 16 << 20  # bytes of JSON
-MAX_DEPTH = 40
-WORD = 8  # bytes of a length
+MAX_STRUCTURE = 16 << 20  # largest number of bytes of JSON
+MAX_DEPTH = 40  # deepest nesting of a value
+WORD = 8  # number of bytes of a length in `to_bytes`
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -49,96 +49,101 @@ DTYPES = {
         torch.complex128,
     )
 }
-# torch's data types and memory formats by name; there is one object of each.
+# By name: torch's dtypes and memory formats. torch compares these objects by identity, so they are not recreated.
 CONSTANTS = {
     str(constant): constant
     for constant in vars(torch).values()
     if isinstance(constant, torch.dtype | torch.memory_format)
 }
-CONTAINERS = (dict, list, tuple)  # A value of a subclass that is not a record arrives as its base class.
+CONTAINERS = (dict, list, tuple)  # An instance of a subclass is decoded as one of these, unless it is a record.
 
 
 class CodecError(ConfigurationError):
-    """An error about a value that cannot be sent, or a message that :func:`encode` did not make."""
+    """An error for a value that cannot be encoded, or for a message that cannot be decoded."""
 
 
 def encode(value: Any) -> list[Buffer]:
-    """Turn a value into message frames.
+    """Encode a value as the frames of a message.
 
     Args:
-        value: None, bool, int, float, str, ``Path``, tensor, array of numbers, torch data type or torch device; or a
-            list, tuple, dict (keys: str, int, float, bool or None), NamedTuple, dataclass or registered pytree node of
-            such values. Tensors are sent as contiguous CPU tensors; tensors on the meta device by shape and type.
+        value: None, bool, int, float, str, ``Path``, tensor, NumPy array of numbers, torch dtype, memory format or
+            device; or a list, tuple, dict (keys: str, int, float, bool or None), NamedTuple, dataclass or registered
+            pytree node of such values. Tensors are encoded as contiguous CPU tensors, and tensors on the meta device
+            only with their shape and dtype.
 
     Returns:
-        The structure as JSON, then one buffer per tensor.
+        The structure as JSON, followed by one buffer for each tensor.
 
     Raises:
-        CodecError: The value contains something else.
+        CodecError: The value contains an object of a different type, or is too large or too deeply nested.
     """
     buffers: list[Buffer] = []
     structure = json.dumps(_pack(value, buffers, 0), separators=(",", ":")).encode()
     if len(structure) > MAX_STRUCTURE:
         raise CodecError(
-            f"a value of {len(structure)} bytes without its tensors cannot be sent, the limit is {MAX_STRUCTURE}: "
-            "send large numbers of values as tensors"
+            f"a value of {len(structure)} bytes without its tensors is larger than the limit of {MAX_STRUCTURE} bytes: "
+            "put large lists of numbers into tensors"
         )
     return [structure, *buffers]
 
 
 def decode(frames: Sequence[Any]) -> Any:
-    """Return the value from which :func:`encode` made frames; tensors are copies on the CPU.
+    """Decode the frames of a message into the value from which :func:`encode` made them.
 
     Args:
-        frames: Buffers. All but the first may also be uint8 tensors, whose memory becomes the value's without a copy.
+        frames: Buffers, which are copied into tensors on the CPU. Each frame after the first may also be a uint8
+            tensor; the value's tensor is then a view of it, without a copy.
 
     Raises:
-        CodecError: The frames do not fit together.
+        CodecError: The frames are not a valid message.
     """
     if not frames or len(frames[0]) > MAX_STRUCTURE:
         raise CodecError(
-            f"a message of {len(frames)} frames does not begin with a structure of at most {MAX_STRUCTURE} bytes"
+            f"the first of a message's {len(frames)} frames is missing or has more than {MAX_STRUCTURE} bytes of JSON"
         )
     try:
         packed = json.loads(bytes(frames[0]))
         return _unpack(packed, frames[1:], 0)
     except CodecError:
         raise
-    except Exception as error:  # The function that makes a registered node may raise any error.
-        raise CodecError(f"not a message of this codec: {type(error).__name__}: {error}") from error
+    except Exception as error:  # The unflatten function of a registered pytree node may raise any exception.
+        raise CodecError(f"the message cannot be decoded: {type(error).__name__}: {error}") from error
 
 
 def to_bytes(value: Any) -> bytes:
-    """Return a value as one message: the lengths of its frames, then the frames; see :func:`encode`."""
+    """Encode a value as one byte string: the number of frames, the length of each frame, then the frames.
+
+    See :func:`encode` for the values that can be encoded.
+    """
     frames = encode(value)
     return b"".join([struct.pack(f"<{1 + len(frames)}Q", len(frames), *map(len, frames)), *frames])
 
 
 def from_bytes(message: bytes) -> Any:
-    """Return the value from which :func:`to_bytes` made a message.
+    """Decode a byte string into the value from which :func:`to_bytes` made it.
 
     Raises:
-        CodecError: The bytes are not such a message.
+        CodecError: The bytes are not a valid message.
     """
     try:
         (count,) = struct.unpack_from("<Q", message)
         lengths = struct.unpack_from(f"<{min(count, len(message))}Q", message, WORD)
     except struct.error as error:
-        raise CodecError(f"a message of {len(message)} bytes without the lengths of its parts") from error
+        raise CodecError(f"a message of {len(message)} bytes is too short for the lengths of its frames") from error
     frames, start = [], WORD * (1 + count)
     for length in lengths:
         frames.append(message[start : start + length])
         start += length
     if start != len(message):
-        raise CodecError(f"a message of {len(message)} bytes whose parts end at {start}")
+        raise CodecError(f"a message has {len(message)} bytes, but its frames need {start} bytes")
     return decode(frames)
 
 
 def _pack(value: Any, buffers: list[Buffer], depth: int) -> Any:
     if depth > MAX_DEPTH:
-        raise CodecError(f"a value nested more than {MAX_DEPTH} deep cannot be sent")
+        raise CodecError(f"a value with more than {MAX_DEPTH} levels of nesting cannot be sent between processes")
     if value is None or isinstance(value, (bool, int, str)):
-        # Values of subclasses, such as IntEnum or a string with methods, arrive as values of the base class.
+        # Instances of subclasses, such as IntEnum members, are decoded as instances of the base class.
         return str(value) if isinstance(value, str) else value
     if isinstance(value, float):
         return value if math.isfinite(value) else ["f", repr(float(value))]
@@ -150,9 +155,9 @@ def _pack(value: Any, buffers: list[Buffer], depth: int) -> Any:
     if isinstance(value, (list, tuple)):
         return ["l" if isinstance(value, list) else "t", [_pack(item, buffers, depth + 1) for item in value]]
     raise CodecError(
-        f"a {type(value).__module__}.{type(value).__qualname__} cannot be sent between processes: nothing is pickled; "
-        "send numbers, strings, paths, tensors, arrays, or lists, tuples, dictionaries, NamedTuples and dataclasses of "
-        "them"
+        f"an object of type {type(value).__module__}.{type(value).__qualname__} cannot be sent between processes, "
+        "because objects are not pickled: use numbers, strings, paths, tensors and arrays, in lists, tuples, "
+        "dictionaries, NamedTuples and dataclasses"
     )
 
 
@@ -169,7 +174,7 @@ def _pack_special(value: Any, buffers: list[Buffer], depth: int) -> Any:
         return ["n", _pack_array(value, buffers)]
     if isinstance(value, np.generic):
         return _pack(value.item(), buffers, depth + 1)
-    if isinstance(value, TreeSpec):  # It is sent as an example of a tree with this structure.
+    if isinstance(value, TreeSpec):  # Encode an example tree with this structure; the decoder takes its structure.
         return ["g", _pack(tree_unflatten(range(value.num_leaves), value), buffers, depth + 1)]
     if (record := _record(type(value))) is not None:
         return ["o", _name(type(value)), [_pack(part, buffers, depth + 1) for part in record.to_parts(value)]]
@@ -188,7 +193,8 @@ def _pack_tensor(value: Tensor, buffers: list[Buffer]) -> Any:
     name = str(value.dtype).removeprefix("torch.")
     if name not in DTYPES or value.layout != torch.strided:
         raise CodecError(
-            f"a tensor of {value.dtype} and {value.layout} cannot be sent: make it dense and of a common type"
+            f"a tensor of dtype {value.dtype} and layout {value.layout} cannot be sent between processes: convert it "
+            "to a dense tensor of a common dtype"
         )
     if value.is_meta:
         return ["m", name, list(value.shape)]
@@ -201,22 +207,29 @@ def _pack_array(value: np.ndarray[Any, Any], buffers: list[Buffer]) -> Any:
     try:
         return _pack_tensor(torch.from_numpy(np.array(value, order="C")), buffers)
     except TypeError as error:
-        raise CodecError(f"an array of {value.dtype} cannot be sent: make it an array of numbers ({error})") from error
+        raise CodecError(
+            f"an array of dtype {value.dtype} cannot be sent between processes ({error}): use an array of numbers"
+        ) from error
 
 
 @dataclass(frozen=True)
 class _Record:
-    """A conversion between values of a class and their parts, which does not call the class's own methods."""
+    """Conversion between instances of a class and lists of their fields, without calls of the class's own methods.
+
+    Attributes:
+        to_parts: Returns the fields of an instance.
+        from_parts: Creates an instance from its fields.
+    """
 
     to_parts: Callable[[Any], list[Any]]
     from_parts: Callable[[list[Any]], Any]
 
 
 def _record(cls: type) -> _Record | None:
-    """Return the conversion of a class's values; None for a class that a message may not name."""
+    """Return the conversion for a class; None if messages must not name the class."""
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return _Record(list, partial(_named_tuple, cls))
-    if cls in SUPPORTED_NODES and cls not in (*CONTAINERS, defaultdict):  # A defaultdict contains a function.
+    if cls in SUPPORTED_NODES and cls not in (*CONTAINERS, defaultdict):  # A defaultdict's factory is a function.
         node = SUPPORTED_NODES[cls]
         return _Record(lambda value: list(node.flatten_fn(value)), lambda parts: node.unflatten_fn(*parts))
     if is_dataclass(cls) and not issubclass(cls, CONTAINERS):
@@ -227,12 +240,18 @@ def _record(cls: type) -> _Record | None:
 
 def _named_tuple(cls: type[tuple[Any, ...]], parts: list[Any]) -> Any:
     if len(parts) != len(cls._fields):  # type: ignore[attr-defined]
-        raise CodecError(f"a message with {len(parts)} fields for a {_name(cls)}, which has {len(cls._fields)}")  # type: ignore[attr-defined]
+        raise CodecError(f"a message has {len(parts)} fields for {_name(cls)}, which has {len(cls._fields)} fields")  # type: ignore[attr-defined]
     return tuple.__new__(cls, parts)
 
 
 def with_fields(cls: type, names: Sequence[str], parts: list[Any]) -> Any:
-    """Return an instance of a dataclass without calling its ``__init__``."""
+    """Create an instance of a dataclass from its fields, without calling its ``__init__``.
+
+    Args:
+        cls: The dataclass.
+        names: Names of the fields.
+        parts: Values of the fields, in the order of `names`.
+    """
     instance: Any = object.__new__(cls)
     for name, part in zip(names, parts, strict=True):
         object.__setattr__(instance, name, part)
@@ -242,18 +261,19 @@ def with_fields(cls: type, names: Sequence[str], parts: list[Any]) -> Any:
 def _name(cls: type) -> str:
     name = f"{cls.__module__}:{cls.__qualname__}"
     if loaded_record(name) is not cls:
-        raise CodecError(f"{name} cannot be sent between processes: define the class at the top of a module")
+        raise CodecError(f"{name} cannot be sent between processes: define the class at the top level of a module")
     return name
 
 
 def loaded_record(name: str) -> type | None:
-    """Return the class of a record that this process has loaded; nothing is imported, and no module's code runs.
+    """Look up the class of a record by name, among the modules that this process has already imported.
 
     Args:
         name: Module and qualified name, such as ``module:Outer.Record``.
 
     Returns:
-        The class; None if it is not loaded, or is not a NamedTuple, a dataclass or a registered node.
+        The class; None if its module is not imported, or if it is not a NamedTuple, a dataclass or a registered pytree
+        node.
     """
     module, _, path = name.partition(":")
     member: Any = sys.modules.get(module)
@@ -264,7 +284,7 @@ def loaded_record(name: str) -> type | None:
 
 def _unpack(packed: Any, buffers: Sequence[Any], depth: int) -> Any:
     if depth > MAX_DEPTH:
-        raise CodecError(f"a message nested more than {MAX_DEPTH} deep")
+        raise CodecError(f"a message has more than {MAX_DEPTH} levels of nesting")
     if packed is None or isinstance(packed, (bool, int, float, str)):
         return packed
     kind, rest = packed[0], packed[1:]
@@ -273,8 +293,8 @@ def _unpack(packed: Any, buffers: Sequence[Any], depth: int) -> Any:
         record = None if cls is None else _record(cls)
         if record is None:
             raise CodecError(
-                f"a message contains a {rest[0]!r}, and no NamedTuple or dataclass of that name is loaded in this "
-                "process: import its module on every rank"
+                f"a message contains an instance of {rest[0]!r}, but this process has not imported a NamedTuple or "
+                "dataclass of that name: import its module on every rank"
             )
         return record.from_parts([_unpack(part, buffers, depth + 1) for part in rest[1]])
     if kind == "c":
@@ -303,13 +323,13 @@ def _unpack(packed: Any, buffers: Sequence[Any], depth: int) -> Any:
 
 def _unpack_tensor(buffers: Sequence[Any], index: Any, name: Any, shape: Any) -> Tensor:
     if type(index) is not int or not 0 <= index < len(buffers) or name not in DTYPES:
-        raise CodecError(f"a message with {len(buffers)} buffers names tensor {index!r} of type {name!r}")
+        raise CodecError(f"a message with {len(buffers)} buffers contains tensor {index!r} of dtype {name!r}")
     if not all(type(size) is int and size >= 0 for size in shape):
         raise CodecError(f"a message contains a tensor of shape {shape!r}")
     dtype = DTYPES[name]
     count, buffer = math.prod(shape), buffers[index]
     if len(buffer) != count * dtype.itemsize:
-        raise CodecError(f"a message contains a tensor of shape {shape} and type {name} in {len(buffer)} bytes")
+        raise CodecError(f"a message contains a tensor of shape {shape} and dtype {name} in {len(buffer)} bytes")
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     raw = buffer if isinstance(buffer, Tensor) else torch.frombuffer(bytearray(buffer), dtype=torch.uint8)

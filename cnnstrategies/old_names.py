@@ -1,6 +1,6 @@
-"""Options that have been renamed: the old name is refused with the new one.
+"""Renamed options: a configuration with an old name is refused, and the error message gives the new name.
 
-This table is the only exception to the rule that the package keeps no old names. It is removed with version 1.0.
+The package keeps old names only in this table. Version 1.0 removes the table.
 """
 
 from collections.abc import Collection, Mapping
@@ -9,9 +9,9 @@ from types import MappingProxyType
 from cnnstrategies.errors import ConfigurationError
 
 _SHARES = {"first": "initial_shares"}
-ROOT = "configuration"  # the keys at a configuration's root
-HOST = "host"  # the keys of a machine in the cluster file of `plan`
-# By the name of the class that has the option.
+ROOT = "configuration"  # Entry of `RENAMED` for the keys at the root of a configuration.
+HOST = "host"  # Entry of `RENAMED` for the keys of a machine in the cluster file of `plan`.
+# For each class, by the name of the class: the new names of its options, by their old names.
 RENAMED: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         ROOT: {"network": "interconnect"},
@@ -32,21 +32,26 @@ RENAMED: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 def renamed(kind: type | str, name: str) -> str | None:
-    """Return the new name of an option; None if it has not been renamed.
+    """Return the new name of an option; None if the option has not been renamed.
 
     Args:
-        kind: The class that has the option, or a subclass; or ``ROOT`` or ``HOST``.
-        name: The option's name, as the user wrote it.
+        kind: The class whose constructor has the option, or a subclass of that class; `ROOT` or `HOST` for keys that
+            belong to no class.
+        name: The name that the user has written.
     """
     classes = [kind] if isinstance(kind, str) else [base.__name__ for base in kind.__mro__]
     return next((RENAMED[base][name] for base in classes if name in RENAMED.get(base, {})), None)
 
 
 def refuse_old_names(kind: type, names: Collection[str]) -> None:
-    """Refuse keyword arguments of a constructor whose names are old ones.
+    """Refuse keyword arguments with old names.
+
+    Args:
+        kind: The class whose constructor got the arguments.
+        names: Names of the arguments.
 
     Raises:
-        ConfigurationError: An argument has been renamed; the error gives its new name.
+        ConfigurationError: An argument has been renamed. The error message gives the new name.
     """
     for name in names:
         if (new := renamed(kind, name)) is not None:
@@ -54,5 +59,5 @@ def refuse_old_names(kind: type, names: Collection[str]) -> None:
 
 
 def is_now(name: str, new: str) -> str:
-    """Return the sentence that names an option's new name."""
+    """Return the part of an error message that gives the new name of an option."""
     return f"{name} is now called {new}; write {new}"

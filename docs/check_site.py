@@ -1,6 +1,6 @@
-"""Look through the built site for what `mkdocs build --strict` lets pass: `python docs/check_site.py site`.
+"""Check the built site for faults that `mkdocs build --strict` does not find: `python docs/check_site.py site`.
 
-Raw marks of the extensions, links and pictures that lead nowhere, pages without a title.
+The faults are raw marks of Markdown extensions, links and pictures without a target, and pages without a title.
 """
 
 import re
@@ -9,16 +9,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-# Snippets, mkdocstrings, admonitions and tabs, attribute lists, Sphinx's roles; in the text as a reader sees it, code
-# included.
+# Marks of snippets, mkdocstrings, admonitions, tabs, attribute lists and Sphinx's roles. They are searched in the text
+# that a reader sees, including code.
 RAW_MARKS = (r"-+ ?8 ?<", r"^:::", r"^!!! ", r"^=== \"", r"\{: ?[#.]", r"\$\{\{", r":(?:class|meth|mod|func|attr|exc):")
 
 
 class Page(HTMLParser):
-    """What one page shows and where it leads.
+    """The visible text, the title, the links and the anchors of a page.
 
     Args:
-        html: Its source.
+        html: Source of the page.
     """
 
     def __init__(self, html: str) -> None:
@@ -54,18 +54,18 @@ class Page(HTMLParser):
 
 
 def faults(site: Path) -> list[str]:
-    """What is wrong, one line each."""
+    """Return the faults of a site, with one line for each."""
     pages = {path: Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
-    found = []
+    lines = []
     for path, page in pages.items():
         name = path.relative_to(site)
         text = "".join(page.text)
-        if not path.parent.suffix:  # The page of a script shows it as it is.
-            found += [f"{name}: raw mark {m[0]!r}" for mark in RAW_MARKS for m in re.finditer(mark, text, re.MULTILINE)]
+        if not path.parent.suffix:  # The page of a script shows the script's source, which may contain marks.
+            lines += [f"{name}: raw mark {m[0]!r}" for mark in RAW_MARKS for m in re.finditer(mark, text, re.MULTILINE)]
         if not page.title.strip():
-            found.append(f"{name}: no title")
+            lines.append(f"{name}: no title")
         if path.name == "404.html":
-            continue  # Its links begin at the site's root, wherever that is.
+            continue  # The page's links start at the site's root, whose address is not known here.
         for target in page.targets:
             parts = urlsplit(target)
             if parts.scheme or parts.netloc:
@@ -73,14 +73,14 @@ def faults(site: Path) -> list[str]:
             place = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             place = place / "index.html" if place.is_dir() else place
             if not place.exists():
-                found.append(f"{name}: {target} leads nowhere")
+                lines.append(f"{name}: {target} leads nowhere")
             elif parts.fragment and place in pages and unquote(parts.fragment) not in pages[place].anchors:
-                found.append(f"{name}: {target} names no part of that page")
-    return found
+                lines.append(f"{name}: {target} names no part of that page")
+    return lines
 
 
 if __name__ == "__main__":
     site = Path(sys.argv[1]).resolve()
-    found = faults(site)
-    print("\n".join(found) or f"{len(list(site.rglob('*.html')))} pages, no raw mark, broken link or missing picture")
-    sys.exit(bool(found))
+    report = faults(site)
+    print("\n".join(report) or f"{len(list(site.rglob('*.html')))} pages, no raw mark, broken link or missing picture")
+    sys.exit(bool(report))

@@ -1,7 +1,7 @@
-"""Work of mkdocs.yml that mkdocs leaves: links to files of the repository, marks of Sphinx, options of commands.
+"""Hooks of MkDocs: links to files of the repository, roles of Sphinx, and tables of the commands' options.
 
-A link to a benchmark's page, a script or a test works where the repository is browsed, as `../benchmarks/x.md` in
-`docs/`. In the site the file that it names becomes a page, beside those of `docs/` and with its path in the repository.
+Pages link to benchmarks, scripts and tests by their paths in the repository, such as `../benchmarks/x.md` in `docs/`.
+In the site each linked file becomes a page at its path in the repository.
 """
 
 import posixpath
@@ -23,12 +23,12 @@ SHOWN_AS = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".txt": "text", "
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
-# Of the pages that are made here: the file in the repository.
+# By the URI of a page that these hooks make: the file in the repository.
 made: dict[str, Path] = {}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the files that links name."""
+    """Add the files of the repository that pages link to."""
     made.clear()
     waiting = [DOCS / file.src_uri for file in files.documentation_pages()]
     while waiting:
@@ -52,7 +52,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Have links lead to the pages that were made, and put the options of commands where a page asks for them."""
+    """Change links so that they lead to the added pages, and insert the tables of the commands' options."""
     markdown = with_options(markdown)
     here = made.get(page.file.src_uri, DOCS / page.file.src_uri)
     if here.suffix != ".md":
@@ -68,9 +68,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def with_options(markdown: str) -> str:
-    """Return a page with the tables of options for which it has a mark.
+    """Return a page with a table of options in place of each mark ``<!-- options of NAME -->``.
 
-    A page with the mark of other commands also gets a section for each command without a mark of its own.
+    The mark ``<!-- other commands -->`` is replaced by a section for each command that no other mark names.
     """
     commands = {**COMMANDS, **PROGRAMS}
     others = [command for name, command in COMMANDS.items() if name not in OPTIONS.findall(markdown)]
@@ -83,16 +83,16 @@ def _options(command: Command) -> str:
     rows = [*(option.row for option in command.options), *command.keys]
     cells = ((f"`{name}`".replace("|", "\\|"), text.removesuffix(".").replace("|", "\\|")) for name, text in rows)
     lines = (f"| {name} | {text} |" for name, text in cells)
-    return "\n".join(["| Option | |", "| --- | --- |", *lines])
+    return "\n".join(["| Option | Meaning |", "| --- | --- |", *lines])
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Take Sphinx's roles out of docstrings."""
+    """Replace Sphinx's roles, which docstrings contain, by plain code."""
     return ROLE.sub(r"<code>\1</code>", html)
 
 
 def _uri(path: Path) -> str:
-    """Where the site has a file of the repository."""
+    """Return the URI in the site for a file of the repository."""
     relative = path.relative_to(DOCS if path.suffix not in SHOWN_AS and path.is_relative_to(DOCS) else ROOT)
     return relative.as_posix() + (".md" if path.suffix in SHOWN_AS else "")
 
@@ -103,6 +103,6 @@ def _page(path: Path) -> str:
         script = path.with_suffix(".py").name
         return text + (f"\nThe script: [{script}]({script})\n" if path.with_suffix(".py").is_file() else "")
     name = path.relative_to(ROOT).as_posix()
-    # Lines of 120 characters need the width of the contents.
+    # Without navigation and contents the page is wide enough for lines of 120 characters.
     front = "---\nsearch: {exclude: true}\nhide: [navigation, toc]\n---\n"
     return f"{front}# {name}\n\n~~~~~~{SHOWN_AS[path.suffix]}\n{text}\n~~~~~~\n"

@@ -44,10 +44,14 @@ def test_the_newest_is_sought_where_runs_of_this_name_write():
     assert find_checkpoint("last", trainer()) == here / "checkpoints/last.ckpt"
     saved = ModelCheckpoint("saved")
     assert find_checkpoint("last", trainer(saved, logger=named)) == here / "saved/last.ckpt"
-    with pytest.raises(ConfigurationError, match=r"saved/last.ckpt is the newest .* its folder has no best.ckpt; give"):
+    with pytest.raises(
+        ConfigurationError, match=r"saved/last.ckpt is the newest .* its folder contains no best.ckpt; give"
+    ):
         find_checkpoint("best", trainer(saved))
     remote = trainer(ModelCheckpoint("memory://bucket"))
-    with pytest.raises(ConfigurationError, match="memory://bucket is not on a disk; give the checkpoint's path"):
+    with pytest.raises(
+        ConfigurationError, match="memory://bucket is not on a disk; give the checkpoint's path instead"
+    ):
         find_checkpoint("last", remote)
 
 
@@ -72,7 +76,7 @@ class OtherOnRank1(SameCheckpoint):
 
 def test_ranks_with_different_checkpoints_do_not_start():
     run = quiet_trainer("ddp_fork", 2, max_epochs=1, callbacks=[OtherOnRank1("")])
-    with pytest.raises(Exception, match=r"rank 0 chose 0\.ckpt, and another rank chose another file; give"):
+    with pytest.raises(Exception, match=r"rank 0 chose 0\.ckpt, but another rank chose another file; give"):
         run.fit(ImageClassifier(PlainCNN(), 10), DigitsDataModule())
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from cluster.processes_of import PYTHON, Program, fit, wait_until
 from conftest import alive
-from fault_injection import words
+from fault_injection import fault_arguments
 from lightning.pytorch.strategies import DDPStrategy
 
 from cnnstrategies._lightning_private import MultiProcessingLauncher
@@ -26,9 +26,9 @@ ENDS = {
     "done": (["--trainer.max_steps=20"], None, (0,)),
     "ctrl-c": ([], signal.SIGINT, (130,)),
     "SIGTERM": ([], signal.SIGTERM, (143,)),
-    "exception": (words(victim="nobody", rank="null", step=20), None, (1,)),
+    "exception": (fault_arguments(victim="nobody", rank="null", step=20), None, (1,)),
     # The parameter server goes on without a worker.
-    "killed rank": (words(step=20), None, (0, 1)),
+    "killed rank": (fault_arguments(step=20), None, (0, 1)),
 }
 CHEAP = {("ddp", "exception"), ("ddp_fork", "killed rank")}
 # Torch writes what ranks that it starts have raised into files.

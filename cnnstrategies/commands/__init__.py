@@ -1,4 +1,5 @@
-"""The commands of the command line, one module or folder each.
+"""The commands of ``cnnstrategies``. Each command has a module or a subpackage.
 
-``arguments`` finds, parses and describes the commands. Its imports are fast, because every start needs them.
+The subpackage ``arguments`` declares all commands, parses their options and prints their help. Every start imports it,
+so it imports neither torch nor Lightning.
 """

@@ -1,4 +1,4 @@
-"""``cnnstrategies doctor``: check a cluster before training, and print tables, problems and remedies."""
+"""``cnnstrategies doctor``: check the machines of a cluster, and print tables, problems and remedies."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from cnnstrategies.quantities import seconds
 
 
 def main(options: DoctorOptions) -> None:
-    """Check the hosts, or this host alone, and exit with 0 if there are no problems, else with 1."""
+    """Check all hosts of a launched job, or only this host. Exit with code 0 if there are no problems, else with 1."""
     place = find_place()
     if place is not None and place.local_rank != 0:
         return
@@ -28,31 +28,31 @@ def main(options: DoctorOptions) -> None:
         try:
             with own_store():
                 place = find_place()  # Under torchrun, `own_store` has changed the port.
-                assert place is not None, "the place was found above"
+                assert place is not None, "a launcher has started this process"
                 hosts = examine(place, directory, options.interface, wait)
         except (ConfigurationError, OSError) as error:
-            print(f"mend: {error}", file=sys.stderr)
+            print(f"problem: {error}", file=sys.stderr)
             sys.exit(1)
     if hosts is None:
         return
     alone = len(hosts) == 1
     for table in (versions_table,) if alone else (hosts_table, versions_table, links_table):
         Console().print(table(hosts))
-    problems = list(mends(hosts))
+    problems = list(problems_of(hosts))
     for problem in problems:
-        print(f"mend: {problem}")
+        print(f"problem: {problem}")
     if alone:
         print(
-            "Only this machine was checked; to check several, start doctor as the training will be started, with "
-            f"{start_programs()}, one process on each machine; docs/doctor.md has the commands"
+            "Only this machine was checked. To check several machines, start doctor with the launcher that will start "
+            f"the training ({start_programs()}), one process on each machine; docs/doctor.md has the commands"
         )
     elif not problems:
-        print(f"All {len(hosts)} hosts agree, reach each other and share {directory}")
+        print(f"No problems: all {len(hosts)} hosts have the same versions, reach each other and share {directory}")
     sys.exit(1 if problems else 0)
 
 
 def hosts_table(hosts: Sequence[HostReport]) -> Table:
-    """Return a table with one row for each host."""
+    """Return a table of the hosts, with their addresses and network interfaces."""
     table = Table("host", "address", "interface", title="Hosts", title_justify="left")
     for node, host in enumerate(hosts):
         table.add_row(f"{node} {host.name}", host.address, host.interface)
@@ -60,7 +60,7 @@ def hosts_table(hosts: Sequence[HostReport]) -> Table:
 
 
 def versions_table(hosts: Sequence[HostReport]) -> Table:
-    """Return a table with one row for each version of each program."""
+    """Return a table of the installed versions, with the hosts that have each version."""
     table = Table("program", "version", "on", title="Versions", title_justify="left")
     for program, names in by_version(hosts).items():
         for version, on in names.items():
@@ -69,7 +69,7 @@ def versions_table(hosts: Sequence[HostReport]) -> Table:
 
 
 def links_table(hosts: Sequence[HostReport]) -> Table:
-    """Return a table with one row for each connection, in each direction."""
+    """Return a table of the measured connections between hosts, with one row for each direction."""
     table = Table("from", "to", "round trip, ms", "Mbit/s", title="Connections", title_justify="left")
     for host in hosts:
         for node, round_trip, bandwidth in sorted(host.links):
@@ -78,7 +78,7 @@ def links_table(hosts: Sequence[HostReport]) -> Table:
 
 
 def by_version(hosts: Sequence[HostReport]) -> dict[str, dict[str, list[str]]]:
-    """Return the names of the hosts that have each version: by program, then by version."""
+    """Return a mapping from each program to its installed versions, and from each version to the hosts' names."""
     hosts_by_version: dict[str, dict[str, list[str]]] = {}
     for host in hosts:
         for program, version in host.versions.items():
@@ -86,12 +86,15 @@ def by_version(hosts: Sequence[HostReport]) -> dict[str, dict[str, list[str]]]:
     return hosts_by_version
 
 
-def mends(hosts: Sequence[HostReport]) -> Iterator[str]:
-    """Yield each problem with its remedy."""
+def problems_of(hosts: Sequence[HostReport]) -> Iterator[str]:
+    """Yield one line for each problem, with its remedy."""
     for program, names in by_version(hosts).items():
         if len(names) > 1:
             listed = ", ".join(f"{version} on {', '.join(on)}" for version, on in names.items())
-            yield f"{program} differs: {listed}: install the same version everywhere, best one shared environment"
+            yield (
+                f"{program} differs: {listed}: install the same version on all hosts, for example in a shared "
+                "environment"
+            )
     for host in hosts:
         for problem in host.problems:
             yield f"{host.name}: {problem}"

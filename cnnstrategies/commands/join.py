@@ -1,6 +1,7 @@
-"""``cnnstrategies join``: add a worker to a run with a parameter server.
+"""``cnnstrategies join``: add a worker to a running run with a parameter server.
 
-The command looks for the run before it imports torch and Lightning, because these imports take seconds.
+The command contacts the run before it imports torch and Lightning, because these imports take seconds. If there is no
+run, the command fails at once.
 """
 
 import sys
@@ -15,14 +16,19 @@ from cnnstrategies.paramserver.places import RunAddress, find_place
 
 
 def main(options: JoinOptions, words: Sequence[str]) -> None:
-    """Join a run until it is over, or until this process is told to leave."""
+    """Join a run, and train until the run is over or this process gets a signal.
+
+    Args:
+        options: The options of the command.
+        words: Command-line arguments of the configuration.
+    """
     address = RunAddress.find(options.run)
     if options.key_file is not None:
         address = replace(address, key_file=str(options.key_file.resolve()))
     if address.key_file is not None and not Path(address.key_file).is_file():
         raise ConfigurationError(
-            f"--key_file {address.key_file} does not exist here: without a key_file of its own the run writes its "
-            "keys on the machine of rank 0; copy them from there"
+            f"--key_file {address.key_file} does not exist here: if the run's configuration has no key_file, the run "
+            "has written its keys on the machine of rank 0; copy the file from that machine"
         )
     try:
         place = find_place(address)
@@ -31,6 +37,6 @@ def main(options: JoinOptions, words: Sequence[str]) -> None:
         joining_cli.run(address, place, words)
     except RunEnded as ended:
         if not ended.clean:
-            print(f"The run cannot go on: {ended}", file=sys.stderr)
+            print(f"The run cannot continue: {ended}", file=sys.stderr)
             sys.exit(1)
         print(f"Nothing to join at {address.coordinator}: {ended}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The command line of a joiner, which reads a configuration as ``fit`` does, and trains without validation or files."""
+"""The command line of a joiner: it reads a configuration like ``fit``, and trains, but neither validates nor saves."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -30,9 +30,9 @@ from cnnstrategies.strategies.parameter_server.joining import TOLD_TO_LEAVE, Joi
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 from cnnstrategies.strategies.protocol import facts_of
 
-# Callbacks that only the run's original workers run.
+# Callbacks that a joiner leaves out, because the run's original workers already save, search, log and average.
 LEFT_TO_WORKERS = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, LearningRateMonitor, WeightAveraging)
-# Options of the trainer whose values in the configuration are replaced.
+# Options of a joiner's trainer, with the values that replace the configuration's values.
 TRAINER_OPTIONS = {
     "devices": 1,
     "num_nodes": 1,
@@ -46,7 +46,7 @@ TRAINER_OPTIONS = {
 
 
 class JoinerEnvironment(LightningEnvironment):
-    """Cluster environment of a joiner: a single process whose global rank is the joiner's number in the run."""
+    """Cluster environment of a joiner: one process, whose global rank is the id that the coordinator has assigned."""
 
     creates_processes_externally = True
 
@@ -64,11 +64,11 @@ class JoinerEnvironment(LightningEnvironment):
 
     @override
     def set_world_size(self, size: int) -> None:
-        """Do nothing, because the coordinator has assigned this value."""
+        """Ignore the world size that Lightning computes, because it covers this process only."""
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing, because the coordinator has assigned this value."""
+        """Ignore the rank that Lightning computes, because the coordinator has assigned this process's rank."""
 
     @override
     def local_rank(self) -> int:
@@ -80,7 +80,12 @@ class JoinerEnvironment(LightningEnvironment):
 
 
 class JoiningCLI(CLI):
-    """Command line that trains as one more worker of a run."""
+    """Command line of a process that trains as an additional worker of a run.
+
+    Args:
+        address: The run's address.
+        place: The id, the incarnation and the session that the coordinator has offered.
+    """
 
     def __init__(self, address: RunAddress, place: JoinPlace) -> None:
         self.address = address
@@ -101,7 +106,9 @@ class JoiningCLI(CLI):
         callbacks = as_list(config.trainer.callbacks)
         kept = [callback for callback in callbacks if not is_for_others(callback)]
         if left := [type(callback).__name__ for callback in callbacks if callback not in kept]:
-            print(f"Left to the run's original workers: {', '.join(left)}", file=sys.stderr, flush=True)
+            print(
+                f"Only the run's original workers run these callbacks: {', '.join(left)}", file=sys.stderr, flush=True
+            )
         self._strategy = JoiningStrategy(server_options_of(config.trainer.strategy), self.address, self.place)
         plugins = [AtomicCheckpointIO(), JoinerEnvironment(self.place)]
         return super(CLI, self).instantiate_trainer(callbacks=kept, plugins=plugins, strategy=self._strategy, **kwargs)
@@ -126,26 +133,36 @@ class JoiningCLI(CLI):
 
 
 def is_for_others(callback: Callback) -> bool:
-    """Whether a callback is for the run's original workers only, because it monitors, saves or searches."""
+    """Return whether a joiner leaves out a callback: one of `LEFT_TO_WORKERS`, or a callback that monitors a value."""
     return isinstance(callback, LEFT_TO_WORKERS) or getattr(callback, "monitor", None) is not None
 
 
 def server_options_of(strategy: Any) -> ParameterServerOptions:
-    """Return the server options of a configuration's strategy. The strategy may be an object or a registered name.
+    """Return the options of the parameter servers from a configuration's strategy.
+
+    Args:
+        strategy: The strategy's object or registered name.
 
     Raises:
-        ConfigurationError: The strategy has no servers.
+        ConfigurationError: The strategy does not use parameter servers.
     """
     built = StrategyRegistry.get(strategy) if isinstance(strategy, str) and strategy in StrategyRegistry else strategy
     options = facts_of(built).server_options
     if options is None:
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         raise ConfigurationError(
-            f"trainer.strategy={name}: give the configuration of the run to join, whose strategy is parameter_server"
+            f"trainer.strategy={name}: a process can join only a run with strategy parameter_server; give the "
+            "configuration of the run to join"
         )
     return options
 
 
 def run(address: RunAddress, place: JoinPlace, words: Sequence[str]) -> None:
-    """Train as a joiner until the run is over or fails."""
+    """Train as a joiner until the run is over or this process gets a signal.
+
+    Args:
+        address: The run's address.
+        place: The id, the incarnation and the session that the coordinator has offered.
+        words: Command-line arguments of the configuration.
+    """
     lightning_cli.main(["fit", *words], partial(JoiningCLI, address, place))

@@ -1,12 +1,12 @@
-"""``cnnstrategies-server``: a dedicated server of a parameter server, from the configuration of the run.
+"""``cnnstrategies-server``: run a dedicated server for the strategy ``parameter_server``.
 
-On each machine that holds parameters, start::
+Start one process for each server, on the machines that will hold the parameters::
 
     cnnstrategies-server --config run.yaml --index 0
 
-The strategy in the configuration names ``endpoints``, one for each server, and ``coordinator``, which runs on the
-machine of rank 0. ``--index`` is the number of this server's endpoint. A server serves one run, and may be started
-before or after the run.
+The configuration is the run's own configuration. Its strategy must have ``endpoints``, a list with the address of each
+dedicated server, and ``coordinator``, an address on the machine of rank 0. ``--index`` is the position of this server's
+address in ``endpoints``, from 0. A server serves one run, and may be started before or after the run.
 """
 
 import ipaddress
@@ -30,14 +30,16 @@ from cnnstrategies.paramserver.services import ServerProcess, serve_and_exit
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.run import key_file_of, own_address
 
-APPEAR = 600.0  # seconds to wait for the run if the configuration does not set `interconnect.wait`
+APPEAR = 600.0  # Time in seconds to wait for the run's coordinator, unless the configuration sets `interconnect.wait`.
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the program; exit with 2 and one line for a mistake in the options or the configuration.
+    """Run a dedicated server until the run is over, or write a key file.
+
+    After a mistake in the options or the configuration, print one line and exit with code 2.
 
     Args:
-        words: Command-line arguments; by default those of this process.
+        words: Command-line arguments without the program's name; by default the arguments of this process.
     """
     words = sys.argv[1:] if words is None else words
     command = PROGRAMS["cnnstrategies-server"]
@@ -59,12 +61,24 @@ def _make_keys(path: Path) -> None:
     try:
         KeyPair.create().save(path)
     except FileExistsError:
-        raise ConfigurationError(f"--make_keys {path}: the file exists, and keys are not overwritten") from None
-    print(f"Wrote {path}: copy it to every machine of the run and set key_file to it")
+        raise ConfigurationError(
+            f"--make_keys {path}: the file exists, and keys are not overwritten; give a new file name"
+        ) from None
+    print(
+        f"Wrote {path}: copy the file to every machine of the run, and set the strategy's option key_file to its path"
+    )
 
 
 def server_of(configs: Sequence[Path], index: int) -> ServerProcess:
-    """Return the server with a number that configuration files describe. Later files add to earlier files."""
+    """Return a dedicated server that a run's configuration describes.
+
+    Args:
+        configs: Configuration files. Later files override earlier files.
+        index: Index of the server's address in the strategy's ``endpoints``.
+
+    Raises:
+        ConfigurationError: The strategy has no dedicated servers, or the index is too large.
+    """
     arguments: dict[str, Any] = {}
     wait = APPEAR
     for path in configs:
@@ -82,8 +96,9 @@ def server_of(configs: Sequence[Path], index: int) -> ServerProcess:
     options = ParameterServerStrategy(**strategy_arguments).options
     if not options.endpoints or options.coordinator is None:
         raise ConfigurationError(
-            "the configuration names no endpoints: dedicated servers need trainer.strategy.init_args.endpoints and "
-            "coordinator of a ParameterServerStrategy; without them each node of the run starts its own servers"
+            "the configuration names no endpoints: dedicated servers need the options endpoints and coordinator in "
+            "trainer.strategy.init_args, with class_path parameter_server; without endpoints, no dedicated server is "
+            "needed, because each node of the run starts its own servers"
         )
     if not 0 <= index < len(options.endpoints):
         raise ConfigurationError(
@@ -98,10 +113,15 @@ def server_of(configs: Sequence[Path], index: int) -> ServerProcess:
 
 
 def _bound(endpoint: str, coordinator: str) -> str:
-    """Return the address to listen at.
+    """Return the address to which a dedicated server binds its socket.
 
-    A machine's own name often resolves to its loopback address. For a name the server therefore listens at the address
-    of the interface on the route to the coordinator. The workers learn the address from the coordinator.
+    If the endpoint has a host name, the name often resolves to a loopback address on its own machine. The server then
+    binds to the IP address of the network interface that leads to the coordinator. Workers get this address from the
+    coordinator.
+
+    Args:
+        endpoint: The server's address in the configuration.
+        coordinator: The coordinator's address.
     """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:

@@ -1,4 +1,4 @@
-"""``cnnstrategies verify``: compare training under a strategy with training on one device, with the user's module."""
+"""``cnnstrategies verify``: train the user's module under a strategy and on one device, and compare the results."""
 
 import sys
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from cnnstrategies.commands.run.lightning_cli import ModelAndData
 from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.verifying.runs import QUIET, TrainingError, forked, verify
 
-# Options of the configuration's trainer that are not used.
+# Options of the trainer that a comparison ignores or sets itself.
 LEFT_OUT = ("precision", "logger", "num_nodes", "max_steps", "max_time", *QUIET)
 
 
 class VerifiedCLI(ModelAndData):
-    """Command line that parses a configuration, and replaces its strategy by the variant that forks processes."""
+    """Command line that parses a configuration, and changes its strategy so that processes are forked."""
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -28,7 +28,10 @@ class VerifiedCLI(ModelAndData):
 
 
 def main(options: VerifyOptions, words: Sequence[str]) -> None:
-    """Train under the strategy and on one device; exit with 1 if the results differ or a run fails."""
+    """Train under the configuration's strategy and on one device, and print the comparison.
+
+    Exit with code 0 if the results are equal, and with code 1 if they differ or a run fails.
+    """
     cli = VerifiedCLI("verify", words)
     trainer = {name: value for name, value in vars(cli.config_init.trainer).items() if name not in LEFT_OUT}
     trainer |= {"steps": options.steps, "callbacks": as_list(trainer["callbacks"])}

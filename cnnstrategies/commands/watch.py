@@ -1,6 +1,6 @@
-"""``cnnstrategies watch``: a table of a run with a parameter server, while it trains.
+"""``cnnstrategies watch``: show a table about a run with a parameter server while the run trains.
 
-The process talks to the coordinator only, and needs neither torch nor Lightning.
+The command connects to the run's coordinator only. It imports neither torch nor Lightning.
 """
 
 import time
@@ -18,19 +18,21 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.places import RunAddress, Watcher
 from cnnstrategies.paramserver.security import KeyPair
 
-MOST_FAULTS = 8  # largest number of faults that are shown, newest first
+MOST_FAULTS = 8  # Largest number of faults that are shown. The newest fault comes first.
 HEADERS = ("step", "steps\n/s", "samples\n/s", "stale\nsteps", "sent\nMB/s", "recvd\nMB/s", "waits\n%", "silent\ns")
-LONGEST = 16  # largest number of letters of a host's name that are shown
-SILENT = 2.0  # The table shows a member's silence after this many seconds: one or two heartbeats may be late.
+LONGEST = 16  # Largest number of characters of a host name that are shown.
+# The table shows the time since a member's last heartbeat only if it is longer than this time in seconds, because a few
+# heartbeats may be late.
+SILENT = 2.0
 
 Answer = Mapping[str, Any]
 
 
 def table(before: Answer, now: Answer) -> RenderableType:
-    """Return the display of a run's status, from two consecutive status reports of the coordinator."""
+    """Return what is displayed about a run, from two consecutive status reports of the coordinator."""
     parts: list[RenderableType] = [_title(now), _members(before, now)]
     if now["missing"]:
-        parts.append(Text(f"not here yet: {', '.join(now['missing'])}"))
+        parts.append(Text(f"not registered yet: {', '.join(now['missing'])}"))
     parts += [
         Text(_plain(f"{member} in `{collective}` for {others}"), "yellow")
         for collective, member, others in now["waits"]
@@ -82,13 +84,20 @@ def _key(member: Answer) -> tuple[str, int, int, int]:
 
 
 def _rates(older: Answer | None, member: Answer) -> dict[str, float]:
-    """Return the growth per second of each of a member's figures; empty if there is no older report of the member."""
+    """Return by how much each measured value of a member has grown per second between two reports.
+
+    The result is empty if the older report does not contain the member.
+
+    Args:
+        older: The member in the older report; None if it is not in that report.
+        member: The member in the newer report.
+    """
     seconds = 0.0 if older is None else member["measured"] - older["measured"]
     if older is None or seconds <= 0:
         return {}
     figures = older["figures"]
     known = {name: value - figures[name] for name, value in member["figures"].items() if name in figures}
-    # A server's count of updates can fall, because the slices for which it counts updates can change.
+    # A server's number of updates is a mean over its slices. It can decrease if the server gets or loses slices.
     return {name: max(0.0, more) / seconds for name, more in known.items()}
 
 
@@ -107,7 +116,7 @@ def _bytes(value: float | None) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text with a question mark in place of each unprintable character, which could control the terminal."""
+    """Replace each unprintable character of a text by a question mark, because it could control the terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
@@ -115,24 +124,24 @@ def _ago(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-ANSWER_SECONDS = 2.0
-FIRST_SECONDS = 10.0  # Time to wait for the first report: the coordinator may be restarting.
-PAUSE = 1.0  # seconds between two reports
+ANSWER_SECONDS = 2.0  # Time in seconds to wait for the reply to a request.
+FIRST_SECONDS = 10.0  # Time in seconds to wait for the first report; long, because the coordinator may be restarting.
+PAUSE = 1.0  # Time between two requests, in seconds.
 
 
 class RunGoneError(Exception):
-    """The run is over. The text gives the reason if it is known."""
+    """Error that ends the display because the run is over. The error message gives the reason if it is known."""
 
 
 def main(options: WatchOptions) -> None:
-    """Watch a run until it ends, or once."""
+    """Show a run's table until the run ends; with ``--once``, print the table once."""
     address = RunAddress.find(options.run)
     key_file = address.key_file if options.key_file is None else str(options.key_file)
     console = Console()
     with Watcher(address.coordinator, _keys(key_file)) as watcher:
         answers = _answers(watcher, address, key_file)
         try:
-            # Speeds are differences between two reports.
+            # The table needs two reports, because it computes speeds from the differences.
             before, now = next(answers), next(answers)
             if options.once:
                 console.print(table(before, now))
@@ -150,17 +159,17 @@ def _keys(path: str | None) -> KeyPair | None:
         return None if path is None else KeyPair.load(path)
     except OSError as error:
         raise ConfigurationError(
-            f"--key_file {path}: {error.strerror}; without a key_file of its own the run writes its keys on the "
-            "machine of rank 0: copy them from there"
+            f"--key_file {path}: {error.strerror}; if the run's configuration has no key_file, the run has written its "
+            "keys on the machine of rank 0: copy the file from that machine"
         ) from error
 
 
 def _answers(watcher: Watcher, address: RunAddress, key_file: str | None) -> Iterator[Answer]:
-    """Yield the coordinator's status reports, one per second.
+    """Request a status report from the coordinator every second, and yield the reports.
 
     Raises:
-        ConfigurationError: The coordinator never answered.
-        RunGoneError: The coordinator does not answer any more, or reports that the run is over.
+        ConfigurationError: The coordinator has never replied.
+        RunGoneError: The coordinator has stopped replying, or reports that the run is over.
     """
     heard = time.monotonic()
     last: Answer | None = None
@@ -174,11 +183,11 @@ def _answers(watcher: Watcher, address: RunAddress, key_file: str | None) -> Ite
                 raise RunGoneError(f"The run is over: {last['ended']['message']}")
             yield last
         elif last is None and (address.is_gone or now - heard > FIRST_SECONDS):
-            keys = "uses keys: give --key_file" if key_file is None else f"uses other keys than {key_file}"
+            keys = "uses keys (give --key_file)" if key_file is None else f"does not use the keys in {key_file}"
             raise ConfigurationError(
-                f"no coordinator answers at {address.coordinator}: the run does not train, cannot be reached from this "
-                f"machine, or {keys}"
+                f"no coordinator answers at {address.coordinator}: the run does not train now, cannot be reached from "
+                f"this machine, or {keys}"
             )
         elif last is not None and (address.is_gone or now - heard > last["timeout"]):
-            raise RunGoneError(f"The run is over: its coordinator at {address.coordinator} does not answer any more")
+            raise RunGoneError(f"The run is over: its coordinator at {address.coordinator} has stopped answering")
         time.sleep(max(0.0, asked + PAUSE - now))

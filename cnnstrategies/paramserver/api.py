@@ -1,4 +1,4 @@
-"""A training loop's interface to the servers."""
+"""The parameter server's interface for training loops."""
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -24,37 +24,38 @@ Result = TypeVar("Result")
 
 
 class Worker:
-    """A worker's connection to the servers.
+    """A worker's connection to the servers, with which a training loop pushes gradients and pulls parameters.
 
-    Only one thread may use it: the thread that runs backward on the CPU, or the caller of `push`.
+    Only one thread may use a worker: the thread that calls :meth:`push`, for example the thread that runs backward.
 
     A step is::
 
-        worker.begin_step(hyperparameters(optimizer), samples)   # before the backward that pushes
+        worker.begin_step(hyperparameters(optimizer), samples)   # before backward
         worker.push(index, gradient)                             # as soon as a gradient is ready; does not block
         worker.end_step()                                        # after backward: requests the new parameters
         worker.wait(index)                                       # before a parameter is used again
 
-    In mode ``local`` the argument of `push` is the parameter itself, after some steps of the worker's own optimizer;
-    the worker sends its difference to the values that arrived last. The specification's optimizer is then the outer
+    In mode ``local``, call `push` with the parameter itself, after some steps of the worker's own optimizer. The worker
+    sends the values that arrived last minus the parameter's values. The specification's optimizer is the outer
     optimizer.
 
     Args:
         specification: The run's specification, the same in all processes.
-        parameters: The parameters in the specification's order; pulled values are written into them, in place.
+        parameters: The parameters in the specification's order; pulled values are written into them in place.
         views: Source of the membership's views.
         id: This worker's id in the views.
         incarnation: This worker's incarnation in the views.
-        keys: CURVE keys; None for no encryption.
-        on_arrival: Called with the index of each parameter that has arrived, and its value in the host's memory.
+        keys: CURVE keys of this process; None for no encryption.
+        on_arrival: Called for each parameter that arrives, with the parameter's index and its value in host memory.
 
     Attributes:
-        leader: Rank of the worker that pushes for this worker's node; None here, because this worker pushes itself.
-        role: The worker's part of the protocol.
-        chooser: The choice of each step's compressions; None if there is nothing to choose.
+        leader: None, because each worker of this class pushes for itself. In a
+            :class:`~cnnstrategies.paramserver.combiner.worker.CombinedWorker` it is the rank of the node's leader.
+        role: State machine of the worker's protocol.
+        chooser: Chooser of the compressions under ``auto``; None if there is only one choice.
 
     Raises:
-        ConfigurationError: The parameters are not those of the specification.
+        ConfigurationError: The shapes or dtypes of the parameters differ from the specification's.
     """
 
     leader: int | None = None
@@ -73,8 +74,8 @@ class Worker:
         expected = [(parameter.shape, getattr(torch, parameter.dtype)) for parameter in specification.parameters]
         if actual != expected:
             raise ConfigurationError(
-                f"the parameters have the shapes and types {actual}, the specification's are {expected}: pass the "
-                "parameters from which the specification was made, in its order"
+                f"the parameters have the shapes and dtypes {actual}, but the specification has {expected}: pass the "
+                "parameters from which the specification was made, in the same order"
             )
         allow_files(4 * specification.servers, f"worker {id}")
         reuse_freed_memory()
@@ -82,9 +83,9 @@ class Worker:
         self._parameters = parameters
         slices = cut(specification)
         self._on_arrival = on_arrival
-        # In mode local, the worker's own steps change the parameters on the device while values are on their way, and
-        # arriving values are combined with these changes on the device. Without staging this waits for two copies of
-        # each parameter, but only once in `sync_every` steps, in which the worker waits for the servers anyway.
+        # Staging is not used in mode local, because there the worker's own steps change the parameters on the GPU while
+        # new values are being pulled, and both are combined on the GPU. Without staging the worker waits for two copies
+        # of each parameter, but only in one of `sync_every` steps, and it waits for the servers in that step anyway.
         self._staging = None if specification.mode == "local" else staging_for(parameters)
         self._values = parameters if self._staging is None else self._staging.values
         self.role = WorkerRole(specification, slices, self._values, id, incarnation, self._arrived)
@@ -97,37 +98,38 @@ class Worker:
 
     @property
     def codecs(self) -> Codecs:
-        """Compressions of pushes and pulls: the specification's, or with ``auto`` those that were chosen last.
+        """The current compressions of pushes and pulls.
 
-        Single steps may try other compressions.
+        These are the specification's; or under ``auto`` the last choice, from which trial steps may differ.
         """
         return self._ladder[self.chooser.chosen if self.chooser else 0]
 
     @property
     def step(self) -> int:
-        """Number of the step that is or will be worked on next, counted by all workers from the start of the run."""
+        """Number of the step that this worker works on, or will work on next, counted from the start of the run."""
         return self.role.step
 
     @property
     def counters(self) -> Counters:
-        """Bytes sent and received, steps, and times of waiting."""
+        """Counters of bytes, steps and waiting time."""
         return self.role.counters
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
-        """Begin the run with the parameters' present values, and the optimizer's state if it has one.
+        """Declare the parameters' current values the first values of the run.
 
-        The workers with which the run starts call this method before :meth:`join`. The worker with the lowest id sends
-        its values to the servers; if it dies before, the next worker does.
+        Every worker that takes part from the start of the run calls this method before :meth:`join`. The worker with
+        the lowest id sends its values to the servers. If it dies before it has sent them, the next worker sends its
+        own.
 
         Args:
-            optimizer_state: A plain ``Optimizer.state_dict()`` over all parameters.
+            optimizer_state: A plain ``Optimizer.state_dict()`` over all parameters; None if the optimizer has no state.
         """
         if self._staging is not None:
             self._staging.take_values()
         self.role.initialise(optimizer_state)
 
     def meet(self) -> None:
-        """Greet the servers, which wait for a message of each worker, without taking part in steps yet.
+        """Register with the servers, which wait for each worker's registration. The worker does not join steps yet.
 
         Raises:
             ServersUnreachableError: A server does not answer.
@@ -135,15 +137,17 @@ class Worker:
         self._run(self.role.meet(time.monotonic()))
 
     def join(self, has: int | None = None) -> int:
-        """Become a member at a step boundary: from the returned step on the other workers wait for this one (in sync).
+        """Take part in steps from the next step boundary on, and wait for the parameters.
 
-        The servers' values are written into the parameters, as soon as some worker has sent them to the servers.
+        In modes with common steps, the other workers wait for this worker from the returned step on. If the servers
+        have no values yet, this method waits until a worker has sent them the first values.
 
         Args:
-            has: A step whose gradients this worker already has, if all workers that began the step may have died.
+            has: A step whose gradients this worker already has; None if there is no such step. Pass it if all workers
+                that began the step may have died.
 
         Returns:
-            The step to begin with, which is also in :attr:`step`.
+            The step with which this worker begins, which is also in :attr:`step`.
 
         Raises:
             ServersUnreachableError: A server does not answer.
@@ -151,20 +155,24 @@ class Worker:
         return self._run(self.role.join(time.monotonic(), has))
 
     def leave(self) -> None:
-        """Wait for the pulls that are under way, then leave: no worker waits for this one until it joins again."""
+        """Wait until all pulls are answered, then leave: the other workers no longer wait for this worker.
+
+        Raises the same errors as :meth:`wait`.
+        """
         self._run(self.role.leave())
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
-        """Start the step's pushes.
+        """Begin a step: its gradients are pushed next.
 
         Args:
-            groups: The present hyper-parameters of each parameter group, as
+            groups: The current hyperparameters of each parameter group, as
                 :func:`~cnnstrategies.paramserver.specification.hyperparameters` returns them.
-            samples: Number of samples of which the gradient is a mean: this worker's weight in sync and local.
+            samples: Number of samples of this worker's batch, which is the gradient's weight in modes with common
+                steps.
 
         Raises:
-            ConfigurationError: One of these is not a finite number, or has another type than at the start; the message
-                names it.
+            ConfigurationError: An argument is not a finite number, or a hyperparameter has a different type than at the
+                start of the run. The error message names it.
         """
         self.wait_all()
         self._choose()
@@ -172,41 +180,44 @@ class Worker:
         self._send()
 
     def push(self, index: int, gradient: Tensor) -> None:
-        """Send a parameter's gradient without waiting. A large gradient in CPU memory is sent without a copy.
+        """Send a parameter's gradient without waiting.
 
-        The tensor's memory must not be changed until the parameter has been pulled. (``zero_grad`` with its default
-        ``set_to_none=True`` does not change it: the worker keeps a reference.)
+        A large gradient in CPU memory is sent without a copy. Do not change the tensor until the parameter's new value
+        has arrived. ``zero_grad(set_to_none=True)``, the default, does not change it, because the worker keeps a
+        reference to the tensor.
 
         Args:
             index: Index of the parameter.
-            gradient: The parameter's gradient, of its shape and type; in mode ``local`` its value.
+            gradient: The parameter's gradient, with the parameter's shape and dtype; in mode ``local`` its value.
 
         Raises:
-            ConfigurationError: The gradient is sparse or has another shape or type: servers would drop it, and the step
-                would never end. Or it is beyond the range of its compression, such as ``fp16``.
+            ConfigurationError: The gradient is sparse, or has a different shape or dtype than the parameter, or a
+                number in it is outside the range of the compression, such as ``fp16``.
         """
         parameter = self._parameters[index]
         if gradient.layout != torch.strided:
             raise ConfigurationError(
-                f"the gradient of {self._specification.parameters[index].name} is sparse, and the servers take dense "
-                "ones: use sparse=False where it is computed"
+                f"the gradient of {self._specification.parameters[index].name} is sparse, but parameter servers need "
+                "dense gradients: construct the layer with sparse=False"
             )
         if gradient.shape != parameter.shape or gradient.dtype != parameter.dtype:
             raise ConfigurationError(
                 f"parameter {self._specification.parameters[index].name} is {parameter.dtype} of shape "
-                f"{tuple(parameter.shape)}, its gradient {gradient.dtype} of shape {tuple(gradient.shape)}: push a "
-                "gradient of the same type and shape"
+                f"{tuple(parameter.shape)}, but its gradient is {gradient.dtype} of shape {tuple(gradient.shape)}: "
+                "push a gradient of the parameter's dtype and shape"
             )
-        if self._staging is None or gradient.device != parameter.device:  # A node's mean is on the host already.
+        # A node's leader pushes the mean of the node's gradients, which is already on the CPU.
+        if self._staging is None or gradient.device != parameter.device:
             self._push(index, gradient)
         else:
             self._staging.fetch(index, gradient)
             self._push_fetched()
 
     def end_step(self) -> None:
-        """Finish the step, and request the new parameters. Parameters that were not pushed do not have a gradient.
+        """End the step, and request the new parameters.
 
-        The request follows the order in which :meth:`wait` was called for the parameters in the step before.
+        Parameters that were not pushed have no gradient in this step. The parameters are requested in the order of the
+        calls of :meth:`wait` in this step.
         """
         self._push_fetched(wait=True)
         self.role.end_step()
@@ -216,8 +227,9 @@ class Worker:
         """Wait until one parameter is up to date.
 
         Raises:
-            ServersUnreachableError: Nothing arrived within the specification's time-out; the message names the servers.
-            RemovedError: A newer view does not contain this worker.
+            ServersUnreachableError: Nothing has arrived within the specification's time-out. The error message names
+                the servers.
+            RemovedError: This worker is no longer a member.
         """
         self.wait_for(self.role.here(index))
         if self._staging is not None:
@@ -229,17 +241,18 @@ class Worker:
         self._use_all()
 
     def refresh(self) -> None:
-        """Write the servers' present values into all parameters, between two steps; in async other workers go on.
+        """Write the servers' current values into all parameters. Call this between two steps.
 
-        Raises the same errors as :meth:`wait`.
+        In modes without common steps, other workers may change the servers' values during the call. Raises the same
+        errors as :meth:`wait`.
         """
         self._run(self.role.refresh())
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return the servers' optimizer state as a plain ``Optimizer.state_dict()`` over whole parameters.
 
-        One worker calls it between steps, while the other workers do not push; otherwise the parts of the state would
-        be of different steps.
+        Call this between two steps, in one worker, while no worker pushes. Otherwise the slices' states would belong to
+        different steps.
 
         Raises:
             ServersUnreachableError: A server does not answer.
@@ -247,18 +260,18 @@ class Worker:
         return self._run(self.role.optimizer_state())
 
     def interrupt(self) -> None:
-        """Note that something else than training happens between two steps, such as a validation.
+        """Report that something other than training happens between two steps, such as validation.
 
-        Its time does not count for the choice of compressions under ``auto``.
+        The time from the last step to the next one is then not used to choose compressions under ``auto``.
         """
         self._step_began = None
 
     def close(self) -> None:
-        """Close the sockets; nothing is sent afterwards."""
+        """Close the connections to the servers."""
         self._links.close()
 
     def _run(self, procedure: Generator[Wait, None, Result]) -> Result:
-        """Run a procedure to its end, and return its result."""
+        """Run a procedure of the role to its end, and return its result."""
         self.interrupt()
         self._follow()
         try:
@@ -278,7 +291,11 @@ class Worker:
         self._send()
 
     def _push_fetched(self, wait: bool = False) -> None:
-        """Send the gradients that have arrived from the device."""
+        """Push the gradients whose copies from the GPU are finished.
+
+        Args:
+            wait: Wait for all copies, and push all gradients.
+        """
         if self._staging is not None:
             for index, gradient in self._staging.fetched(wait):
                 self._push(index, gradient)
@@ -289,7 +306,7 @@ class Worker:
                 self._staging.before_use(index)
 
     def _choose(self) -> None:
-        """Choose the compressions of the step that begins by the time of earlier steps."""
+        """Choose the compressions of the step that begins, from the time of earlier steps."""
         if self.chooser is not None:
             now = time.monotonic()
             if self.role.is_first:
@@ -304,7 +321,7 @@ class Worker:
         if not wait.waiting():
             return
         begun = time.monotonic()
-        # Messages that were read already often end the wait; views and silent servers need not be checked then.
+        # Messages that were already read often end the wait, so they are handled before views and sockets are checked.
         for server, header, payload in self._links.arrived():
             self.role.on_message(server, header, payload)
             if not wait.waiting():

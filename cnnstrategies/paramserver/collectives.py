@@ -1,4 +1,4 @@
-"""Barrier, broadcast, all-gather and reductions among the workers of a run, through the run's coordinator."""
+"""Barrier, broadcast, all-gather and all-reduce among the workers of a run, by way of the run's coordinator."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ class Gathered:
     """Result of a collective.
 
     Attributes:
-        values: By id, the value of each worker that took part.
-        joined: Whether this worker has just been admitted to a group that is already training.
-        admitted: Ids of the workers that have just been admitted.
-        midway: Whether this worker was admitted after the boundary at which the other workers met. They do not wait for
-            it.
+        values: By worker's id, the value of each worker that took part.
+        joined: Whether this collective admitted this worker to a group that was already training.
+        admitted: Ids of the workers that this collective admitted.
+        midway: Whether this worker was admitted after the other workers had left the boundary. They did not wait for
+            this worker there.
     """
 
     values: dict[int, Any]
@@ -45,17 +45,17 @@ class Gathered:
 
 
 class Collectives:
-    """A worker's side of the coordinator's collectives. Used by one thread.
+    """A worker's interface to collectives that the coordinator carries out. Only one thread may use it.
 
-    Every worker of the group calls the same collectives in the same order. The group does not wait for a worker that
-    has died, so that a result contains the values of the live workers only.
+    All workers of the group must call the same collectives in the same order. The group does not wait for a worker that
+    has died, so a result contains only the values of live workers.
 
     Args:
         membership: Connection to the coordinator.
 
     Attributes:
         membership: Connection to the coordinator.
-        present: Ids of the workers that took part in the last collective; None before the first.
+        present: Ids of the workers that took part in the last collective; None before the first collective.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -64,27 +64,45 @@ class Collectives:
         self.present: Sequence[int] | None = None
 
     def gather(self, value: Any, operation: str = "gather") -> Gathered:
-        """Return the values of all workers. If workers call different operations, all of them get an error."""
+        """Return the values of all workers.
+
+        Args:
+            value: This worker's value.
+            operation: Name of the collective. If the workers pass different names, all of them get an error.
+        """
         return self._collect(value, operation)
 
     def start(self, midway: bool = False) -> Gathered:
-        """Wait until the set-up of all workers is finished and training begins.
+        """Wait until all workers have finished their set-up and training begins.
 
-        A worker that is started later is admitted at a :meth:`boundary` and gets the boundary's values; or, with
-        `midway`, after a boundary, while the other workers take chunks of the epoch that began there.
+        A worker that is started after that is admitted at the next :meth:`boundary`, and gets the values of that
+        boundary.
+
+        Args:
+            midway: Admit this worker without waiting for the next boundary. It takes chunks of the epoch that the other
+                workers are already processing, and gets the values of the last boundary.
         """
         return self._collect(None, "start", seal=True, **({MIDWAY: True} if midway else {}))
 
     def boundary(self, value: Any) -> Gathered:
-        """Meet at a boundary, at which workers that were started later are admitted and get these values."""
+        """Gather the values of all workers, and admit the workers that are waiting in :meth:`start`.
+
+        The admitted workers get the gathered values.
+        """
         return self._collect(value, "boundary", boundary=True)
 
     def barrier(self, name: str = "barrier") -> None:
-        """Wait for all workers."""
+        """Wait until all workers have called this method."""
         self._collect(None, name)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Return the value of one worker on all workers; if the worker has died, that of the lowest live id."""
+        """Return one worker's value on all workers.
+
+        Args:
+            value: The value to send; only that of the source is used.
+            source: Id of the worker whose value to return. If that worker has died, the live worker with the lowest id
+                takes its place.
+        """
         while True:
             is_source = source == self.membership.address.id
             gathered = self._collect(value if is_source else None, f"broadcast from {source}")
@@ -93,10 +111,10 @@ class Collectives:
             source = gathered.leader
 
     def reduce(self, tensor: Tensor, how: str) -> Tensor:
-        """Combine the workers' tensors, which have the same shape; return the same result on every worker.
+        """Reduce the workers' tensors element by element, and return the result on every worker (all-reduce).
 
         Args:
-            tensor: This worker's tensor.
+            tensor: This worker's tensor, of the same shape on all workers.
             how: Name of one of the :data:`REDUCTIONS`.
         """
         values = self._collect(tensor, f"reduce {how}").values
@@ -104,40 +122,49 @@ class Collectives:
         return REDUCTIONS[how](stacked).to(tensor)
 
     def put(self, specification: str) -> None:
-        """Publish the run's specification; the first one that is published counts."""
+        """Publish the run's specification. Only the first call of a run has an effect.
+
+        Args:
+            specification: The specification as JSON.
+        """
         self.membership.ask("put", {}, [specification.encode()])
 
     def get(self) -> str:
-        """Return the run's specification; wait until it is published."""
+        """Wait until the run's specification is published, and return it."""
         (text,) = self.membership.ask("get", {}).frames
         return bytes(text).decode()
 
     def begin_epoch(self, number: int, samples: int, chunk: int, done: str = "") -> int:
         """Have the coordinator cut an epoch into chunks.
 
-        The first worker that asks decides about the epoch; the arguments of later ones are ignored.
+        The arguments of the first worker's call apply to all workers; the coordinator ignores those of later calls.
 
         Args:
             number: Number of the epoch.
-            samples: Samples of the epoch.
-            chunk: Samples of a chunk.
-            done: Chunks that an earlier run has processed, as :meth:`progress` returned them; nobody gets them again.
+            samples: Number of samples in the epoch.
+            chunk: Number of samples in a chunk.
+            done: Chunks that an earlier run has already processed, in the form that :meth:`progress` returns. No worker
+                gets these chunks.
 
         Returns:
-            Samples of the epoch, as the first worker gave them.
+            The `samples` of the first worker's call.
         """
         more = {"done": done} if done else {}
         answer = self.membership.ask("epoch", {"epoch": number, "samples": samples, "chunk": chunk, **more})
         return answer.integer("samples")
 
     def progress(self, epoch: int, processed: int) -> str:
-        """Report to the coordinator how many positions of an epoch this worker has processed.
+        """Report this worker's progress in an epoch, and return the group's progress to worker 0.
 
-        Every worker must call this method.
+        All workers must call this method.
+
+        Args:
+            epoch: Number of the epoch.
+            processed: Number of positions of the epoch that this worker has processed.
 
         Returns:
-            For worker 0 one bit for each chunk, set if the chunk is processed, in hexadecimal digits; for other workers
-            an empty string.
+            For worker 0 a bit mask in hexadecimal digits: bit i is set if chunk i is processed. For other workers an
+            empty string.
         """
         fields = {"epoch": epoch, "processed": processed}
         self.membership.ask("progress", {**fields, "tell": False})
@@ -147,19 +174,23 @@ class Collectives:
         return self.membership.ask("progress", {**fields, "tell": True}).string("done")
 
     def take(self, epoch: int, processed: int) -> Chunk:
-        """Return the next chunk of an epoch for this worker; an empty chunk if none is left.
+        """Get the next chunk of an epoch from the coordinator; the chunk is empty if no chunks are left.
 
         Args:
             epoch: Number of the epoch.
-            processed: Positions of the epoch that this worker has processed.
+            processed: Number of positions of the epoch that this worker has processed.
         """
         message = self.membership.ask("take", {"epoch": epoch, "processed": processed})
         return Chunk(message.integer("epoch"), message.integer("start"), message.integer("stop"))
 
     def give_back(self, epoch: int) -> None:
-        """Begin an epoch, and give back the chunks of earlier epochs.
+        """Return this worker's chunks of earlier epochs to the coordinator.
 
-        For a worker that was started again: it took such chunks before it knew the epoch of the other workers.
+        A worker that was started again calls this method. It may have taken chunks of an earlier epoch before it
+        learned which epoch the other workers process.
+
+        Args:
+            epoch: Number of the epoch that the other workers process.
         """
         self.membership.ask("give_back", {"epoch": epoch})
 

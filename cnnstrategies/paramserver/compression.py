@@ -1,12 +1,12 @@
-"""Compressions: ways to send gradients and parameters in fewer bytes, one class each, and the registry of the classes.
+"""Compressions of gradients and parameters: one class for each method, and the registry of these classes.
 
-Parameter servers use every :class:`PayloadCompression`, DDP every class with a communication hook. The options' names,
-their help and errors, the cut into slices, the ladder of ``auto``, the planner and the tests ask the registry.
-`docs/development/add-a-compression.md` shows how to add a class.
+Parameter servers can use each :class:`PayloadCompression`; DDP can use each class with a communication hook. All other
+code gets the compressions from the registry: the options with their help and errors, the division into slices, the
+ladder of ``auto``, the planner and the tests. `docs/development/add-a-compression.md` shows how to add a class.
 
 Sources: Stich et al., "Sparsified SGD with Memory" (NeurIPS 2018), for top-k with error feedback; Seide et al., "1-Bit
-Stochastic Gradient Descent" (Interspeech 2014), for one bit, here with one mean for the positive and one for the
-other elements; Vogels et al., "PowerSGD" (NeurIPS 2019).
+Stochastic Gradient Descent" (Interspeech 2014), for one bit per element, here with one mean for the positive elements
+and another mean for all other elements; Vogels et al., "PowerSGD" (NeurIPS 2019).
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from typing_extensions import override
 
 from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError, add_encoding
 
-# The planner asks this registry and runs without torch, so methods import torch themselves.
+# The planner uses this registry and runs without torch, so torch is imported inside the methods.
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
 
-AUTO = "auto"  # The option value with which workers choose a compression themselves.
-BITS = np.unpackbits(np.arange(256, dtype=np.uint8)).reshape(256, 8)  # The bits of each byte value.
-SAMPLE = 8192  # Elements from which the size of the largest elements is estimated.
+AUTO = "auto"  # value of the options with which workers choose the compression during training
+BITS = np.unpackbits(np.arange(256, dtype=np.uint8)).reshape(256, 8)  # row b: the bits of the byte b
+SAMPLE = 8192  # number of elements that `largest` samples to estimate the k-th largest magnitude
 
 
 class Compression(ABC):
-    """One way to send gradients in fewer bytes.
+    """A method to send gradients in fewer bytes.
 
     Attributes:
-        name: The option value that chooses this compression.
-        lossy: Whether a payload leaves out a part of the numbers that must be sent later (error feedback): the sender
-            keeps the remainder and adds it to the next numbers. False for a compression that only rounds.
-        bytes_per_element: Bytes sent for each element; None if the number depends on the data type or on an option.
+        name: Value of the options that selects this compression.
+        lossy: Whether the compression uses error feedback: the sender keeps what a payload leaves out, and adds it to
+            the next tensor that it encodes. False for a compression that only rounds.
+        bytes_per_element: Number of bytes sent for each element; None if this depends on the dtype or on an option.
     """
 
     name: ClassVar[str]
@@ -48,47 +48,51 @@ class Compression(ABC):
 
     @property
     def for_ddp(self) -> bool:
-        """Whether DDP can send gradients in this way."""
+        """Whether DDP can use this compression."""
         return type(self).register_ddp_hook is not Compression.register_ddp_hook
 
     def register_ddp_hook(self, model: DistributedDataParallel, rank: int, start_step: int) -> None:
-        """Register a communication hook that compresses the gradients of a model under DDP.
+        """Register a communication hook that compresses the gradients of a DDP model.
 
-        Only classes that override this method are offered for DDP.
+        DDP can use only the classes that override this method.
 
         Args:
             model: The model, before its first backward.
-            rank: Columns of each low-rank factor; for ``powersgd``.
-            start_step: Number of steps without compression; for ``powersgd``.
+            rank: Rank of the low-rank factors. Only ``powersgd`` uses it.
+            start_step: First step with compression. Only ``powersgd`` uses it.
         """
-        raise NotImplementedError(f"{self.name} has no communication hook for DDP")
+        raise NotImplementedError(f"compression {self.name!r} has no communication hook for DDP")
 
     def describe_ddp(self, rank: int, start_step: int) -> str:
-        """Return words for "gradients are sent as ...", under DDP."""
+        """Return a description of the compression under DDP that completes the sentence "gradients are sent as ..."."""
         return self.name
 
     def sent_share(self, layers: Sequence[float]) -> float:
-        """Return the bytes that are sent for each byte of float32 gradients; the planner asks for compressions of DDP.
+        """Return the compressed size of float32 gradients as a fraction of the uncompressed size.
+
+        The planner uses this fraction to predict DDP's traffic.
 
         Args:
-            layers: Bytes of the parameters of each layer.
+            layers: Size of each layer's parameters, in bytes.
         """
         return 1.0 if self.bytes_per_element is None else self.bytes_per_element / 4
 
 
 class PayloadCompression(Compression):
-    """A compression between workers and parameter servers, which turns the numbers of a slice into a payload.
+    """A compression for parameter servers: it encodes a slice of the gradients or parameters as a payload.
 
     Attributes:
-        encoding: Number of the encoding in message headers, from 0 to 255; see
-            :class:`~cnnstrategies.paramserver.messages.Encoding` for those that the wire format itself uses.
-        for_pulls: Whether servers can answer pulls in this way. A lossy compression encodes the change of each common
-            step, any other one the values.
-        largest: Largest absolute value that can be encoded. Larger gradients are refused, larger parameters clamped.
-        push_level: Place in the ladder of ``compression: auto``, which rises from the most exact to the smallest
-            payloads; None to leave this compression out.
-        pull_level: Place in the ladder of ``pull_compression: auto``; None to leave it out. Beside ``none`` that ladder
-            has place for one lossy compression and one that is not lossy.
+        encoding: Number of the encoding in message headers, from 0 to 255. The wire format itself uses the numbers of
+            :class:`~cnnstrategies.paramserver.messages.Encoding`.
+        for_pulls: Whether servers can compress the replies to pulls. A lossy compression then encodes the difference
+            that a common step makes to the parameters; any other compression encodes the parameters themselves.
+        largest: Largest absolute value that can be encoded. A larger gradient is an error; larger parameters are
+            clamped.
+        push_level: Sort key in the ladder of ``compression: auto``, which goes from the most exact payloads to the
+            smallest; None if the ladder does not contain this compression.
+        pull_level: Sort key in the ladder of ``pull_compression: auto``; None if the ladder does not contain this
+            compression. In addition to ``none``, this ladder can contain one lossy compression and one that is not
+            lossy.
     """
 
     encoding: ClassVar[int]
@@ -99,42 +103,58 @@ class PayloadCompression(Compression):
 
     @abstractmethod
     def encode(self, numbers: Tensor, density: float) -> Any:
-        """Return numbers as a payload: a buffer of bytes.
+        """Encode a tensor as a payload.
 
         Args:
-            numbers: Flat, contiguous CPU tensor with at least one element; float32 if the compression is lossy.
-            density: Share of the elements to send; for ``topk``.
+            numbers: Flat, contiguous CPU tensor with at least one element; its dtype is float32 if the compression is
+                lossy.
+            density: Fraction of the elements to send. Only ``topk`` uses it.
+
+        Returns:
+            The payload: an object with the buffer protocol.
         """
 
     @abstractmethod
     def fits(self, length: int, numel: int, itemsize: int) -> bool:
-        """Return whether a payload of `length` bytes can hold `numel` elements of `itemsize` bytes each.
+        """Return whether a payload of this length can be valid for a slice.
 
-        At most 72 bytes an element: receivers refuse larger payloads before they ask this method.
+        Args:
+            length: Length of the payload, in bytes. Receivers drop payloads of more than 72 bytes per element before
+                they call this method.
+            numel: Number of elements of the slice.
+            itemsize: Bytes per element of the slice's dtype.
         """
 
     @abstractmethod
     def decode(self, payload: memoryview, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return the numbers in a payload that :meth:`fits`, flat, as `dtype`; they may lie in the payload's memory.
+        """Decode a payload.
+
+        Args:
+            payload: The payload, of a length for which :meth:`fits` has returned True.
+            numel: Number of elements.
+            dtype: Dtype of the result.
+
+        Returns:
+            A flat tensor, which may be a view of the payload's memory.
 
         Raises:
             InvalidMessageError: The payload is not valid; see :meth:`check`.
         """
 
     def check(self, payload: memoryview, numel: int) -> None:
-        """Refuse a payload of the right size that :meth:`decode` cannot decode.
+        """Check the contents of a payload, without decoding it. The length has already been checked with :meth:`fits`.
 
         Raises:
-            InvalidMessageError: The payload is not valid.
+            InvalidMessageError: :meth:`decode` cannot decode the payload.
         """
 
     def encode_values(self, values: Tensor) -> Any:
-        """Return parameters as a payload; values beyond :attr:`largest` become that number."""
+        """Encode parameters as a payload. Values outside the range of the encoding are clamped to :attr:`largest`."""
         flat = values.view(-1)
         return self.encode(flat if self.largest == math.inf else flat.clamp(-self.largest, self.largest), 1.0)
 
     def describe(self, density: float) -> str:
-        """Return words for "gradients are sent as ..." under a parameter server."""
+        """Return a description that completes the sentence "gradients are sent as ..." for parameter servers."""
         return self.name
 
 
@@ -142,17 +162,17 @@ COMPRESSIONS: dict[str, Compression] = {}
 """All compressions by name."""
 
 PAYLOADS: dict[int, PayloadCompression] = {}
-"""The compressions that parameter servers can use, by the number of their encoding."""
+"""The compressions that parameter servers can use, by encoding number."""
 
 Registered = TypeVar("Registered", bound=type[Compression])
 
 
 def register(compression: Registered) -> Registered:
-    """Add a class to the registry (class decorator).
+    """Add a class to the registry. Use this function as a class decorator.
 
     Raises:
-        TypeError: The class does not set an attribute without a default, or lacks a method.
-        ValueError: Another class has this name, encoding or place in the ladder of pulls.
+        TypeError: The class does not set a required attribute, or does not implement an abstract method.
+        ValueError: Another class already has the same name or encoding, or the same position in the ladder of pulls.
     """
     payload = issubclass(compression, PayloadCompression)
     for attribute in ("name", "lossy", *(["encoding"] if payload else [])):
@@ -160,13 +180,13 @@ def register(compression: Registered) -> Registered:
             raise TypeError(f"{compression.__name__} does not set `{attribute}`: see its description in the base class")
     instance = compression()
     if instance.name in COMPRESSIONS or instance.name == AUTO:
-        raise ValueError(f"{compression.__name__}: there is a compression {instance.name!r} already; use another name")
+        raise ValueError(f"{compression.__name__}: the name {instance.name!r} is already in use; use a different name")
     if isinstance(instance, PayloadCompression):
         for other in PAYLOADS.values():
             if instance.pull_level and other.pull_level and instance.lossy == other.lossy:
                 raise ValueError(
-                    f"{compression.__name__}: {other.name} is in the ladder of pulls, which has place for one lossy "
-                    "compression and one that is not; set pull_level of one of them to None"
+                    f"{compression.__name__}: the ladder of pulls already contains {other.name}, and can contain only "
+                    "one lossy compression and one that is not lossy; set pull_level of one of the two to None"
                 )
         add_encoding(instance.encoding)
         PAYLOADS[instance.encoding] = instance
@@ -175,7 +195,11 @@ def register(compression: Registered) -> Registered:
 
 
 def payload_names(pulls: bool = False) -> tuple[str, ...]:
-    """Return the names of the compressions that parameter servers can use, for pushes or for pulls."""
+    """Return the names of the compressions that parameter servers can use.
+
+    Args:
+        pulls: Whether to return only the compressions that can be used for pulls.
+    """
     return tuple(compression.name for compression in PAYLOADS.values() if compression.for_pulls or not pulls)
 
 
@@ -185,14 +209,17 @@ def ddp_names() -> tuple[str, ...]:
 
 
 def payload_compression(name: str) -> PayloadCompression:
-    """Return the compression of a parameter server's option; of ``auto`` the one with which workers begin."""
+    """Return the compression with this name; for ``auto`` the compression with which workers begin."""
     compression = COMPRESSIONS["none" if name == AUTO else name]
     assert isinstance(compression, PayloadCompression)
     return compression
 
 
 def may_be_lossy(name: str) -> bool:
-    """Return whether an option's value stands for a lossy compression, or for ``auto``, whose ladder contains one."""
+    """Return whether gradients may be sent with a lossy compression under this value of ``compression``.
+
+    For ``auto`` this is the case if the ladder contains a lossy compression.
+    """
     if name != AUTO:
         return COMPRESSIONS[name].lossy
     return any(compression.lossy for compression in PAYLOADS.values() if compression.push_level is not None)
@@ -201,13 +228,15 @@ def may_be_lossy(name: str) -> bool:
 def auto_ladder(itemsize: int, pulls: bool = False, lossy: bool = True) -> list[PayloadCompression]:
     """Return the compressions among which ``auto`` chooses, from the most exact to the smallest.
 
-    Gradients are rounded to bf16, which has the range of float32; parameters, which need no such range, to fp16, which
-    is more exact. The smallest is one bit an element: top-k of a similar size costs more accuracy.
+    Gradients are rounded to bf16, which has the range of float32. Parameters do not need this range and are rounded to
+    fp16, which is more exact. The smallest encoding has one bit per element; top-k loses more accuracy at a similar
+    size.
 
     Args:
-        itemsize: Bytes of the parameters' largest data type; a compression that does not save any is left out.
-        pulls: Whether pulls are compressed, instead of pushes.
-        lossy: Whether lossy compressions can be used.
+        itemsize: Bytes per element of the parameters' largest dtype. The ladder contains only compressions with fewer
+            bytes per element.
+        pulls: Whether to return the ladder of pulls instead of the ladder of pushes.
+        lossy: Whether the ladder may contain lossy compressions.
     """
     levels = [
         (level, compression)
@@ -220,16 +249,16 @@ def auto_ladder(itemsize: int, pulls: bool = False, lossy: bool = True) -> list[
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor; the view keeps the memory alive."""
+    """Return a view of a contiguous CPU tensor's memory as bytes. The view keeps the memory alive."""
     import torch
 
-    if tensor.dtype == torch.bfloat16:  # NumPy does not have this type.
+    if tensor.dtype == torch.bfloat16:  # NumPy does not have this dtype.
         tensor = tensor.view(-1).view(torch.uint8)
     return memoryview(tensor.detach().reshape(-1).numpy()).cast("B")  # type: ignore[arg-type]
 
 
 def from_bytes(payload: memoryview, dtype: torch.dtype) -> Tensor:
-    """Return a one-dimensional tensor in the memory of a payload."""
+    """Return a one-dimensional tensor that is a view of a payload's memory."""
     import torch
 
     if len(payload) == 0:
@@ -238,23 +267,35 @@ def from_bytes(payload: memoryview, dtype: torch.dtype) -> Tensor:
 
 
 def check_length(length: int, encoding: int, numel: int, dtype: torch.dtype) -> None:
-    """Refuse a payload whose size does not fit its slice.
+    """Check that a payload's length is valid for its slice.
+
+    Args:
+        length: Length of the payload, in bytes.
+        encoding: Number of the payload's encoding.
+        numel: Number of elements of the slice.
+        dtype: Dtype of the slice.
 
     Raises:
-        InvalidMessageError: The payload cannot hold `numel` elements in this encoding.
+        InvalidMessageError: The length is not valid for this encoding.
     """
     if encoding == Encoding.NOTHING:
         fits = length == 0
     else:
         fits = encoding in PAYLOADS and PAYLOADS[encoding].fits(length, numel, dtype.itemsize)
     if not fits:
-        raise InvalidMessageError("a payload of another size than its slice needs")
+        raise InvalidMessageError("the length of the payload does not fit its slice")
 
 
 def decode(payload: memoryview, encoding: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return the numbers in a payload, flat; they may lie in the payload's memory.
+    """Decode a payload to a flat tensor, which may be a view of the payload's memory.
 
-    The encoding must not be `NOTHING`, and :func:`check_length` must have accepted the length.
+    The caller must have checked the payload's length with :func:`check_length`.
+
+    Args:
+        payload: The payload.
+        encoding: Number of the payload's encoding; not `NOTHING`.
+        numel: Number of elements.
+        dtype: Dtype of the result.
 
     Raises:
         InvalidMessageError: The payload is not valid in this encoding.
@@ -263,15 +304,16 @@ def decode(payload: memoryview, encoding: int, numel: int, dtype: torch.dtype) -
 
 
 class Encoder:
-    """Encoder of one slice's gradients, with the remainder that lossy payloads have left out.
+    """Encoder of one slice's gradients with error feedback.
 
     Args:
-        name: Option value of the compression.
-        density: Share of the elements that ``topk`` sends.
+        name: Value of the option ``compression``.
+        density: Fraction of the elements that ``topk`` sends.
 
     Attributes:
-        compression: Compression of the next gradient. It may change: the remainder is still part of the next payload.
-        left_out: The remainder: what earlier payloads have left out; None if there is none.
+        compression: Compression of the next gradient. It may be changed at any time; the next payload of the new
+            compression contains the remainder of the old one.
+        left_out: The remainder: the sum of what earlier payloads have left out; None if nothing is left out.
     """
 
     def __init__(self, name: str, density: float) -> None:
@@ -280,7 +322,7 @@ class Encoder:
         self.left_out: Tensor | None = None
 
     def encode(self, gradient: Tensor) -> Any:
-        """Return the payload of a flat, contiguous gradient; without compression the gradient's own memory."""
+        """Encode a flat, contiguous gradient as a payload. Without compression the payload is the gradient's memory."""
         import torch
 
         if not self.compression.lossy:
@@ -295,15 +337,15 @@ class Encoder:
 
 
 def largest(magnitudes: Tensor, count: int) -> Tensor:
-    """Return the indices of the largest elements, in rising order.
+    """Return the indices of the `count` largest elements, in rising order of the indices.
 
-    Among many elements, only those that reach a bound are compared; a sample gives the bound (Lin et al., "Deep
-    Gradient Compression", 2018). The result is that of a selection among all elements, except for which of several
-    equal elements it contains.
+    For a large tensor, a sample of the elements gives a threshold, and only the elements above the threshold are
+    compared (Lin et al., "Deep Gradient Compression", 2018). The result is still exact; only the choice among equal
+    elements may differ.
 
     Args:
-        magnitudes: Flat tensor; NaN counts as the largest value.
-        count: Number of elements, from 1 to all.
+        magnitudes: Flat tensor. NaN counts as the largest value.
+        count: Number of indices to return, at least 1 and at most the number of elements.
     """
     total = magnitudes.numel()
     sample = magnitudes[:: total // SAMPLE | 1]
@@ -316,12 +358,12 @@ def largest(magnitudes: Tensor, count: int) -> Tensor:
     return magnitudes.topk(count, sorted=False).indices.sort().values
 
 
-# The compressions. The order is that of the names in help and errors.
+# The compressions, in the order in which help texts and error messages list their names.
 
 
 @register
 class Dense(PayloadCompression):
-    """No compression: the memory of the numbers, in their own data type."""
+    """No compression: the payload is the tensor's memory, in its own dtype."""
 
     name = "none"
     encoding = Encoding.DENSE
@@ -342,10 +384,10 @@ class Dense(PayloadCompression):
 
 
 class Rounded(PayloadCompression):
-    """Rounding to a data type of 16 bits.
+    """Rounding to a dtype of 16 bits.
 
     Attributes:
-        dtype_name: Name of the data type in torch.
+        dtype_name: Name of the dtype in torch.
     """
 
     lossy = False
@@ -354,7 +396,7 @@ class Rounded(PayloadCompression):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The data type."""
+        """The torch dtype to which elements are rounded."""
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype_name)
@@ -408,7 +450,10 @@ class BF16(Rounded):
 
 @register
 class TopK(PayloadCompression):
-    """The elements with the largest absolute values, at least one: uint32 indices, then as many float32 values."""
+    """Top-k sparsification: only the elements with the largest absolute values are sent, at least one element.
+
+    The payload is the elements' uint32 indices in rising order, followed by the elements as float32.
+    """
 
     name = "topk"
     encoding = 4
@@ -442,21 +487,22 @@ class TopK(PayloadCompression):
 
     @override
     def describe(self, density: float) -> str:
-        return f"{density:.3g} of their changes, the rest later"
+        return f"the fraction {density:.3g} of their elements, with error feedback"
 
     def _indices(self, payload: memoryview, numel: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         count = len(payload) // 8
         indices = np.frombuffer(payload[: 4 * count], "<u4").astype(np.int64)
         if indices[-1] >= numel or (np.diff(indices) <= 0).any():
-            raise InvalidMessageError("indices that are out of range or not in order")
+            raise InvalidMessageError("the indices are out of range or not in rising order")
         return indices
 
 
 @register
 class OneBit(PayloadCompression):
-    """One bit for each element, which says whether the element is positive.
+    """One bit for each element: 1 if the element is positive.
 
-    Before the bits stand two float32 means: of the other elements, and of the positive ones.
+    The payload is two float32 numbers, followed by the bits. The first number is the mean of all elements that are not
+    positive, the second is the mean of the positive elements.
     """
 
     name = "onebit"
@@ -481,18 +527,18 @@ class OneBit(PayloadCompression):
     def decode(self, payload: memoryview, numel: int, dtype: torch.dtype) -> Tensor:
         import torch
 
-        # The eight numbers of each byte value are looked up: 30 times as fast as going bit by bit.
+        # A lookup table from each byte to its eight elements is 30 times as fast as a loop over the bits.
         eights = np.frombuffer(payload[:8], "<f4")[BITS]
         return torch.from_numpy(eights.take(np.frombuffer(payload[8:], np.uint8), axis=0).reshape(-1)[:numel]).to(dtype)
 
     @override
     def describe(self, density: float) -> str:
-        return "one bit a value, the rest later"
+        return "one bit per element, with error feedback"
 
 
 @register
 class PowerSGD(Compression):
-    """Two thin factors of each gradient matrix, for DDP; what they leave out is added to the next gradient."""
+    """Low-rank approximation of each gradient matrix by two factors, with error feedback. Only for DDP."""
 
     name = "powersgd"
     lossy = True
@@ -512,10 +558,15 @@ class PowerSGD(Compression):
 
     @override
     def sent_share(self, layers: Sequence[float], rank: int = 1) -> float:
-        """Return r (m + n) elements for each m x n matrix as a share of its m n elements.
+        """Return the size of the factors as a fraction of the size of the gradients.
 
-        The matrices' shapes are not in the profile: each layer counts as a square matrix, for which the share is
-        smallest.
+        For an m x n matrix, the two factors of rank r have r (m + n) elements instead of m n. The profile does not
+        contain the shapes of the matrices, so each layer is taken for a square matrix, which gives the smallest
+        fraction.
+
+        Args:
+            layers: Size of each layer's parameters, in bytes.
+            rank: Rank of the factors.
         """
         total = sum(layers)
         sent = sum(min(layer, 2 * rank * 4 * (layer / 4) ** 0.5) for layer in layers)

@@ -1,4 +1,4 @@
-"""A process's membership in a run: heartbeats from a separate thread, and the views that come back."""
+"""A process's membership in a run: a thread that sends heartbeats to the coordinator and receives views from it."""
 
 import contextlib
 import itertools
@@ -19,11 +19,11 @@ from cnnstrategies.paramserver.core.view import RunEnded, View
 from cnnstrategies.paramserver.drivers.control import Line, Loop
 from cnnstrategies.paramserver.security import KeyPair, process_number
 
-WARN_SECONDS = 60.0  # seconds between two lines about the same wait
+WARN_SECONDS = 60.0  # A request without an answer is reported on stderr each time that this many seconds have passed.
 
 
 class Bell:
-    """A file descriptor that any thread can make readable."""
+    """A file descriptor that any thread can make readable, to wake a thread that polls it."""
 
     def __init__(self) -> None:
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -37,7 +37,7 @@ class Bell:
         os.eventfd_write(self._descriptor, 1)
 
     def clear(self) -> None:
-        """Make the descriptor unreadable."""
+        """Reset the descriptor, so that it is not readable until the next :meth:`ring`."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._descriptor)
 
@@ -47,17 +47,17 @@ class Bell:
 
 
 class Views(Bell):
-    """Views of the membership for one user: a :class:`~cnnstrategies.paramserver.core.view.ViewSource`.
+    """Source of the membership's views for one reader; see :class:`~cnnstrategies.paramserver.core.view.ViewSource`.
 
-    Every user has its own object, because a view counts as seen by the user to which :meth:`current` has returned it.
-    The descriptor is readable when there is a view that :meth:`current` has not returned, or the run has ended.
+    Each reader has its own object, which records the views that this reader has seen. The file descriptor is readable
+    when :meth:`current` would return a view for the first time, and when the run has ended.
 
     Args:
-        newest: Function that returns the newest view, and the run's end if it has ended.
-        on_news: Function to call when the user has received a newer view.
+        newest: Function that returns the newest view and, if the run has ended, the error to raise; otherwise None.
+        on_news: Called each time that :meth:`current` returns a view for the first time.
 
     Attributes:
-        seen: Number of the newest view that the user has received.
+        seen: Number of the newest view that :meth:`current` has returned; -1 before the first.
     """
 
     def __init__(self, newest: Callable[[], tuple[View, RunEnded | None]], on_news: Callable[[], None]) -> None:
@@ -76,7 +76,7 @@ class Views(Bell):
         self.clear()
         view, ended = self._newest()
         if ended is not None:
-            self.ring()  # The descriptor stays readable, so that a later wait does not block.
+            self.ring()  # Keep the descriptor readable, so that later waits do not block.
             raise RunEnded(str(ended), ended.clean)
         if view.number > self.seen:
             self.seen = view.number
@@ -84,43 +84,49 @@ class Views(Bell):
         return view
 
     def wait_newer(self, number: int, timeout: float) -> View:
-        """Wait for a view with a higher number.
+        """Wait until the newest view's number is higher than `number`, and return that view.
+
+        Args:
+            number: Number of a view.
+            timeout: Longest time to wait, in seconds.
 
         Raises:
-            TimeoutError: No newer view arrived in time.
+            TimeoutError: No such view arrived in time.
+            RunEnded: The run is over.
         """
         deadline = time.monotonic() + timeout
         while (view := self.current()).number <= number:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise TimeoutError(f"no view newer than {number} within {timeout:g} s")
-            poll = select.poll()  # Unlike `select`, `poll` takes descriptors of any number.
+            poll = select.poll()  # `select.select` cannot wait for file descriptors above 1023.
             poll.register(self, select.POLLIN)
             poll.poll(1000 * remaining)
         return view
 
 
 def unchanging(view: View) -> Views:
-    """Return views that never change, for scripts without a coordinator."""
+    """Return a source of views that always returns the same view, for scripts without a coordinator."""
     return Views(lambda: (view, None), lambda: None)
 
 
 class Membership:
-    """A :class:`Participant` that runs in a thread, and its newest view.
+    """A process's membership in a run, with a thread that runs the role :class:`Participant`.
 
-    The thread has its own socket, so a long computation or a blocked step does not look like a death. A stopped or
-    killed process does.
+    Because heartbeats come from a thread of their own, a process is not taken for dead during a long computation. It is
+    taken for dead when it is stopped or killed.
 
     Args:
-        address: This process's place and the coordinator's endpoint.
-        endpoint: Where a server can be reached.
+        address: This process's role and id, the coordinator's endpoint, and time-outs.
+        endpoint: Endpoint at which other processes reach this process, if it is a server; otherwise empty.
         keys: The run's CURVE keys; None without encryption.
 
     Attributes:
-        keys: This process's own CURVE keys, which it uses for its connections and which the views show to the others;
-            None without encryption.
+        address: See above.
+        keys: This process's own CURVE keys; None without encryption. The process uses them for its connections, and the
+            views contain the public key.
         participant: The role.
-        views: Views for the collectives; see :meth:`source` for other users.
+        views: Source of views for the collectives. Other readers create their own with :meth:`source`.
     """
 
     def __init__(self, address: Address, endpoint: str = "", keys: KeyPair | None = None) -> None:
@@ -149,9 +155,10 @@ class Membership:
     # Views
 
     def source(self) -> Views:
-        """Return views for another user than the collectives: a worker or a server of the data plane.
+        """Create a source of views for a worker or server of the data plane.
 
-        From then on the coordinator counts a view as seen once this user has seen it.
+        After the first call, the process reports a view as seen to the coordinator when all readers created by this
+        method have seen it. Before the first call, only :attr:`views` counts.
         """
         with self._changed:
             self._sources.append(Views(self._newest, lambda: self._call(None)))
@@ -164,7 +171,7 @@ class Membership:
     # The run
 
     def wait_registered(self) -> None:
-        """Wait until the coordinator knows this process.
+        """Wait until the coordinator has registered this process.
 
         Raises:
             RunEnded: The coordinator does not answer, or does not expect this process.
@@ -172,7 +179,12 @@ class Membership:
         self.views.wait_newer(-1, self.address.appear + self.address.timeout)
 
     def ask(self, kind: str, fields: Mapping[str, object], frames: Sequence[Buffer] = ()) -> Message:
-        """Send a request to the coordinator, and return its answer.
+        """Send a request to the coordinator, and wait for the answer.
+
+        Args:
+            kind: Kind of the request.
+            fields: Fields of the request, as values that JSON can represent.
+            frames: Buffers to send with the request.
 
         Raises:
             RunEnded: The run is over, or the coordinator has refused the request.
@@ -194,39 +206,54 @@ class Membership:
         raise RunEnded(f"{self._name}: the coordinator has refused `{kind}`: {result}")
 
     def end(self, message: str, clean: bool = False) -> None:
-        """Let every process of the run end, with a message."""
+        """Ask the coordinator to end all processes of the run.
+
+        Args:
+            message: Reason for the end, which all processes report.
+            clean: Whether the run ends without an error.
+        """
         self._call(Call(0, "end", {"message": message, "clean": clean}))
 
     def stop_all(self, signal: int) -> None:
-        """Tell every process of the run that this one has received a signal to end, without waiting for answers."""
+        """Report to all processes of the run that this process has received a signal to stop. Do not wait for answers.
+
+        Args:
+            signal: Number of the signal.
+        """
         self._call(Call(0, "signal", {"signal": signal}))
 
     @property
     def stop_signal(self) -> int | None:
-        """The first signal to end that a process has received and passed on; None if there is none."""
+        """Number of the first signal that a process has reported with :meth:`stop_all`; None without such a report."""
         return self.participant.signal or None
 
     def report_figures(self, figures: Callable[[], Mapping[str, float]]) -> None:
-        """Send the results of a function with each heartbeat; see :data:`.status.FIGURES`. Another thread calls it."""
+        """Send this process's counters to the coordinator with each heartbeat.
+
+        Args:
+            figures: Function that returns the counters by name; see :data:`.status.FIGURES`. It is called in the
+                heartbeat thread.
+        """
         self.participant.figures = figures
 
     @property
     def members(self) -> tuple[int, int]:
-        """The numbers of workers and servers in the newest view."""
+        """Number of workers and number of servers in the newest view."""
         view, _ = self._newest()
         return len(view.workers), len(view.servers)
 
     @property
     def losses(self) -> int:
-        """The number of processes that the run has lost, as far as is known here."""
+        """Number of processes that the run has lost, according to the coordinator's last message."""
         return self.participant.losses
 
     def close(self, leave: bool = True, done: Mapping[str, object] | None = None) -> None:
         """Stop the thread.
 
         Args:
-            leave: Whether to tell the coordinator before that this process leaves on purpose.
-            done: This process's progress: ``epoch``, and the number of positions ``processed`` in it.
+            leave: Whether to report to the coordinator first that this process leaves as planned.
+            done: This process's progress, which is reported when it leaves: ``epoch`` is the number of the epoch,
+                ``processed`` the number of positions of the epoch that it has processed. None without such progress.
         """
         if self._closing:
             return
@@ -245,18 +272,22 @@ class Membership:
         return f"{self.address.role} {self.address.id}"
 
     def _call(self, call: Call | None) -> None:
-        """Let the thread call the role; None stands for a report of the view that this process follows."""
+        """Pass a call to the role in the heartbeat thread.
+
+        Args:
+            call: The call; None to report the newest view that all readers have seen.
+        """
         self._calls.put(call)
         self._wake.ring()
 
     # The thread
 
     def run(self) -> None:
-        """Serve until this process leaves; the thread runs this method."""
+        """Run the role until this process leaves. This is the main function of the heartbeat thread."""
         with Line(self.address, self.participant.peer, self.keys, self._run_keys) as line:
             try:
                 self._serve(line)
-            except Exception as error:  # The main thread must hear of any failure.
+            except Exception as error:  # Any failure of this thread must end the process's main thread.
                 traceback.print_exc()
                 reason = f"{self._name}: the heartbeat thread failed: {type(error).__name__}: {error}"
                 self._set_ended(End(reason, clean=False))

@@ -1,11 +1,11 @@
 """The wire format between workers and servers: a fixed binary header, then a payload.
 
 A message is the header (little-endian, 72 bytes) followed by the payload. The payload may begin with a JSON object of
-`Header.meta` bytes. One frame holds one or several messages in sequence; a payload larger than `SMALL_BYTES` travels
-alone, in the frame after its header.
+`Header.meta` bytes. A frame contains one or more messages, one after the other. A payload larger than `SMALL_BYTES` is
+sent in a frame of its own, directly after the frame that ends with its header.
 
-Nothing in a message is unpickled or evaluated. Every field is checked before it is used. A message that fails a check
-raises an :class:`InvalidMessageError`, and the receiver drops the whole message.
+Nothing in a message is unpickled or evaluated. Every field is checked before it is used. A failed check raises an
+:class:`InvalidMessageError`, and the receiver drops the whole message.
 """
 
 import json
@@ -24,12 +24,12 @@ MAGIC = b"CNPS"
 VERSION = 4
 LARGEST_JSON = 1 << 18  # bytes
 # Payloads up to this size are copied into libzmq: for small payloads a copy costs less than libzmq's release callback
-# into Python. They may also wait for each other and then leave together.
+# into Python. Several of them may also be sent together in one frame.
 SMALL_BYTES = 1 << 18
-SERVER = 1 << 31  # The sender field of a server is its id plus this number.
-NO_STEP = (1 << 64) - 1
+SERVER = 1 << 31  # The sender field of a server's message is the server's id plus this number.
+NO_STEP = (1 << 64) - 1  # step of a worker that has not joined
 LARGEST_NUMBER = 1 << 63  # Steps and versions are below this number.
-ALONE = 1.0  # Mark of pulled values on which no change builds, in a run that sends changes; see `Header`.
+ALONE = 1.0  # mark of pulled values that are never the base of a difference; see `Header`
 
 _compact_json = json.JSONEncoder(separators=(",", ":")).encode
 _LAYOUT = struct.Struct("<4sBBBBIIIIIIQQQQd")
@@ -38,43 +38,45 @@ _LENGTH_FIELD, _RUN_FIELDS = struct.Struct("<20xI"), struct.Struct("<5s27xQ")
 
 
 class Kind(IntEnum):
-    """The kind of a message: what it requests or reports."""
+    """The kind of a message: what the message requests or reports."""
 
-    HELLO = 1  # worker to server: the worker's step, whether it joins or leaves, and the slices already answered
-    WELCOME = 2  # server to worker: the answer to HELLO with the step to begin with, or a request to send again
-    VALUE = 4  # worker to server: the optimizer's state of a slice, then the slice's first value
-    BEGIN = 6  # worker to server: hyper-parameters and weight of the step whose pushes follow
+    HELLO = 1  # worker to server: the worker's step, whether it joins or leaves, and the slices it has replies for
+    WELCOME = (
+        2  # server to worker: reply to HELLO with the worker's first step, or a request to repeat pushes and pulls
+    )
+    VALUE = 4  # worker to server: a slice's optimizer state, followed by the slice's first values
+    BEGIN = 6  # worker to server: hyperparameters and weight of the step whose pushes follow
     PUSH = 7  # worker to server: the gradient of a slice
-    PULL = 8  # worker to server: a request for slices that are at least as new as a step
-    PULLED = 9  # server to worker: the requested values, change or optimizer's state of a slice
-    STATUS = 12  # server to leader: its decision and complete pushes, after a change of the view or lost messages
-    VOTE = 13  # server to leader: workers whose pushes of a step have all arrived
-    DECIDE = 14  # leader to server: the workers whose gradients make up the step
-    NORM = 15  # server to leader: the squared norm of the server's part of the mean gradient
-    RELAY = 18  # primary to backup: an applied update, with its hyper-parameters or the decision that it belongs to
+    PULL = 8  # worker to server: a request for slices, with the step whose values the worker needs
+    PULLED = 9  # server to worker: reply to PULL with a slice's values, difference or optimizer state
+    STATUS = 12  # server to leader: its last decision and complete pushes, after a new view or lost messages
+    VOTE = 13  # server to leader: the workers whose pushes for a step have all arrived
+    DECIDE = 14  # leader to server: the workers whose gradients form the step
+    NORM = 15  # server to leader: squared norm of the mean gradient over the server's own slices
+    RELAY = 18  # primary to backup: an applied update, with its hyperparameters or the decision that it belongs to
     ACKNOWLEDGE = 19  # backup to primary: the version of a slice that the backup has
-    COPY = 21  # primary to backup: a whole slice: its first values, or for a backup that is new or missed messages
-    PING = 22  # server to server: the number of gaps in the receiver's messages; server to worker: a heartbeat
+    COPY = 21  # primary to backup: a whole slice, as its first values or after the backup missed messages
+    PING = 22  # server to server: number of gaps in the receiver's messages; server to worker: a heartbeat
 
 
 class Encoding(IntEnum):
-    """Forms of payloads that the wire format itself uses; compressions use other numbers (:func:`add_encoding`)."""
+    """Encodings of payloads that the wire format itself defines. :func:`add_encoding` adds those of compressions."""
 
-    NOTHING = 0  # No numbers: JSON, or an optimizer's state. In a push: the parameter has no gradient.
-    DENSE = 1  # the parameter's own dtype: no compression
+    NOTHING = 0  # no tensor: only JSON or an optimizer state; in a push: the slice has no gradient
+    DENSE = 1  # not compressed, in the parameter's own dtype
     KEYS = 6  # uint32 keys of slices
 
 
-# Looking a number up in a dictionary takes a third of the time of calling the enumeration.
+# A lookup in this dictionary takes a third of the time of `Kind(number)`.
 _KIND_BY_NUMBER = {int(kind): kind for kind in Kind}
 _encodings = {int(Encoding.NOTHING), int(Encoding.KEYS)}
 
 
 def add_encoding(number: int) -> None:
-    """Have receivers accept payloads in the encoding of a compression.
+    """Register the number of a compression's encoding, so that :func:`unpack` accepts it.
 
     Raises:
-        ValueError: The number does not fit into a header, or already has a meaning.
+        ValueError: The number does not fit into a header, or is in use already.
     """
     if not 0 <= number <= 255 or number in _encodings:
         raise ValueError(f"encoding={number}: use a number from 0 to 255 other than {sorted(_encodings)}")
@@ -82,29 +84,30 @@ def add_encoding(number: int) -> None:
 
 
 def known_encodings() -> list[int]:
-    """Return the encodings that receivers accept: those of the wire format and those of all compressions."""
+    """Return the numbers of all encodings that :func:`unpack` accepts, in rising order."""
     return sorted(_encodings)
 
 
 class InvalidMessageError(ControlError):
-    """A message that no member of this run sends.
+    """An error for a message that no correct member of this run sends.
 
-    The text is a short reason that contains nothing of the payload: servers count dropped messages by reason.
+    The error's text is a short reason without any bytes of the message, because servers count dropped messages by
+    reason.
     """
 
 
 class Header(NamedTuple):
     """The fixed part of a message.
 
-    The meaning of three fields depends on the kind. Kinds that the table leaves out do not use them.
+    The meaning of three fields depends on the kind. Kinds that are not in the table do not use these fields.
 
     | kind        | step                  | base                                      | weight                       |
     | ----------- | --------------------- | ----------------------------------------- | ---------------------------- |
     | HELLO       | worker's step (1)     | number of the worker's view               |                              |
-    | WELCOME     | step to begin with    |                                           |                              |
+    | WELCOME     | worker's first step   |                                           |                              |
     | BEGIN       | step that begins      | encoding of the pull after the step       | samples of the gradient      |
     | PUSH        | step of the gradient  | parts of the slice without gradient (2)   |                              |
-    | PULL        | step to work on next  | 2 x encoding, or 1 for present values (3) | mark of the worker's values  |
+    | PULL        | step to work on next  | 2 x encoding, or 1 for current values (3) | mark of the worker's values  |
     | PULLED      | step of the PULL      | version of the values                     | mark of the values (4)       |
     | NORM        | step of the gradient  |                                           |                              |
     | RELAY       | step of the update    | 2^32 x incarnation + id of the worker     | version after the update     |
@@ -114,29 +117,30 @@ class Header(NamedTuple):
 
     1. `NO_STEP` from a worker that has not joined.
     2. Bit i is set if part i of the slice has no gradient.
-    3. A pull for the present values takes them as they are; any other pull waits for the values of `step`.
-    4. Where pulls may be answered with compressed changes, a mark identifies the values on which the changes build. A
-       change applies only to values with the same mark. 0 means no mark; `ALONE` marks values on which no change
-       builds.
+    3. Servers answer a pull for the current values at once. They answer any other pull when the values of `step` are
+       ready.
+    4. A server may answer a pull with a compressed difference from earlier values. The mark is an id of these earlier
+       values: the worker may add a difference only to values with the same mark. 0 means that the worker has no such
+       values. `ALONE` is the mark of values to which no difference will be added.
 
     Attributes:
         kind: What the message requests or reports.
         sender: Id of the worker, or `SERVER` plus the id of the server.
         session: Number of the run.
-        sequence: Number that grows with each message of the sender; a message with an old number is a replay. Between
-            two servers it grows by one, so that a gap shows that messages were lost.
-        encoding: Form of the numbers in the payload.
-        incarnation: Incarnation of the sending worker; between servers the number of the view that the sender follows.
+        sequence: Number that grows with each message of the sender. A receiver drops a message whose number is not
+            larger than the last one. Between two servers it grows by one, so a gap shows that messages were lost.
+        encoding: Encoding of the payload.
+        incarnation: Incarnation of the sending worker; between servers the number of the sender's current view.
         key: Key of the slice, in messages about one slice.
-        length: Bytes of the payload.
-        meta: Bytes of the JSON object at the payload's start.
+        length: Number of bytes of the payload.
+        meta: Number of bytes of the JSON object at the payload's start.
         step: See the table.
         base: See the table.
         weight: See the table.
-        level: In BEGIN 1 + the index of the worker's encodings in the ladder, where workers choose encodings while they
-            train; in PULLED the `level` of the common step's first member; in PULL 1 to request the optimizer's state.
-        question: Number of a PULL for the present values. PULLED returns it, so that a late answer to an earlier pull
-            is recognised. 0 in all other pulls.
+        level: In BEGIN under ``compression: auto``, 1 + the index of the worker's encodings in the ladder. In PULLED,
+            the `level` that the first member of the common step sent. In PULL, 1 to request the optimizer's state.
+        question: Id of a PULL for the current values; 0 in all other pulls. PULLED repeats the id, so that the worker
+            can recognise a late reply to an earlier PULL.
     """
 
     kind: Kind
@@ -164,11 +168,11 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits on what a receiver accepts, known before the first message.
+    """Limits of the messages that a receiver accepts. They follow from the run's specification.
 
     Attributes:
         payload: Largest payload, in bytes.
-        slices: Number of slices; every key is below it.
+        slices: Number of slices; every valid key is below this number.
     """
 
     payload: int
@@ -176,17 +180,23 @@ class Bounds:
 
 
 def length_in(data: bytes | memoryview) -> int:
-    """Return the payload's length, in bytes, from the header at the start of a frame."""
+    """Return the length of the payload, in bytes, that the header at the start of a frame announces."""
     return int(_LENGTH_FIELD.unpack_from(data)[0])
 
 
 def begins(data: bytes | memoryview, session: int) -> bool:
-    """Whether a frame begins with the header of a message of this run."""
+    """Return whether a frame begins with the header of a message of this run."""
     return len(data) >= HEADER_BYTES and _RUN_FIELDS.unpack_from(data) == (MAGIC + bytes([VERSION]), session)
 
 
 def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) -> Header:
-    """Return the header of a received message, after all checks that do not need the receiver's state.
+    """Decode and check the header of a received message. The checks do not need the receiver's state.
+
+    Args:
+        data: Bytes of the header.
+        length: Number of bytes of the payload that was received.
+        session: Number of this run.
+        bounds: Limits of the receiver.
 
     Raises:
         InvalidMessageError: The message does not belong to this run, or a field is out of range.
@@ -198,9 +208,9 @@ def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) 
     if magic != MAGIC:
         raise InvalidMessageError("not a message of cnnstrategies")
     if version != VERSION:
-        raise InvalidMessageError("another version of the wire format")
+        raise InvalidMessageError("a different version of the wire format")
     if header_session != session:
-        raise InvalidMessageError("a message of another run")
+        raise InvalidMessageError("a message of a different run")
     kind = _KIND_BY_NUMBER.get(kind_number)
     if kind is None or encoding not in _encodings:
         raise InvalidMessageError("unknown kind or encoding")
@@ -217,7 +227,7 @@ def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) 
 
 
 def pack_json(values: dict[str, Any]) -> bytes:
-    """Return a small dictionary as the bytes of a JSON object."""
+    """Encode a small dictionary as a JSON object."""
     return _compact_json(values).encode()
 
 
@@ -245,7 +255,17 @@ def compose(
     json: dict[str, Any] | None = None,
     **fields: Any,
 ) -> tuple[Header, Any]:
-    """Return a message's header and payload; the JSON object, if any, is put before the payload."""
+    """Return a message's header and payload.
+
+    Args:
+        sender: The header's `sender`.
+        session: Number of the run.
+        kind: Kind of the message.
+        sequence: Sequence number of the message.
+        payload: Bytes of the payload, without the JSON object.
+        json: Dictionary to put before the payload as a JSON object; None for no JSON object.
+        **fields: Other fields of the header.
+    """
     json_bytes = b"" if json is None else pack_json(json)
     if json_bytes:
         payload = b"".join((json_bytes, payload))
@@ -254,17 +274,17 @@ def compose(
 
 
 def fields_of(payload: memoryview, header: Header) -> Message:
-    """Return the JSON object at the start of a payload as a :class:`Message`, which checks each field as it is read."""
+    """Return the JSON object at the start of a payload as a :class:`Message`, whose methods check a field's type."""
     return Message(header.kind.name, unpack_json(payload, header))
 
 
 def pack_keys(keys: Sequence[int]) -> bytes:
-    """Return the keys of slices as a payload."""
+    """Encode the keys of slices as a payload."""
     return np.array(keys, "<u4").tobytes()
 
 
 def unpack_keys(payload: memoryview) -> list[int]:
-    """Return the keys of slices from a payload of :func:`pack_keys`.
+    """Decode the keys of slices from a payload that :func:`pack_keys` made.
 
     Raises:
         InvalidMessageError: The payload's length is not a multiple of 4 bytes.
@@ -276,12 +296,13 @@ def unpack_keys(payload: memoryview) -> list[int]:
 
 
 class Parcel(NamedTuple):
-    """Effect: send a message, if the peer can be reached.
+    """Effect: send a message.
 
     Attributes:
-        to: Id of a server, or the route over which a worker was last heard.
-        payload: Payload of the message. Its memory is read when the message leaves, which may be later.
-        wait: Whether the message may wait, to leave together with later messages to the same peer.
+        to: Id of a server, or the route of a worker's last message.
+        header: Header of the message.
+        payload: Payload of the message. It is not copied, and may be sent later.
+        wait: Whether the driver may delay the message, to send it together with later messages to the same peer.
     """
 
     to: int | bytes
@@ -291,11 +312,11 @@ class Parcel(NamedTuple):
 
 
 class Say(NamedTuple):
-    """Effect: report something to the person who runs the training.
+    """Effect: show a line of text to the user.
 
     Attributes:
-        text: One line.
-        urgent: Whether the line must reach the person: it is printed to stderr instead of logged as a warning.
+        text: The line.
+        urgent: Whether to print the line to stderr, so that the user sees it; otherwise it is logged as a warning.
     """
 
     text: str

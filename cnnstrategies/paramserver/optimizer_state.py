@@ -1,4 +1,4 @@
-"""An optimizer's state by slices, as bytes, and as the state dict of a single process."""
+"""Conversion of an optimizer's state between slices, bytes and the state dict of a single process."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from cnnstrategies.paramserver.slicing import Part, Slice
 from cnnstrategies.paramserver.specification import Specification
 
 SliceState = list[dict[str, StateValue]]
-"""The optimizer state of each part of a slice, by name."""
+"""For each part of a slice, its optimizer state: values such as the momentum buffer, by name."""
 
 
 def join_state(
@@ -23,13 +23,13 @@ def join_state(
     states: Mapping[int, SliceState],
     options: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return the state dict over whole parameters, as the optimizer of a single process would save it.
+    """Join the states of all slices to the state dict that the optimizer of a single process would save.
 
     Args:
         specification: The run's specification.
         slices: All slices.
-        states: The state of each slice, by key.
-        options: Each parameter group's hyper-parameters.
+        states: The optimizer state of each slice, by key.
+        options: Hyperparameters of each parameter group.
     """
     parts: dict[int, list[tuple[Part, dict[str, StateValue]]]] = {}
     for slice_ in slices:
@@ -65,16 +65,19 @@ def _join_parts(
 def cut_state(
     specification: Specification, slices: Sequence[Slice], state_dict: Mapping[str, Any]
 ) -> dict[int, SliceState]:
-    """Return each slice's part of a plain state dict: the inverse of :func:`join_state`.
+    """Cut the state dict of a single process into the states of the slices; the inverse of :func:`join_state`.
+
+    Returns:
+        The optimizer state of each slice, by key.
 
     Raises:
-        ConfigurationError: The state belongs to an optimizer with other parameter groups.
+        ConfigurationError: The parameter groups in the state dict have different sizes than the specification's.
     """
     sizes = [len(group["params"]) for group in state_dict["param_groups"]]
     if sizes != [len(group.parameters) for group in specification.groups]:
         raise ConfigurationError(
-            f"the optimizer's state has parameter groups of sizes {sizes}, the specification's are "
-            f"{[len(group.parameters) for group in specification.groups]}: load the state of the same model"
+            f"the optimizer's state has parameter groups with {sizes} parameters, but the optimizer has groups with "
+            f"{[len(group.parameters) for group in specification.groups]}: load a state of the same model and optimizer"
         )
     position_of = {
         index: position
@@ -102,15 +105,15 @@ def _cut_value(name: str, value: StateValue, part: Part, shape: tuple[int, ...])
 
 
 def pack_state(state: SliceState) -> bytes:
-    """Return a slice's state as bytes; an empty state takes no bytes."""
+    """Encode a slice's state as bytes. An empty state is encoded as an empty byte string."""
     return to_bytes(state) if any(state) else b""
 
 
 def unpack_state(raw: memoryview, slice_: Slice) -> SliceState:
-    """Return the state that :func:`pack_state` packed, in new memory.
+    """Decode a slice's state from bytes that :func:`pack_state` returned. The tensors are copies.
 
     Raises:
-        InvalidMessageError: The bytes are not a state of this slice.
+        InvalidMessageError: The bytes are not a valid state of this slice.
     """
     if not raw:
         return [{} for _ in slice_.parts]
@@ -119,7 +122,7 @@ def unpack_state(raw: memoryview, slice_: Slice) -> SliceState:
     except CodecError:
         raise InvalidMessageError("the optimizer's state cannot be decoded") from None
     if not isinstance(state, list) or len(state) != len(slice_.parts) or not all(map(_is_state, state)):
-        raise InvalidMessageError("the optimizer's state does not have the parts of its slice")
+        raise InvalidMessageError("the optimizer's state does not match the parts of its slice")
     return state
 
 
@@ -134,10 +137,18 @@ def _is_state(part_state: Any) -> bool:
 
 
 def split_state(raw: memoryview, slice_: Slice, count: int = 1) -> tuple[SliceState, memoryview]:
-    """Return the state at the start of a payload, and the bytes after it: a slice's elements, `count` times.
+    """Split a payload into an optimizer state and the tensors that follow the state.
+
+    Args:
+        raw: The payload.
+        slice_: The slice.
+        count: Number of tensors after the state; each of them has the size of the slice.
+
+    Returns:
+        The decoded state, and the bytes of the tensors.
 
     Raises:
-        InvalidMessageError: The payload is too short, or does not begin with a state of this slice.
+        InvalidMessageError: The payload is too short, or does not begin with a valid state of this slice.
     """
     start = len(raw) - count * slice_.nbytes
     if start < 0:

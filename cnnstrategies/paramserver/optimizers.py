@@ -1,4 +1,4 @@
-"""The user's torch optimizer on the servers."""
+"""The user's torch optimizer, as the servers run it."""
 
 import importlib
 import inspect
@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from cnnstrategies.errors import ConfigurationError
 
-# The update of each element depends only on that element's gradients, so that parts of a tensor can be updated
-# separately.
+# Optimizers that update each element only from that element's gradients. Parts of a tensor can be updated separately.
 _ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop",
 )  # fmt: skip
@@ -20,46 +19,55 @@ StateValue = Tensor | float | int | bool | None
 
 
 def load_optimizer(path: str) -> type[Optimizer]:
-    """Return the optimizer class with a class path.
+    """Import an optimizer class.
+
+    Args:
+        path: Class path, such as ``torch.optim.SGD``.
 
     Raises:
-        ConfigurationError: The class cannot be imported, is not an optimizer, or needs a closure.
+        ConfigurationError: The class cannot be imported, is not an optimizer, or needs a closure or sparse gradients.
     """
     module, _, name = path.rpartition(".")
     try:
         optimizer_class = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError):
         raise ConfigurationError(
-            f"optimizer {path}: the server cannot import it; define it in a module, not in a script or a function"
+            f"optimizer {path}: the server cannot import this class; define it at the top level of a module that the "
+            "server can import, and not in a script or a function"
         ) from None
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise ConfigurationError(f"optimizer {path} is not a torch.optim.Optimizer: give the class path of one")
+        raise ConfigurationError(f"optimizer {path} is not a subclass of torch.optim.Optimizer: use an optimizer class")
     if issubclass(optimizer_class, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise ConfigurationError(
-            f"optimizer {path} needs the loss again or sparse gradients, which servers do not have: use another "
+            f"optimizer {path} needs a closure or sparse gradients, which servers do not have: use a different "
             "optimizer, such as SGD or AdamW"
         )
     return optimizer_class
 
 
 def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
-    """Whether an optimizer may work on parts of a tensor, as is known of some of torch's optimizers."""
+    """Return whether an optimizer is known to update each element of a tensor independently of the others."""
     return any(optimizer_class is getattr(torch.optim, name) for name in _ELEMENTWISE)
 
 
 class FusedOptimizer:
-    """The user's optimizer on some parameters of a group; it updates the parameters that have a gradient.
+    """The user's optimizer for some parameters of one parameter group.
 
-    Parameters that are updated together cost one call of the optimizer's ``step``, whose fixed costs exceed those of a
-    small parameter. If the user leaves torch's implementation open, the fused one is used, which reads and writes
-    memory once: on one core it is 1.5 (SGD with momentum) to 2.4 times (Adam) as fast for 2 MiB, and more for smaller
-    tensors.
+    Parameters that are updated together need only one call of the optimizer's ``step``. For small parameters, the fixed
+    cost of a call is larger than the cost of the update. If the user's options select no implementation, torch's fused
+    implementation is used, which reads and writes memory only once. On one core it is 1.5 times (SGD with momentum) to
+    2.4 times (Adam) as fast for 2 MiB, and even faster in comparison for smaller tensors.
+
+    Args:
+        optimizer_class: The class of the optimizer.
+        parameters: The parameters.
+        options: The parameter group's hyperparameters.
     """
 
     def __init__(
         self, optimizer_class: type[Optimizer], parameters: Sequence[nn.Parameter], options: Mapping[str, Any]
     ) -> None:
-        # A group may hold options that the constructor does not take: a scheduler's initial_lr, for example.
+        # A parameter group may contain entries that are not arguments of the class, such as a scheduler's initial_lr.
         accepted = inspect.signature(optimizer_class).parameters
         arguments = {name: tupled(value) for name, value in options.items() if name in accepted}
         self._is_fused = (
@@ -75,13 +83,18 @@ class FusedOptimizer:
         self.optimizer = optimizer_class(parameters, **arguments)
 
     def step(self, gradients: Sequence[tuple[nn.Parameter, Tensor]], options: Mapping[str, Any]) -> None:
-        """Update the parameters that have a gradient, with the group's present hyper-parameters."""
+        """Make one optimizer step for the parameters that have a gradient.
+
+        Args:
+            gradients: Each of these parameters with its gradient.
+            options: The group's current hyperparameters.
+        """
         group = self.optimizer.param_groups[0]
         group.update((name, tupled(option)) for name, option in options.items())
         if self._is_fused:
             group["fused"] = True
-            # A fused step of SGD cannot mix parameters with and without a momentum buffer, so first gradients are
-            # applied separately.
+            # A fused step of SGD needs a momentum buffer for all of its parameters or for none, so parameters with
+            # their first gradient are updated separately.
             state = self.optimizer.state
             first = [pair for pair in gradients if all(value is None for value in state.get(pair[0], {}).values())]
             if 0 < len(first) < len(gradients):
@@ -99,5 +112,5 @@ class FusedOptimizer:
 
 
 def tupled(option: Any) -> Any:
-    """Return an option as the optimizer expects it: betas are a tuple, of which JSON made a list."""
+    """Convert a list back to a tuple, because JSON has turned tuples such as ``betas`` into lists."""
     return tuple(option) if isinstance(option, list) else option

@@ -1,4 +1,4 @@
-"""Addresses of runs that can be watched and joined, and the places that a run's coordinator offers to joiners."""
+"""Requests to a running coordinator from processes that are not members: its address, the run's status, and joining."""
 
 import json
 import os
@@ -16,22 +16,27 @@ from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.drivers.control import Line
 from cnnstrategies.paramserver.security import KeyPair, is_local, process_number
 
-NAME = "watch.json"
-ANSWER_SECONDS = 2.0
-FIRST_SECONDS = 10.0  # seconds without an answer
-PAUSE = 0.5  # seconds between two requests for a place
+NAME = "watch.json"  # name of the file with the address in a run's folder
+ANSWER_SECONDS = 2.0  # time-out of one request, after which it is repeated
+FIRST_SECONDS = 10.0  # default for the time without any answer after which `find_place` gives up
+PAUSE = 0.5  # seconds between two requests while all places are taken
 OVER = "the run is over"
 
 
 @dataclass(frozen=True)
 class RunAddress:
-    """A coordinator's endpoint, and the file with the run's keys."""
+    """Address of a run's coordinator.
+
+    Attributes:
+        coordinator: The coordinator's endpoint.
+        key_file: Path of the file with the run's CURVE keys; None if the run is not encrypted.
+    """
 
     coordinator: str
     key_file: str | None = None
 
     def save(self, folder: Path) -> None:
-        """Write the address into a run's folder, readable by its owner only. An existing address is replaced."""
+        """Write the address to a file in a run's folder, replacing an existing one. Only the user can read the file."""
         folder.mkdir(parents=True, exist_ok=True)
         descriptor, scratch = tempfile.mkstemp(prefix=f".{NAME}-", dir=folder)
         with os.fdopen(descriptor, "w") as file:
@@ -45,13 +50,15 @@ class RunAddress:
 
     @classmethod
     def find(cls, run: str) -> "RunAddress":
-        """Return the address of a run that was named on a command line.
+        """Find the address of the run that the command-line option ``--run`` names.
 
         Args:
-            run: An endpoint, or a run's folder. In a folder with several versions the version that started last counts.
+            run: An endpoint or a run's folder. If the folder contains the folders of several runs, the run that started
+                last is used.
 
         Raises:
-            ConfigurationError: The text is neither, or no parameter server trains there.
+            ConfigurationError: `run` is neither an endpoint nor a folder, or no run with a parameter server is
+                training in the folder.
         """
         if "://" in run:
             is_local(run)  # raises an error if the endpoint is not valid
@@ -59,30 +66,35 @@ class RunAddress:
         folder = Path(run)
         if not folder.is_dir():
             raise ConfigurationError(
-                f"--run {run}: the folder does not exist; name a run's folder, or its address as tcp://HOST:PORT"
+                f"--run {run}: the folder does not exist; use a run's folder, or a run's address as tcp://HOST:PORT"
             )
         files = [folder / NAME] if (folder / NAME).exists() else list(folder.glob(f"*/{NAME}"))
         if not files:
             raise ConfigurationError(
-                f"--run {run}: the folder has no {NAME}, so no parameter server trains there now: name the folder of a "
-                "run that does, or its address as tcp://HOST:PORT"
+                f"--run {run}: the folder has no {NAME}, so no run with a parameter server is training there now: use "
+                "the folder of such a run, or its address as tcp://HOST:PORT"
             )
         newest = max(files, key=lambda path: path.stat().st_mtime)
         try:
             fields = json.loads(newest.read_text())
             return cls(str(fields["coordinator"]), None if fields["key_file"] is None else str(fields["key_file"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(f"--run {run}: {newest} holds no address: remove it") from error
+            raise ConfigurationError(f"--run {run}: {newest} does not contain a valid address: remove it") from error
 
     @property
     def is_gone(self) -> bool:
-        """Whether the coordinator's socket file no longer exists."""
+        """Whether the endpoint is ``ipc://`` and its socket file does not exist, so that the run has ended."""
         path = self.coordinator.removeprefix("ipc://")
         return path != self.coordinator and not Path(path).exists()
 
 
 class Watcher(Line):
-    """A connection to a coordinator for questions, with the run's keys if there are any."""
+    """A connection to a coordinator for requests of a process that is not a member of the run.
+
+    Args:
+        coordinator: The coordinator's endpoint.
+        keys: The run's CURVE keys; None without encryption.
+    """
 
     def __init__(self, coordinator: str, keys: KeyPair | None = None) -> None:
         own_keys = None if keys is None else KeyPair.create()
@@ -91,13 +103,15 @@ class Watcher(Line):
         self._questions = 0
 
     def ask(self, seconds: float, kind: str = WATCH) -> Message | None:
-        """Ask for the state of the run or a place in it; see :mod:`.coordinator.status`.
+        """Send a request to the coordinator, and wait for the answer.
 
         Args:
-            seconds: How long to wait for the answer.
-            kind: The question.
+            seconds: Longest time to wait for the answer.
+            kind: Kind of the request: `WATCH` for the run's status, `PLACE` for a place as a joiner; see
+                :mod:`.coordinator.status`.
 
-        Returns the answer; None if it did not arrive in time.
+        Returns:
+            The answer; None if it did not arrive in time.
         """
         self._questions += 1
         self.send(Message(kind, request=self._questions))
@@ -111,14 +125,14 @@ class Watcher(Line):
 
 @dataclass(frozen=True)
 class JoinPlace:
-    """A place for a joiner, as the coordinator offers it.
+    """The place that a coordinator assigns to a joiner.
 
     Attributes:
-        id: Number of the worker.
-        incarnation: Number of processes that had the place before.
+        id: Worker id of the joiner.
+        incarnation: Incarnation of the joiner: the number of earlier processes with this id.
         session: Number of the coordinator's session.
-        workers: Number of the run's original workers.
-        timeout: The coordinator's time-out in seconds.
+        workers: Number of workers with which the run started.
+        timeout: The run's time-out, in seconds.
     """
 
     id: int
@@ -129,16 +143,17 @@ class JoinPlace:
 
 
 def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool = False) -> JoinPlace:
-    """Ask a run for a place.
+    """Ask a run's coordinator for a place as a joiner, and wait until a place is free.
 
     Args:
-        address: The run's coordinator.
-        patience: Seconds to wait without any answer: a coordinator may be starting again.
-        waits: Whether to wait as long as all places are taken. Otherwise the wait ends after the run's time-out, for
-            which a killed joiner keeps its place.
+        address: Address of the run's coordinator.
+        patience: Longest time in seconds without any answer. A coordinator that is being restarted does not answer for
+            some seconds.
+        waits: Whether to wait without a limit while all places are taken. Otherwise the wait ends after the run's
+            time-out: until then, the place of a joiner that was killed still counts as taken.
 
     Raises:
-        ConfigurationError: The coordinator does not answer, admits no joiners, or all places stay taken.
+        ConfigurationError: The coordinator does not answer, or admits no joiners, or no place has become free.
         RunEnded: The run is over.
     """
     keys = None if address.key_file is None else KeyPair.load(address.key_file)
@@ -155,8 +170,8 @@ def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool
                 raise RunEnded(OVER, clean=True)
             if not fields["max_joiners"]:
                 raise ConfigurationError(
-                    f"the run at {address.coordinator} accepts no joiners: start it with max_joiners: N in its "
-                    "strategy, for up to N workers beside its own"
+                    f"the run at {address.coordinator} accepts no joiners: to admit up to N more workers, start it "
+                    "with max_joiners: N in the options of its strategy"
                 )
             if "place" in fields:
                 names = "place", "incarnation", "session", "workers", "timeout"
@@ -164,15 +179,18 @@ def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool
             taken = now if taken is None else taken
             if not waits and now - taken > fields["timeout"] + PAUSE:
                 raise ConfigurationError(
-                    f"all {fields['max_joiners']} places of the run at {address.coordinator} are taken: start it with "
-                    "a higher max_joiners, or join when another worker has left"
+                    f"all {fields['max_joiners']} places for joiners of the run at {address.coordinator} are taken: "
+                    "start the run with a higher max_joiners, or try again when a joiner has left"
                 )
             time.sleep(PAUSE)
 
 
 def _unanswered(address: RunAddress) -> ConfigurationError:
-    keys = "give --key_file if it has any" if address.key_file is None else f"not those of {address.key_file}"
+    if address.key_file is None:
+        keys = "is encrypted (then pass --key_file)"
+    else:
+        keys = f"has different keys than {address.key_file}"
     return ConfigurationError(
-        f"no coordinator answers at {address.coordinator}: the run does not train, cannot be reached from here, or has "
-        f"other keys ({keys})"
+        f"no coordinator answers at {address.coordinator}: the run has ended, cannot be reached from this machine, or "
+        f"{keys}"
     )

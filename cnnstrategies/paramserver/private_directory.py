@@ -1,8 +1,8 @@
-"""A directory for the sockets and keys of one machine's processes, which only their user can enter.
+"""Directories for a run's sockets and keys on one machine. Only the user who started the run can enter them.
 
-Every process that uses such a directory holds a lock on it, which the kernel frees when the process ends. The lock
-shows whether a directory is still in use, even by a process that is not visible here: containers may share a temporary
-directory.
+Each process that uses a directory holds a file lock on it, which the kernel releases when the process ends. A locked
+directory is in use. Process ids would not show this, because containers that share a temporary directory do not see
+each other's processes.
 """
 
 import contextlib
@@ -19,22 +19,23 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.security import KeyPair
 
 PREFIX = "cnnstrategies-"
-LONGEST = 50  # bytes of a temporary directory's path; Linux allows 107 bytes for a socket's whole path
+LONGEST = 50  # longest path of a temporary directory, in bytes; Linux allows 107 bytes for the path of a socket
 _LOCK, _KEYS = "lock", "keys"
-_held: dict[Path, int] = {}  # this process's locks by directory
+_held: dict[Path, int] = {}  # By directory: the file descriptor with this process's lock.
 
 
 def temporary_place() -> Path:
-    """Return the directory in which all private directories are made.
+    """Return the directory in which all private directories are created.
 
-    A cluster's temporary directory may have a path that is too long for the path of a socket.
+    This is the system's temporary directory, or ``/tmp`` if the path of the temporary directory is too long for
+    sockets, as on some clusters.
     """
     place = Path(tempfile.gettempdir())
     return place if len(os.fsencode(place)) <= LONGEST else Path("/tmp")
 
 
 def make_run_directory() -> Path:
-    """Make a new directory for a run whose processes this one starts. Unused directories are removed."""
+    """Create and lock a directory for a run whose processes this process starts. Remove unused directories."""
     place = temporary_place()
     for existing in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
@@ -46,10 +47,10 @@ def make_run_directory() -> Path:
 
 
 def shared_directory(rendezvous: str) -> Path:
-    """Return the directory of processes of this machine that are started separately and know only their rendezvous.
+    """Create and lock the common directory of a run's processes on this machine that were started separately.
 
     Args:
-        rendezvous: A text that is the same for all of these processes, and for no other run of this user.
+        rendezvous: A text that these processes share, and that differs between all runs of this user.
     """
     digest = hashlib.sha256(rendezvous.encode()).hexdigest()[:16]
     path = temporary_place() / f"{PREFIX}{os.getuid()}-{digest}"
@@ -58,20 +59,20 @@ def shared_directory(rendezvous: str) -> Path:
 
 
 def hold(path: Path) -> None:
-    """Make a directory if it does not exist, and use it until this process ends or lets it go.
+    """Create a directory if it does not exist, and hold a lock on it until :func:`let_go` or the end of this process.
 
     Raises:
-        ConfigurationError: Other users could enter the directory.
+        ConfigurationError: The path is not a directory that only this user can enter.
     """
     while path not in _held:
         path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise ConfigurationError(
-                f"{path} is not a directory that only this user can enter, but sockets and keys would be kept there: "
-                "remove it, or set TMPDIR to another place"
+                f"{path} is needed for sockets and keys, but it is not a directory that only this user can enter: "
+                "remove it, or set TMPDIR to a different directory"
             )
-        with contextlib.suppress(FileNotFoundError):  # The directory's last user may just have removed it.
+        with contextlib.suppress(FileNotFoundError):  # Another process may have removed the directory meanwhile.
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_SH)
             if _is_in(lock, path):
@@ -81,7 +82,7 @@ def hold(path: Path) -> None:
 
 
 def let_go(path: Path) -> None:
-    """Stop using a directory; the last process that uses it removes it."""
+    """Release this process's lock on a directory, and remove the directory if no other process holds a lock on it."""
     lock = _held.pop(path, None)
     if lock is not None:
         os.close(lock)
@@ -90,13 +91,13 @@ def let_go(path: Path) -> None:
 
 
 def keys_in(path: Path) -> str:
-    """Return the path of the file with the keys in a directory; the first process that asks makes the keys."""
+    """Return the path of the key file in a directory. If there is no key file yet, create one with a new key pair."""
     keys = path / _KEYS
     if not keys.exists():
         scratch = path / f"{_KEYS}-{os.getpid()}"
         KeyPair.create().save(scratch)
         with contextlib.suppress(FileExistsError):
-            os.link(scratch, keys)  # The file appears complete, and never replaces another one.
+            os.link(scratch, keys)  # A link creates the complete file atomically, and does not replace an existing one.
         scratch.unlink()
     return str(keys)
 
@@ -114,7 +115,7 @@ def _remove_unused(path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path, ignore_errors=True)
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):  # With one of these errors the directory is in use.
+        if error.errno not in (errno.EACCES, errno.EAGAIN):  # These errors mean that another process holds the lock.
             raise
     finally:
         os.close(lock)

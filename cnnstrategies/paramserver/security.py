@@ -1,4 +1,4 @@
-"""CURVE keys, admission of connections, and the endpoints where encryption may be left out."""
+"""CURVE keys, admission of connections by their key, and the check of which endpoints need encryption."""
 
 import hashlib
 import hmac
@@ -21,22 +21,27 @@ PROOF_BYTES = 32
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A CURVE key pair in Z85 form; the secret part is left out of its representation."""
+    """A CURVE key pair.
+
+    Attributes:
+        public: The public key, encoded in Z85.
+        secret: The secret key, encoded in Z85. It does not appear in the object's ``repr``.
+    """
 
     public: str
     secret: str = field(repr=False)
 
     @classmethod
     def create(cls) -> "KeyPair":
-        """Return a new random pair."""
+        """Create a new random key pair."""
         public, secret = zmq.curve_keypair()
         return cls(public.decode("ascii"), secret.decode("ascii"))
 
     def save(self, path: str | Path) -> None:
-        """Write the pair to a new file that only its owner can read.
+        """Write the key pair to a new file that only its owner can read.
 
         Raises:
-            FileExistsError: The file exists: keys are never overwritten.
+            FileExistsError: The file already exists; keys are never overwritten.
         """
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
@@ -44,40 +49,52 @@ class KeyPair:
 
     @classmethod
     def load(cls, path: str | Path) -> "KeyPair":
-        """Return the pair that :meth:`save` wrote.
+        """Read the key pair from a file that :meth:`save` wrote.
 
         Raises:
-            ConfigurationError: Other users than the owner may read the file, or it does not hold a pair of keys.
+            ConfigurationError: The file's mode gives permissions to other users, or the file does not contain a key
+                pair.
         """
         mode = os.stat(path).st_mode & 0o777
         if mode & 0o077:
-            raise ConfigurationError(f"{path} has mode {mode:o}, so others can read the secret key: chmod 600 {path}")
+            raise ConfigurationError(
+                f"{path} has mode {mode:o}, so other users may read the secret key: run chmod 600 {path}"
+            )
         lines = Path(path).read_text().split()
         if len(lines) != 2 or zmq.curve_public(lines[1].encode()) != lines[0].encode():
-            raise ConfigurationError(f"{path} does not hold a pair of CURVE keys: create a new one")
+            raise ConfigurationError(f"{path} does not contain a CURVE key pair: create a new key file")
         return cls(lines[0], lines[1])
 
 
 def fingerprint(public_key: str) -> int:
-    """Return the number that identifies the process with a public key to the coordinator.
+    """Return the number by which the coordinator identifies the process with this public key.
 
-    Only the process that has the secret key can send messages with this number.
+    Only the process with the matching secret key can send messages in the name of this number.
     """
     return int.from_bytes(hashlib.sha256(public_key.encode()).digest()[:8], "big") >> (64 - SECRET_BITS)
 
 
 def prove(run: KeyPair, public_key: str) -> bytes:
-    """Return the proof that the process with a public key takes part; only a holder of the run's keys can make it."""
+    """Return the proof that a process has the run's keys: an HMAC of the process's public key.
+
+    Args:
+        run: The run's keys; the secret key is the key of the HMAC.
+        public_key: The process's own public key.
+    """
     return hmac.digest(run.secret.encode(), public_key.encode(), "sha256")
 
 
 def process_number(keys: KeyPair | None) -> int:
-    """Return the number that identifies this process: from its keys, or random without encryption."""
+    """Return the number by which the coordinator identifies this process.
+
+    Args:
+        keys: The process's own keys, from which the number is computed. Without keys the number is random.
+    """
     return secrets.randbits(SECRET_BITS) if keys is None else fingerprint(keys.public)
 
 
 def is_local(endpoint: str) -> bool:
-    """Whether only processes of this machine can reach an endpoint: ipc, inproc, or a loopback address.
+    """Return whether only processes on this machine can reach an endpoint (ipc, inproc, or a loopback address).
 
     Raises:
         ConfigurationError: The endpoint is not valid.
@@ -89,11 +106,11 @@ def is_local(endpoint: str) -> bool:
         raise ConfigurationError(f"endpoint {endpoint!r}: use ipc://path or tcp://address:port")
     if ":" in match[1]:
         raise ConfigurationError(
-            f"endpoint {endpoint!r}: the parameter server speaks IPv4 only: give an IPv4 address of that machine, or a "
-            "name that leads to one, here or as the main address (MASTER_ADDR)"
+            f"endpoint {endpoint!r}: the parameter server supports only IPv4: use an IPv4 address of that machine, or "
+            "a host name with an IPv4 address, here or as the main address (MASTER_ADDR)"
         )
     if match[2] != "*" and not 0 < int(match[2]) < 2**16:
-        raise ConfigurationError(f"endpoint {endpoint!r}: a port is a number from 1 to 65535")
+        raise ConfigurationError(f"endpoint {endpoint!r}: use a port from 1 to 65535")
     if match[1] == "localhost":
         return True
     try:
@@ -103,33 +120,44 @@ def is_local(endpoint: str) -> bool:
 
 
 def check_endpoint(endpoint: str, encrypted: bool, insecure: bool = False) -> None:
-    """Check that TCP is encrypted: any user of this machine can reach the loopback.
+    """Check that an endpoint is encrypted, unless it is ``ipc://`` or ``inproc://``.
+
+    TCP on a loopback address must also be encrypted, because every user of the machine can connect to it.
+
+    Args:
+        endpoint: The endpoint.
+        encrypted: Whether the endpoint is encrypted.
+        insecure: Whether the user allows TCP without encryption.
 
     Raises:
-        ConfigurationError: The endpoint is not encrypted, and the user has not allowed this with `insecure`.
+        ConfigurationError: The endpoint must be encrypted.
     """
     if not (encrypted or insecure) and (endpoint.startswith("tcp://") or not is_local(endpoint)):
         raise ConfigurationError(
-            f"other users can reach endpoint {endpoint}, and without keys any of them can change the parameters: use "
-            "ipc:// in a directory of your own or security='curve', or set insecure=True on a network of your own"
+            f"other users can reach endpoint {endpoint}, and without encryption they can change the parameters: use "
+            "security='curve', or ipc:// in a private directory, or set insecure=True on a private network"
         )
 
 
-# The ZAP domain of every listening socket, with or without keys. Without a domain libzmq ends the process with an
-# assertion (zmtp_engine.cpp:422 of 4.3.5) if a peer speaks the first version of the protocol and disconnects at once.
-# With a domain libzmq refuses such a peer.
+# Every listening socket has this ZAP domain, with or without encryption. Without a domain, libzmq 4.3.5 aborts the
+# process with an assertion (zmtp_engine.cpp:422) if a peer uses version 1 of the protocol and disconnects at once. With
+# a domain, libzmq rejects such a peer.
 ZAP_DOMAIN = b"cnnstrategies"
 
 
 class Gatekeeper:
-    """Admission of connections by their CURVE key, in the thread that polls :attr:`socket` (ZAP, ZeroMQ RFC 27).
+    """ZAP handler (ZeroMQ RFC 27) that admits or refuses connections by their CURVE public key.
 
-    An unknown key is refused temporarily (status 300): the peer tries again, and may have become a member by then. A
-    context can have one gatekeeper.
+    It needs no thread: the caller polls :attr:`socket`, and calls :meth:`answer` when the socket is readable. Unknown
+    keys are refused with the status for temporary errors (300), so the peer tries again, and may be a member by then.
+    Each libzmq context can have only one gatekeeper.
 
     Args:
-        context: The context of the sockets.
-        admitted: Function that says whether a public key in Z85 form may connect.
+        context: libzmq's context of the sockets to protect.
+        admitted: Function that returns whether the process with a public key, encoded in Z85, may connect.
+
+    Attributes:
+        socket: Socket at which libzmq's requests arrive.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admitted: Callable[[str], bool]) -> None:
@@ -139,7 +167,7 @@ class Gatekeeper:
         self._admitted = admitted
 
     def answer(self) -> None:
-        """Answer the waiting request."""
+        """Receive one request of libzmq, and answer it."""
         version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
         key = z85.encode(credentials[0]).decode("ascii") if mechanism == b"CURVE" and credentials else ""
         if key and self._admitted(key):

@@ -1,7 +1,7 @@
-"""The processes beside the workers: the coordinator and the servers, forked or started as programs.
+"""Starting the processes of the coordinator and the servers, by a fork or as new programs.
 
-A program reads its settings as JSON from its standard input, so that the settings appear neither in the list of
-processes nor in the environment.
+A new program reads its settings as JSON from standard input, so the settings do not appear in the process list or in
+the environment.
 """
 
 import json
@@ -31,39 +31,39 @@ StartMethod = Literal["fork", "program"]
 
 
 class Handle(Protocol):
-    """A child process, as the supervision needs it; ``subprocess.Popen`` has this interface."""
+    """Interface to a child process for the supervision. ``subprocess.Popen`` implements it."""
 
     @property
     def pid(self) -> int:
         """The process id."""
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while the process runs."""
+        """Return the exit code, or minus the number of the signal that killed the process, or None while it runs."""
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal, if the process still runs."""
+        """Send a signal, if the process is still running."""
 
 
 class Forked:
-    """A process of ``multiprocessing`` as a :class:`Handle`."""
+    """The :class:`Handle` of a process that was started with ``multiprocessing``."""
 
     def __init__(self, process: BaseProcess) -> None:
-        assert process.pid is not None, "it has been started"
+        assert process.pid is not None, "the process has been started"
         self.process = process
         self.pid = process.pid
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while the process runs."""
+        """Return the exit code, or minus the number of the signal that killed the process, or None while it runs."""
         return self.process.exitcode
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal, if the process still runs."""
+        """Send a signal, if the process is still running."""
         if self.poll() is None:
             os.kill(self.pid, sig)
 
 
 def ending(code: int) -> str:
-    """Describe in words how a process ended."""
+    """Return a text that says how a process ended, from its exit code."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -74,15 +74,16 @@ def ending(code: int) -> str:
 
 @dataclass(frozen=True)
 class CoordinatorProcess:
-    """A coordinator to start.
+    """Settings of a coordinator's process.
 
     Attributes:
         settings: The coordinator's settings.
-        key_file: File with the run's CURVE keys; None for no encryption.
-        directory: The run's directory, to be removed if the process that started the coordinator is killed.
-        journal: The journal's file; None if the coordinator is not started again after it was killed.
-        follows: Whether the coordinator continues from the journal of its process that was killed.
-        starter: Id of the process that starts the coordinator.
+        key_file: Path of the file with the run's CURVE keys; None for no encryption.
+        directory: The run's directory for sockets and keys, which the coordinator removes if its parent process was
+            killed; None if another process removes it.
+        journal: Path of the journal; None if a killed coordinator is not replaced.
+        follows: Whether this coordinator replaces a killed coordinator, and continues its journal.
+        starter: Process id of the parent process.
     """
 
     settings: CoordinatorSettings
@@ -93,7 +94,7 @@ class CoordinatorProcess:
     starter: int = field(default_factory=os.getpid)
 
     def run(self) -> None:
-        """Serve until told to stop, or until the process that started this one is gone."""
+        """Serve until the role ends, or until the parent process has ended."""
         journal = None if self.journal is None else JournalFile(Path(self.journal))
         with CoordinatorService(self.settings, load_keys(self.key_file), journal, self.follows) as coordinator:
             coordinator.run(lambda: os.getppid() != self.starter)
@@ -103,15 +104,16 @@ class CoordinatorProcess:
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A server to start.
+    """Settings of a server's process.
 
     Attributes:
-        address: The server's place and the coordinator's endpoint.
-        endpoint: Where the server listens.
-        key_file: File with the run's CURVE keys; None for no encryption.
-        insecure: Whether encryption may be left out although other machines reach the endpoint.
-        known_as: This machine's name for other machines, where the endpoint does not contain it.
-        starter: Id of the process that starts the server, which ends with it; None if a shell starts the server.
+        address: The server's role and id, and the coordinator's endpoint.
+        endpoint: Endpoint to which the server binds its socket.
+        key_file: Path of the file with the run's CURVE keys; None for no encryption.
+        insecure: Allow an endpoint without encryption that other machines can reach.
+        known_as: Host name or address under which other machines reach this machine; None if the endpoint contains it.
+        starter: Process id of the parent process, with which the server ends; None if the server should not end with
+            its parent, for example when the user starts it from a shell.
     """
 
     address: Address
@@ -125,13 +127,13 @@ class ServerProcess:
         """Serve one run.
 
         Raises:
-            RunEnded: The run cannot go on; the message gives the reason.
-            ConfigurationError: The server cannot serve this run. All processes of the run are told of this error, as of
-                any other one.
+            RunEnded: The run cannot continue; the error message gives the reason.
+            ConfigurationError: The server cannot serve this run. All processes of the run receive this error message,
+                as they do for any other exception.
         """
         if self.starter is not None:
             end_with_parent(self.starter)
-        # Imported here, because torch takes most of a program's start, and the coordinator does not need it.
+        # Importing torch takes most of a program's start, and the coordinator does not need torch.
         import torch
 
         from cnnstrategies.paramserver.drivers.server import ServerService
@@ -158,8 +160,8 @@ class ServerProcess:
             if not ended.clean:
                 raise
         except Exception as error:
-            # Report the failure here, because this process may have no supervision, and a server that leaves without a
-            # report counts as finished.
+            # Report the failure from here. This process may have no supervision that would report it, and a server that
+            # leaves without a report counts as finished.
             reason = str(error) if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {error}"
             membership.end(f"server {self.address.id} failed: {reason}")
             raise
@@ -169,7 +171,7 @@ class ServerProcess:
 
 
 def load_keys(path: str | None) -> KeyPair | None:
-    """Return the run's keys from a file; None for no encryption."""
+    """Load the run's keys from a file; return None if `path` is None, for a run without encryption."""
     return None if path is None else KeyPair.load(path)
 
 
@@ -177,7 +179,7 @@ Service = CoordinatorProcess | ServerProcess
 
 
 def _from_json(text: str) -> Service:
-    """Return the service that :func:`start` has described."""
+    """Decode the settings of a service from the JSON that :func:`start` writes."""
     values: dict[str, Any] = json.loads(text)
     if values.pop("kind") == CoordinatorProcess.__name__:
         return CoordinatorProcess(CoordinatorSettings(**values.pop("settings")), **values)
@@ -185,13 +187,18 @@ def _from_json(text: str) -> Service:
 
 
 def start(service: Service, method: StartMethod) -> Handle:
-    """Start the process of a service."""
+    """Start a service in a new process.
+
+    Args:
+        service: Settings of the service.
+        method: Whether to fork this process, or to start a new Python program.
+    """
     if method == "fork":
         context = multiprocessing.get_context("fork")
         process = context.Process(target=lambda: sys.exit(serve(service)), daemon=True)
         process.start()
         return Forked(process)
-    # With -u the last lines that the program prints are not lost when it is killed.
+    # With -u, output is not buffered, so the last lines are not lost when the program is killed.
     command = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
     program = subprocess.Popen([sys.executable, "-u", "-c", command], stdin=subprocess.PIPE)
     assert program.stdin is not None
@@ -201,12 +208,15 @@ def start(service: Service, method: StartMethod) -> Handle:
 
 
 def serve(service: Service, dedicated: bool = False) -> int:
-    """Run a service in this process until it ends. Return the exit code.
+    """Run a service in this process until it ends, and return the exit code.
 
-    A `dedicated` server prints how the run ended, because no other process on its machine does.
+    Args:
+        service: Settings of the service.
+        dedicated: Whether the service is a server on a machine without workers. Such a server prints why the run ended,
+            because no other process on its machine does.
     """
-    # Terminals and job managers signal all processes. The workers stop after their step, and need this process until
-    # then.
+    # Terminals and job schedulers send signals to all processes. This process ignores them, because the workers need it
+    # until they have finished their step.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     name_process(f"ps-server-{service.address.id}" if isinstance(service, ServerProcess) else "ps-coordinator")
@@ -220,28 +230,31 @@ def serve(service: Service, dedicated: bool = False) -> int:
     except (ConfigurationError, OSError, zmq.ZMQError) as error:
         print(f"{type(service).__name__} cannot start: {error}", file=sys.stderr, flush=True)
         return 1
-    except Exception:  # Handled here, because a regular interpreter exit could wait for sockets that are still open.
+    except Exception:  # An uncaught exception would end the interpreter regularly, which may wait for open sockets.
         traceback.print_exc()
         return 1
     return 0
 
 
 def main() -> None:
-    """Serve the service that the standard input describes."""
-    if text := sys.stdin.read():  # The text is empty if the starting process was killed meanwhile.
+    """Run the service whose settings are read from standard input."""
+    if text := sys.stdin.read():  # The text is empty if the parent process was killed before it wrote the settings.
         serve_and_exit(_from_json(text))
 
 
 def pass_on_termination(membership: Membership) -> None:
-    """Stop the whole run with a checkpoint on SIGTERM, because this may be the only machine that ends."""
+    """Install a handler of SIGTERM that stops the whole run with a checkpoint.
+
+    The signal may reach only this machine, for example when only its node is shut down.
+    """
     signal.signal(signal.SIGTERM, lambda signum, frame: membership.stop_all(signum))
 
 
 def serve_and_exit(service: Service, dedicated: bool = False) -> NoReturn:
     """Run a service, and end the process; see :func:`serve`."""
     code = serve(service, dedicated)
-    # Nothing is left to clean up, and in a regular exit torch's libraries print warnings about memory that they have
-    # not freed.
+    # Nothing is left to clean up. A regular exit would print warnings of torch's libraries about memory that is not
+    # freed.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

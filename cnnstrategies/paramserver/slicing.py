@@ -16,11 +16,11 @@ from cnnstrategies.paramserver.optimizers import is_elementwise, load_optimizer
 from cnnstrategies.paramserver.specification import DTYPES, Specification
 
 SHARED_BYTES = 1 << 18  # largest size, in bytes, of a slice with several parameters
-# Largest number of parameters in a slice. Messages have one bit for each of them, in an integer below 2^63.
+# Largest number of parameters in a slice. Messages have one bit for each parameter, in an integer below 2^63.
 MOST_SHARED = 63
 # A slice with several parameters must be small enough that each server could get this many slices of the same size.
 SLICES_OF_A_SERVER = 4
-MOST_STATES = 8  # largest number of tensors in an optimizer's state of a parameter, each as large as the parameter
+MOST_STATES = 8  # largest number of state tensors that an optimizer keeps for a parameter, each of the parameter's size
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,8 @@ class Specification(RunOptions):
             of a step, the step may contain its gradients of some slices only.
         clip_norm: Largest global L2 norm of the mean gradient in mode sync, and of each worker's gradient in the other
             modes; None for no clipping.
-        clip_value: Largest absolute value of an element of that gradient; None for no clipping.
+        clip_value: Largest absolute value of an element of the mean gradient in mode sync, and of each worker's
+            gradient in the other modes; None for no clipping.
         slice_bytes: Largest size, in bytes, of a slice that is a part of a parameter. Parameters are not cut if the
             optimizer needs whole tensors.
         session: Random number that identifies the run. Messages with another number are dropped.
@@ -176,9 +177,9 @@ class Specification(RunOptions):
     def patience(self) -> float:
         """Seconds without a message after which a worker counts a server as unreachable and stops with an error.
 
-        The time is longer than the coordinator's time-out, so that the coordinator has removed a dead server before, or
-        the worker has noticed that the coordinator is dead. The time is longer still if other servers have copies of
-        the slices, because the new view, in which they replace the dead server, arrives some time after its death.
+        The time is longer than the coordinator's time-out. Before it is over, the coordinator has removed a dead
+        server, or the worker has noticed that the coordinator itself is dead. With `replication` above 1 the time is
+        longer, because the view in which other servers replace the dead server arrives some time after the death.
         """
         return self.timeout * (2 if self.replication > 1 else 1.25)
 
@@ -338,7 +339,7 @@ LARGEST_OPTION = 1e30
 
 
 def check_options(options: Any, groups: Sequence[Group]) -> Options:
-    """Return the hyper-parameters in a message, after a check.
+    """Check the hyper-parameters in a message, and return them.
 
     Args:
         options: Contents of the message, which may be anything that JSON can represent.

@@ -1,4 +1,4 @@
-"""Supervision of one node's processes: it restarts dead ones, informs the coordinator, and ends all of them."""
+"""Supervision of one node's processes: it starts, restarts and ends them, and reports deaths to the coordinator."""
 
 import contextlib
 import itertools
@@ -20,10 +20,10 @@ from cnnstrategies.paramserver.services import Handle, ending
 from cnnstrategies.runtime.processes import is_stopped
 
 COORDINATOR = "coordinator"
-POLL = 0.02  # seconds
-ASK_EVERY = 1.0  # seconds
-ANSWER_SECONDS = 0.5
-GRACE = 5.0  # seconds
+POLL = 0.02  # seconds between two checks of the processes
+ASK_EVERY = 1.0  # seconds between two requests for the run's status
+ANSWER_SECONDS = 0.5  # longest time to wait for an answer of the coordinator
+GRACE = 5.0  # seconds that a process gets to end by itself, before it is killed
 
 
 @dataclass
@@ -32,15 +32,15 @@ class Watched:
 
     Attributes:
         role: ``worker``, ``server`` or ``coordinator``.
-        id: Number among the processes of its role.
-        start: Function that starts the process, given its incarnation.
-        restarts: How many more times the process may be started again after it was killed.
-        incarnation: Number of processes that were started for this place before.
+        id: Id among the processes of the same role.
+        start: Function that starts the process. Its argument is the incarnation.
+        restarts: Number of restarts that are left.
+        incarnation: Incarnation of the process: the number of earlier processes with this role and id.
         handle: The running process.
-        code: Exit code; None as long as the process runs or is started again.
-        stopped: Seconds for which the process has been stopped, as by SIGSTOP.
-        reason: Why the supervision has ended the process; empty if it has not.
-        ended: When the process ended by itself while the coordinator could not be reached.
+        code: Exit code; None while the process runs or a replacement may still be started.
+        stopped: Seconds for which the process has been stopped, for example by SIGSTOP.
+        reason: Reason for which the supervision has killed the process; empty if it has not killed it.
+        ended: Time at which the process ended by itself while the coordinator could not be reached; otherwise None.
     """
 
     role: str
@@ -60,11 +60,11 @@ class Watched:
 
     @property
     def member(self) -> tuple[str, int, int]:
-        """The process as the coordinator knows it: role, id and incarnation."""
+        """Role, id and incarnation, by which the coordinator identifies the process."""
         return self.role, self.id, self.incarnation
 
     def end_silent(self) -> None:
-        """Kill a silent process, and keep the reason for the report on its end."""
+        """Kill the process because it is stopped or sends no heartbeats, and keep this as the reason."""
         silence = f"was stopped, as by SIGSTOP, for {self.stopped:.0f} s" if self.stopped else "sent no heartbeat"
         self.reason = self.reason or f"{silence}, and is ended"
         self.stopped = 0.0
@@ -72,22 +72,26 @@ class Watched:
 
 
 class Supervision:
-    """Supervision of this node's processes: it starts them and watches them until the workers have ended.
+    """Supervision of this node's processes. It starts them, and watches them until all workers have ended.
 
-    A process that was killed by a signal counts as faulty and is started again, as often as it may be. The same holds
-    for a process that ended because it was cut off from the coordinator and the coordinator has missed it. While the
-    coordinator cannot be reached, the supervision waits before it decides, for as long as a process may take to appear.
-    A process that ends with another error ends the run, because it would fail again. The coordinator is told of a death
-    at once, and of the decision.
+    A process that was killed by a signal is started again, while it has restarts left. So is a process that ended by
+    itself because it lost the connection to the coordinator, if the coordinator no longer received its heartbeats.
+    While the coordinator cannot be reached, the supervision postpones this decision, for at most the time that a
+    process may take to register. A process that ended with any other error ends the run, because a new process would
+    fail in the same way. The supervision reports each death, with its decision, to the coordinator at once.
 
-    Services end by themselves when every worker has left their session. Workers that open further sessions start the
-    services of these sessions themselves; from then on no worker is started again.
+    The coordinator and the servers end by themselves when all workers have left the session. If the workers begin
+    another session, they start its coordinator and servers themselves; after that, workers are no longer started again.
 
-    The supervision holds no socket and no thread while it starts processes, so they may be forked.
+    The supervision has no open sockets and no threads while it starts processes, so the processes can be forked.
+
+    Args:
+        coordinator: Address of the coordinator.
+        keys: The run's CURVE keys; None without encryption.
 
     Attributes:
         watched: The processes.
-        deaths: Descriptions of the processes that have not ended as planned.
+        deaths: Descriptions of the processes that did not end as planned.
     """
 
     def __init__(self, coordinator: Address, keys: KeyPair | None = None) -> None:
@@ -98,7 +102,7 @@ class Supervision:
         self._asked_at = self._heard_at = self._looked_at = time.monotonic()
         self._ended_at: float | None = None
         self._over = False  # whether the coordinator's session is over
-        self._missed: set[tuple[str, int, int]] = set()  # members that the coordinator has missed
+        self._missed: set[tuple[str, int, int]] = set()  # members from which the coordinator received no heartbeats
         self._stopping = False
         self._own_keys = None if keys is None else KeyPair.create()
         self._peer = Peer(coordinator.role, coordinator.id, 0, process_number(self._own_keys))
@@ -106,32 +110,36 @@ class Supervision:
         self._numbers = itertools.count(1)
 
     def start(self, watched: Watched) -> None:
-        """Start a process and watch it from now on."""
+        """Start a process, and supervise it from now on."""
         watched.handle = watched.start(watched.incarnation)
         self.watched.append(watched)
 
     @property
     def process(self) -> int:
-        """The number that identifies this supervision to the coordinator that it starts."""
+        """The number that identifies this supervision to the coordinator."""
         return self._peer.process
 
     @property
     def workers(self) -> list[Watched]:
-        """The workers among the processes."""
+        """The supervised workers."""
         return [child for child in self.watched if child.role == WORKER]
 
     def _running(self, *roles: str) -> list[Watched]:
         return [child for child in self.watched if child.code is None and child.role in (roles or (child.role,))]
 
     def watch(self, tick: Callable[[], None] = lambda: None) -> None:
-        """Wait until every worker has ended."""
+        """Supervise the processes until all workers have ended.
+
+        Args:
+            tick: Called after each check of the processes.
+        """
         while self._running(WORKER):
             self.look()
             tick()
             time.sleep(POLL)
 
     def look(self) -> None:
-        """Check every process once, and about once a second ask the coordinator for silent members."""
+        """Check all processes once. About once a second, also ask the coordinator for its status."""
         for child in self._running():
             code = child.handle.poll()
             if code is not None:
@@ -148,29 +156,29 @@ class Supervision:
             self._ended_at = now
 
     def send_signal(self, signum: int) -> None:
-        """Send a signal to every running worker. After a signal that ends workers, no worker is started again."""
+        """Send a signal to all running workers. After SIGINT, SIGTERM or SIGKILL, no process is started again."""
         if signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
             self._run_ends()
         for child in self._running(WORKER):
             child.handle.send_signal(signum)
 
     def stop(self, at_once: bool = False) -> None:
-        """End the servers, the coordinator and any other running process.
+        """End the servers, the coordinator and all other running processes.
 
         Args:
-            at_once: Whether to end them even if workers still need them.
+            at_once: Whether to end the servers without waiting until the run's workers on other nodes have ended.
         """
         self._stopping = True
         for child in self._running():
             if child.reason or is_stopped(child.handle.pid):
-                child.end_silent()  # The workers have not waited for it as long as this process has.
+                child.end_silent()  # A stopped process would not end by itself.
                 self.deaths.append(f"{child} {child.reason}")
                 print(self.deaths[-1], file=sys.stderr, flush=True)
         heard = time.monotonic()
         while not (at_once or self._over or self._ended_at is not None):
             if self.ask():
                 heard = time.monotonic()
-            # A coordinator on this node lives, and may only be slow.
+            # Give up at once if there is no live coordinator on this node. A live coordinator may only be slow.
             elif not self._coordinator_lives() or time.monotonic() - heard > self.coordinator.timeout:
                 break
             time.sleep(POLL)
@@ -199,11 +207,11 @@ class Supervision:
             return
         cut_off = self._was_cut_off(child, code)
         if cut_off is None:
-            return  # The decision follows at a later check.
+            return  # A later check decides.
         killed = code < 0 or cut_off
         if code < 0 and child.role == WORKER and not self._over:
             self.ask()
-        # Once a worker has finished, the others admit no new one.
+        # When a worker has finished, the other workers no longer admit a new one.
         finished = any(worker.code == 0 for worker in self.workers)
         over = (child.role == WORKER and (self._over or finished)) or (child.role == COORDINATOR and self._over)
         replaced = killed and child.restarts > 0 and self._ended_at is None and not over
@@ -211,21 +219,22 @@ class Supervision:
         death = f"{child} {how}"
         if killed or child.role != WORKER:
             self.deaths.append(death)
-        if killed:  # A process that ends by itself has printed the reason.
+        if killed:  # A process that ends by itself prints the reason itself.
             consequence = "it is started again" if replaced else "it is not replaced"
             if child.restarts and self._over:
-                consequence += ": only the first session of a run has restarts"
+                consequence += ": restarts are possible only in the first session of a run"
             print(f"{death}; {consequence}", file=sys.stderr, flush=True)
         if child.role == COORDINATOR:
-            if not (replaced or self._over):  # A replaced coordinator continues from its journal.
+            if not (replaced or self._over):  # The replacement of a coordinator continues the run from the journal.
                 self._run_ends()
         elif self._over:
             if child is self.workers[0]:
-                self._run_ends()  # The first worker had started the services of the present session.
+                self._run_ends()  # The first worker is the parent of the current session's coordinator and servers.
         elif killed:
             fields = {"role": child.role, "id": child.id, "incarnation": child.incarnation, "process": child.handle.pid}
             self.send("died", {**fields, "how": how, "replaced": replaced})
-        elif code < 128:  # From 128 on the code is 128 + a signal's number: the user has stopped the run.
+        elif code < 128:
+            # Exit codes from 128 on are not errors: the user stopped the run with signal number `code - 128`.
             self.send("end", {"message": death, "clean": False})
         if replaced:
             child.restarts -= 1
@@ -238,7 +247,13 @@ class Supervision:
             self._run_ends()
 
     def _was_cut_off(self, child: Watched, code: int) -> bool | None:
-        """Whether a process has ended by itself after the coordinator had missed it; None if this is not known yet."""
+        """Return whether a process ended by itself because it had lost the connection to the coordinator.
+
+        That is so if the coordinator received no heartbeats of this process before its end.
+
+        Returns:
+            None if the coordinator cannot be reached, so that a later call must decide.
+        """
         if not 0 < code < 128 or child.role == COORDINATOR or self._over or self._ended_at is not None:
             return False
         if self.ask():
@@ -246,7 +261,7 @@ class Supervision:
         now = time.monotonic()
         if child.ended is None:
             if not child.restarts or now - self._heard_at < self.coordinator.timeout / 2:
-                return False  # The coordinator was reached until now, so it has ended the run and itself.
+                return False  # The coordinator answered until just now, so it has ended together with the run.
             child.ended = now
         return None if now - child.ended < self.coordinator.appear else False
 
@@ -255,14 +270,20 @@ class Supervision:
             self._ended_at = time.monotonic()
 
     def end_the_stopped(self, now: float) -> None:
-        """End stopped processes. The coordinator does not miss those that have not registered yet, or have left."""
-        # At most one second counts: this process may have been stopped with them, as by Ctrl-Z.
+        """Kill processes that were stopped, for example by SIGSTOP, for longer than the time-out.
+
+        The coordinator cannot do this, because it watches only registered processes that have not left.
+
+        Args:
+            now: The time, in seconds.
+        """
+        # Count at most one second per check, because this process may also have been stopped, for example by Ctrl-Z.
         passed, self._looked_at = min(now - self._looked_at, 1.0), now
         for child in self._running():
             child.stopped = child.stopped + passed if is_stopped(child.handle.pid) else 0.0
             limit = self.coordinator.timeout
             if child.role == COORDINATOR and child.restarts:
-                limit /= 2  # The members wait for a coordinator only as long as the time-out, including its restart.
+                limit /= 2  # The coordinator must be killed and restarted before the members' time-out has passed.
             if child.stopped > limit:
                 child.end_silent()
 
@@ -284,9 +305,12 @@ class Supervision:
     # The coordinator
 
     def ask(self) -> bool:
-        """Ask the coordinator whether its session goes on and which members are silent, and end the silent ones.
+        """Ask the coordinator whether its session has ended, and which members send no heartbeats.
 
-        Returns whether the coordinator has answered.
+        Members on this node that send no heartbeats are killed.
+
+        Returns:
+            Whether the coordinator has answered.
         """
         answer = self.send("status")
         if answer is None:
@@ -308,10 +332,15 @@ class Supervision:
     def send(self, kind: str, fields: Mapping[str, object] | None = None) -> Message | None:
         """Send a request to the coordinator over a new connection, and wait briefly for the answer.
 
-        Requests without an answer are sent again with every later request, so that a busy coordinator hears of every
-        death.
+        Each call also repeats the earlier requests that have no answer yet, so that a coordinator that was too busy to
+        answer still receives the reports of all deaths.
 
-        Returns the answer; None if it did not arrive in time.
+        Args:
+            kind: Kind of the request.
+            fields: Fields of the request.
+
+        Returns:
+            The answer; None if it did not arrive in time.
         """
         number = next(self._numbers)
         answers: dict[int, Message | str] = {}

@@ -88,7 +88,7 @@ class Split:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Row in the global batch (N,) of each sample. The samples are in the order of the replicas."""
+        """Row of each sample in the global batch (N,): first the samples of replica 0, then those of replica 1, etc."""
         return torch.tensor(list(chain(*turns(self.rows))), dtype=torch.int64)
 
     def global_rows(self, *microbatches: int, device: torch.device = CPU) -> Tensor:

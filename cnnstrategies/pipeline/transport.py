@@ -92,7 +92,7 @@ class PeerError(RuntimeError):
 
 
 class Pending:
-    """A send or receive of a tensor that may not have begun yet. If it fails, the error names both ranks."""
+    """A send or receive of a tensor, which begins with :meth:`begin`. If it fails, the error names both ranks."""
 
     def __init__(
         self,

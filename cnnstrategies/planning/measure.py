@@ -349,7 +349,7 @@ def states_of(optimizer: Optimizer) -> int:
     """Return the size of an optimizer's state as a multiple of the parameters' size, rounded up.
 
     It is measured: a new optimizer with the same class and options makes one step with a small parameter. If this step
-    fails, the result is the number of Adam.
+    fails, the result is the value for Adam.
     """
     parameter = torch.nn.Parameter(torch.zeros(8, 8))
     parameter.grad = torch.ones_like(parameter)

@@ -70,9 +70,9 @@ class Predictor:
         return max(self.stage_memory(layout, self.job.run_ahead or False))
 
     def runs_ahead(self, layout: Layout) -> bool:
-        """Whether the stages of a layout hold one additional microbatch.
+        """Whether the stages of a layout should run ahead, that is, hold one additional microbatch.
 
-        If the job does not set this, it is true if the additional microbatch saves enough time and fits into memory.
+        The job may decide this. Otherwise stages run ahead if this saves enough time and fits into memory.
         """
         if self.job.run_ahead is not None or not self._may_run_ahead(layout):
             return self.job.run_ahead or False

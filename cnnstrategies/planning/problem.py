@@ -214,7 +214,7 @@ class Problem:
 
 @lru_cache(maxsize=4096)
 def _most_for_one_replica(counts: tuple[int, ...], stretch: int) -> int:
-    """Return how many of ``stretch`` consecutive microbatches belong to the same replica, at most.
+    """Return the largest number of microbatches of one replica among ``stretch`` consecutive microbatches.
 
     Args:
         counts: Number of microbatches of each replica.

@@ -149,7 +149,7 @@ class Balance(Callback):
         return self.sampler is not None
 
     def work(self, batch: int) -> int:
-        """Return the number of units of work that a stopwatch of this rank measures at once, in a batch."""
+        """Return the number of units of work in one measured time of a stopwatch, on this rank and in a batch."""
         assert self.sampler is not None
         return self.sampler.counts(batch)[self.sampler.rank]
 

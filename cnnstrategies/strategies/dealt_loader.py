@@ -15,9 +15,9 @@ from cnnstrategies.shares import Deals
 class OrderBatches(DealtBatches):
     """Batch sampler that takes the order of the samples from a distributed sampler, and divides batches by shares.
 
-    Each sample occurs once in an epoch: the samples that the distributed sampler repeats, so that all ranks get the
-    same number of samples, are left out. The epoch's number comes from the distributed sampler, on which Lightning sets
-    it. A run that is resumed within an epoch continues with the next batch.
+    Each sample occurs once in an epoch. A distributed sampler repeats some samples, so that all ranks get the same
+    number, but these repetitions are left out here. Lightning sets the number of the epoch on the distributed sampler,
+    and this class reads it there. A run that is resumed within an epoch continues with the next batch.
 
     Attributes:
         sampler: The distributed sampler that gives the order.
@@ -52,7 +52,7 @@ class OrderBatches(DealtBatches):
 class OrderLoader(DataLoader[Any]):
     """A DataLoader that starts to load only when the first batch is requested.
 
-    A run that is resumed within an epoch does not know earlier with which batch it continues.
+    In a run that is resumed within an epoch, the number of the next batch is not known earlier.
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -61,11 +61,17 @@ class OrderLoader(DataLoader[Any]):
 
 
 def by_shares(loader: Any, trainer: Trainer, deals: Deals) -> Any:
-    """Return a training loader like a given one, except that its batches are divided by shares.
+    """Replace a training loader by a loader whose batches are divided by shares, and return the new loader.
 
-    A loader that divides its batches by shares already is returned as it is. A loader is also returned as it is, with a
-    warning if there are several ranks, unless it is a torch DataLoader with a plain BatchSampler whose sampler
-    Lightning has replaced by a DistributedSampler.
+    The loader must be a torch DataLoader with a plain BatchSampler, and Lightning must have replaced the sampler inside
+    the BatchSampler by a DistributedSampler. Any other training loader is returned unchanged, with a warning if there
+    are several ranks. Loaders for evaluation, and loaders that divide their batches by shares already, are returned
+    unchanged without a warning.
+
+    Args:
+        loader: The loader.
+        trainer: The trainer that uses the loader.
+        deals: The ranks' shares.
     """
     if not trainer.training or batches_of(loader) is not None:
         return loader

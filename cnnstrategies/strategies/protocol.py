@@ -1,11 +1,10 @@
 """The interface between a strategy and the rest of this package.
 
-:class:`StrategyFacts` lists everything that a strategy tells callbacks, data modules, the cluster code and commands.
-None of them asks for a strategy's class or for an attribute that is not listed here. They call :func:`facts_of`, which
-also answers for Lightning's own strategies.
+:class:`StrategyFacts` has a property or method for everything that callbacks, data modules, the cluster code and
+commands need to know about a strategy. This code calls :func:`facts_of`, which also works for Lightning's own
+strategies, and never checks the class of a strategy.
 
-This module imports no other room of the package, except the engines and the texts in
-:mod:`cnnstrategies.strategies.differences`, so every room may import it.
+All subpackages may import this module. At run time it imports only :mod:`cnnstrategies.strategies.differences`.
 """
 
 from collections.abc import Sequence
@@ -33,26 +32,28 @@ if TYPE_CHECKING:
     from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
 # How a strategy combines the gradients of its ranks:
-# "equal": every rank counts alike, however many samples it has, as under DDP.
-# "by_rank": each rank's mean gradient counts by the number of samples that the rank has in the step.
-# "by_sample": the gradient is the mean over all samples of the global batch.
+# "equal": the result is the mean of the ranks' gradients. All ranks have the same weight, as under DDP.
+# "by_rank": the result is a weighted mean. The weight of a rank is the rank's number of samples in the step.
+# "by_sample": the result is the mean over all samples of the global batch.
 GradientWeighting = Literal["equal", "by_rank", "by_sample"]
-# The work of a process in a training step: the whole network on its own batch, stages of the network, or the whole
-# network with parameters that come from servers.
+# What a process computes in a training step:
+# "replica": the whole network, on the process's own batch.
+# "stages": one or more stages of the network, as in a pipeline.
+# "worker": the whole network, with parameters from servers.
 StepKind = Literal["replica", "stages", "worker"]
 
 
 class StrategyFacts:
-    """Everything that a strategy tells the rest of this package, each with a default.
+    """Facts about a strategy that the rest of this package needs.
 
-    A strategy inherits from this class and from one of Lightning's strategies, in this order, and overrides what the
-    defaults do not say correctly: a property by a property or by a class attribute, a method by a method. The defaults
-    suit Lightning's own strategies and their subclasses.
+    Each fact is a property or a method. The defaults are correct for Lightning's own strategies. A strategy of this
+    package inherits from this class and from one of Lightning's strategies, in this order. It overrides the facts whose
+    defaults are wrong for it; a class attribute may override a property.
     """
 
     @property
     def _described(self) -> Any:
-        """The strategy that this object describes: the object itself, unless a subclass wraps a strategy."""
+        """The strategy that this object describes. It is this object itself, except in `_WrappedFacts`."""
         return self
 
     # Texts
@@ -61,8 +62,8 @@ class StrategyFacts:
     def display_name(self) -> str:
         """Name of the strategy in the start panel.
 
-        By default the attribute ``strategy_name`` of the strategy or of its own class, else the shortest name under
-        which the class is registered, else the name of the class.
+        By default this is the attribute ``strategy_name`` of the strategy or of its own class. Without this attribute
+        it is the shortest name under which the class is registered, or else the name of the class.
         """
         kind = type(self._described)
         attributes = {**vars(kind), **vars(self._described)}
@@ -70,21 +71,21 @@ class StrategyFacts:
         return attributes.get("strategy_name") or min(registered, key=len, default=kind.__name__)
 
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
-        """Return further rows of the start panel as pairs of a name and a text; by default none.
+        """Return the strategy's rows of the start panel, as pairs of a name and a text; by default none.
 
         Args:
-            batch_size: Samples in a batch of one process; None if the number is not known.
+            batch_size: Number of samples in a batch of one process; None if the number is not known.
         """
         return []
 
     def differences(self, batch_size: int | None) -> list[str]:
-        """Return one line for each difference from a run on one device.
+        """Return one line of text for each difference from a run on one device.
 
-        The start panel shows the lines, and ``verify`` names them as possible causes. By default the lines describe
-        processes that train the whole network, each on its part of the global batch.
+        The start panel shows the lines, and ``verify`` shows them as possible causes of different results. The default
+        is correct for data parallelism, in which each process trains the whole network on its part of the global batch.
 
         Args:
-            batch_size: As in :meth:`panel_rows`.
+            batch_size: Number of samples in a batch of one process; None if the number is not known.
         """
         strategy = self._described
         module: LightningModule | None = strategy.lightning_module
@@ -98,36 +99,36 @@ class StrategyFacts:
 
     @property
     def environment(self) -> ClusterEnvironment | None:
-        """Lightning's description of the run's processes; None for a strategy of one process.
+        """Lightning's cluster environment, which describes the run's processes; None for a strategy of one process.
 
-        The cluster code brings the hosts together with it, and checks the number of processes that were started.
+        The cluster code uses it to connect the hosts, and to check the number of processes that were started.
         """
         return self._described.cluster_environment if isinstance(self._described, ParallelStrategy) else None
 
     @property
     def host_count(self) -> int:
-        """Number of hosts; on one host torch is told to listen on the loopback interface only."""
+        """Number of hosts of the run. On one host, torch listens on the loopback interface only."""
         return int(getattr(self._described, "num_nodes", 1))
 
     @property
     def connects_hosts(self) -> bool:
-        """Whether the strategy brings its hosts together itself, so that the command line opens no store for them."""
+        """Whether the strategy connects its hosts itself, so that the command line does not open a torch store."""
         return False
 
     def set_host_timeout(self, seconds: float) -> None:
-        """Set how long to wait for other hosts at the start of a run; called only if `connects_hosts` is true."""
+        """Set the time in seconds to wait for other hosts at the start of a run; called if `connects_hosts` is True."""
 
-    # Job checks of ``submit``
+    # Checks by the command ``submit``
 
     def check_job(self, module: LightningModule, processes: int) -> None:
-        """Refuse a module that the strategy cannot train on a number of processes; by default accept all.
+        """Check whether the strategy can train a module on a number of processes; by default accept all modules.
 
         Raises:
-            ConfigurationError: The strategy cannot train the module so.
+            ConfigurationError: The strategy cannot train the module on this number of processes.
         """
 
     def loading_processes(self, processes: int) -> int:
-        """Return how many of the processes load data; by default all of them."""
+        """Return the number of processes that load data, if the run has `processes` processes; by default all do."""
         return processes
 
     @property
@@ -144,7 +145,7 @@ class StrategyFacts:
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether each rank holds only pieces of the parameter tensors, so that no rank can read or prune them."""
+        """Whether each rank holds only shards of the parameters, so that no rank can read or prune a parameter."""
         strategy = self._described
         if isinstance(strategy, DeepSpeedStrategy):
             return strategy.zero_stage_3
@@ -152,20 +153,20 @@ class StrategyFacts:
 
     @property
     def parameters_per_device(self) -> Sequence[int] | None:
-        """Numbers of parameters that devices hold, where devices hold different ones; None for all other strategies."""
+        """Number of parameters on each device, if devices hold different parameters; None for all other strategies."""
         return None
 
     @property
     def batch_shares(self) -> "Deals | None":
-        """The ranks' shares of a global batch, by which data modules cut batches; None for equal shares."""
+        """The shares by which data modules divide global batches among the ranks; None for equal shares."""
         return None
 
     @property
     def gradient_weighting(self) -> GradientWeighting:
-        """How the gradients of the ranks are combined.
+        """How the strategy combines the gradients of the ranks.
 
-        The callback ``SampleWeights`` scales each loss by what is missing for a mean over samples, and data modules
-        refuse batches of unequal sizes if nothing scales their losses.
+        The callback ``SampleWeights`` scales each gradient so that the result is a mean over all samples. Without such
+        a callback, data modules refuse to divide a global batch into batches of different sizes.
         """
         return "equal"
 
@@ -173,55 +174,58 @@ class StrategyFacts:
 
     @property
     def step_kind(self) -> StepKind:
-        """The work of a process in a training step; ``StepProfile`` and ``scaling`` split the step's time by it."""
+        """Kind of a process's work in a training step, by which ``StepProfile`` and ``scaling`` divide the time."""
         return "replica"
 
     @property
     def pipeline(self) -> "Pipeline | None":
-        """The engine that runs the stages of the network; None if there are no stages, or before the set-up."""
+        """The pipeline engine that runs the network's stages; None for a strategy without stages, or before `setup`."""
         return None
 
     @property
     def traffic(self) -> "Counters | None":
-        """Bytes and steps of this worker, and its seconds of waiting for servers; None if there are no servers."""
+        """Counters of this worker's bytes, steps and time of waiting for servers; None for a run without servers."""
         return None
 
     @property
     def membership(self) -> "Membership | None":
-        """This worker's membership, which knows all workers and servers of the run; None outside a session."""
+        """This worker's membership of a run with servers; None for other strategies, and while no session is open."""
         return None
 
     @property
     def joined_late(self) -> bool:
-        """Whether this process joined when the others were training already, until its first batch begins.
+        """Whether this process has joined a run that was training already. False again once its first batch begins.
 
-        The other processes do not wait for a late joiner in the checks of the first batch.
+        Before the first batch the processes of a run compare their data. The processes that train already do not take
+        part, so a process that joins late must not wait for them.
         """
         return False
 
     @property
     def may_skip_steps(self) -> bool:
-        """Whether the others may make a step without this worker; ``ServerTraffic`` then logs the skipped part."""
+        """Whether other workers may make a step without this worker. ``ServerTraffic`` logs the skipped fraction."""
         return False
 
     @property
     def steps_in_lockstep(self) -> bool:
-        """Whether all processes make the same steps at the same time, and so may wait for each other after a step."""
+        """Whether all processes make each step together, so that they may wait for each other after a step."""
         return True
 
     # Stopping
 
     def requested_stop(self) -> int | None:
-        """Return the signal that a process other than the ranks, such as a server, has received; None if there is none.
+        """Return a stop signal that another process of the run, such as a server, has received; None if there is none.
 
-        All processes of the run must return the same signal sooner or later; ``GracefulStop`` asks after steps.
+        If the result is a signal on one rank, all ranks must return this signal sooner or later. The callback
+        ``GracefulStop`` calls this method after steps.
         """
         return None
 
     def agree_on_stop(self, received: int | None) -> int | None:
-        """Return the signal after which this process stops now, without waiting for other processes; None to go on.
+        """Return the stop signal if this process must stop now, and None if it must continue.
 
-        Only called if `steps_in_lockstep` is false. By default each process stops for itself.
+        This method is called only if `steps_in_lockstep` is False, because the processes then do not stop in the same
+        step. By default each process stops after its own signal.
 
         Args:
             received: The signal that this process has received; None if it has received none.
@@ -230,7 +234,11 @@ class StrategyFacts:
 
 
 class _WrappedFacts(StrategyFacts):
-    """Facts of a strategy whose class does not inherit from `StrategyFacts`, such as Lightning's own strategies."""
+    """Facts about a strategy whose class does not inherit from `StrategyFacts`, such as a strategy of Lightning.
+
+    Args:
+        strategy: The strategy.
+    """
 
     def __init__(self, strategy: Any) -> None:
         self._wrapped = strategy
@@ -242,10 +250,10 @@ class _WrappedFacts(StrategyFacts):
 
 
 def facts_of(strategy: Any) -> StrategyFacts:
-    """Return what a strategy tells the rest of this package.
+    """Return the facts about a strategy.
 
     Args:
         strategy: A strategy of this package, of Lightning or of a user. If its class does not inherit from
-            :class:`StrategyFacts`, the defaults hold.
+            :class:`StrategyFacts`, all facts have their defaults.
     """
     return strategy if isinstance(strategy, StrategyFacts) else _WrappedFacts(strategy)

@@ -1,4 +1,4 @@
-"""A parameter server without Lightning: one server, two asynchronous workers, on this machine.
+"""A parameter server without Lightning: one server and two asynchronous workers on this machine.
 
 python docs/examples/parameter_server_torch.py
 """
@@ -21,7 +21,7 @@ WORKERS, BATCH, STEPS = 2, 16, 20
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same weights in every process."""
+    """Return a network with the same weights in every process, and its optimizer."""
     torch.manual_seed(0)
     features = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(4))
     network = nn.Sequential(features, nn.Flatten(), nn.Linear(128, 10))
@@ -29,24 +29,24 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def specify() -> Specification:
-    """What servers and workers agree on: parameters, optimizer, mode."""
+    """Return the specification that servers and workers share: parameters, optimizer and mode."""
     network, optimizer = make()
     return Specification.of(network.named_parameters(), optimizer, WORKERS, servers=1, mode="async")
 
 
 def members(folder: Path) -> View:
-    """Who takes part, and where the server listens."""
+    """Return the membership: the server with its endpoint, and the workers."""
     return View(1, (ServerInfo(0, f"ipc://{folder}/server"),), tuple(WorkerInfo(id) for id in range(WORKERS)))
 
 
 def serve(specification: Specification, folder: Path) -> None:
-    """Hold the parameters and make the optimizer's steps, until the process is ended."""
+    """Run a server, which holds the parameters and makes the optimizer's steps, until the process is ended."""
     torch.set_num_threads(1)
     ServerService(specification, unchanging(members(folder)), 0, f"ipc://{folder}/server").run()
 
 
 def work(specification: Specification, folder: Path, id: int) -> None:
-    """Train on noise."""
+    """Run a worker, which trains on random images."""
     torch.set_num_threads(1)
     network, optimizer = make()
     parameters = list(network.parameters())
@@ -55,7 +55,7 @@ def work(specification: Specification, folder: Path, id: int) -> None:
     worker.initialise()  # The worker with the lowest number gives the servers its values.
     worker.join()
     for index, parameter in enumerate(parameters):
-        # Each gradient leaves while backward goes on with the layers before.
+        # Each gradient is pushed while backward continues with the earlier layers.
         parameter.register_post_accumulate_grad_hook(lambda p, i=index: worker.push(i, p.grad))
     generator = torch.Generator().manual_seed(id)
     for step in range(STEPS):
@@ -66,7 +66,7 @@ def work(specification: Specification, folder: Path, id: int) -> None:
         loss.backward()
         worker.end_step()
         network.zero_grad()
-        worker.wait_all()  # Or worker.wait(index), layer by layer, in the next forward.
+        worker.wait_all()  # Alternatively, call worker.wait(index) before each layer of the next forward.
         if step % 5 == 0:
             print(f"worker {id}, step {step}: loss {loss.item():.3f}", flush=True)
     sent, waited = worker.counters.bytes_sent / 1e3, worker.counters.seconds_waited
@@ -75,7 +75,7 @@ def work(specification: Specification, folder: Path, id: int) -> None:
 
 
 def main() -> None:
-    """Start a server and the workers, and end the server with the last of them."""
+    """Start a server and the workers, and end the server after the last worker."""
     specification = specify()
     context = multiprocessing.get_context("fork")
     with TemporaryDirectory() as name:

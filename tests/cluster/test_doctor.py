@@ -40,7 +40,7 @@ def test_what_differs_or_does_not_work_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(doctor, "shared_memory", lambda: 2**30)  # The tests may run in a container with little.
     (code, output), (second, _) = examine("--interface=10.77.9.0/24")
     assert (code, second) == (0, 0), output
-    assert f"All 2 hosts agree, reach each other and share {tmp_path}" in output
+    assert f"No problems: all 2 hosts have the same versions, reach each other and share {tmp_path}" in output
     assert re.search(r"1 beta +│ 10\.77\.9\.2 │ wire", output), output
     assert not list(tmp_path.glob(".cnnstrategies-doctor*"))
     (tmp_path / "beta").mkdir()
@@ -53,10 +53,10 @@ def test_what_differs_or_does_not_work_is_named(tmp_path: Path, monkeypatch: pyt
 
     (code, output), (second, _) = examine("--shared=shared", before=differ)
     assert (code, second) == (1, 0), output
-    assert "mend: lightning differs: " in output
+    assert "problem: lightning differs: " in output
     assert "2.6.4 on beta" in output
-    assert f"mend: beta: {tmp_path}/shared: files that alpha writes do not appear here" in output
-    assert re.search(rf"mend: beta: cannot write {tmp_path}/shared/\S+: Read-only file system", output), output
+    assert f"problem: beta: {tmp_path}/shared: a file from alpha does not appear on this host" in output
+    assert re.search(rf"problem: beta: cannot write {tmp_path}/shared/\S+: Read-only file system", output), output
 
 
 def test_without_other_hosts_it_checks_this_machine(
@@ -71,10 +71,10 @@ def test_without_other_hosts_it_checks_this_machine(
     monkeypatch.setattr(doctor, "shared_memory", lambda: 2**26)
     (tmp_path / "0000:01:00.0").mkdir()
     little, output = run_cli("doctor")
-    assert f"mend: {socket.gethostname()}: 64 MiB of shared memory" in output
+    assert f"problem: {socket.gethostname()}: 64 MiB of shared memory" in output
     for name, value in {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     alone, told = run_cli("doctor", "--wait=0.1")
     assert (little, alone) == (1, 1)
-    assert re.search("mend: .* has rank 0 been started", told), told
-    assert (f"torch {torch.__version__} cannot use its 1 GPU" in output) != torch.cuda.is_available()
+    assert re.search("problem: .* check that rank 0 was started", told), told
+    assert (f"torch {torch.__version__} cannot use the 1 GPU" in output) != torch.cuda.is_available()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cluster.processes_of import PYTHON, Program, fit
-from fault_injection import words
+from fault_injection import fault_arguments
 from ports import free_port
 from test_loopback import addresses
 from torch.distributed import TCPStore
@@ -40,10 +40,10 @@ def test_after_a_ranks_death_the_run_resumes_in_its_folder(
 ) -> None:
     if launch == STATIC:
         launch = (*launch, str(free_port()))
-    arguments = fit(*strategy, f"--trainer.max_epochs={EPOCHS}", *BATCHES, *words(step=9))
+    arguments = fit(*strategy, f"--trainer.max_epochs={EPOCHS}", *BATCHES, *fault_arguments(step=9))
     torchrun = Program([*TORCHRUN, *launch, *arguments], tmp_path / "log", PYTHONPATH=os.pathsep.join(sys.path))
     assert torchrun.wait() == 0, torchrun.output()
-    assert len(re.findall(r"Going on from .*last\.ckpt", torchrun.output())) == 1, torchrun.output()
+    assert len(re.findall(r"Continuing from .*last\.ckpt", torchrun.output())) == 1, torchrun.output()
     (path,) = tmp_path.glob(f"runs/quickstart/{folder}/checkpoints/last.ckpt")
     checkpoint = torch.load(path, weights_only=True)
     history = next(state["history"] for state in checkpoint["callbacks"].values() if "history" in state)

@@ -35,7 +35,7 @@ def wrapped() -> None:
 
 LINES = [
     (ConfigurationError("num_classes=1:\n a classifier"), "num_classes=1: a classifier"),
-    (raised(wrapped), "No space left on device: events.out; make room, and go on with --ckpt_path=last"),
+    (raised(wrapped), "No space left on device: events.out; free some space, and continue with --ckpt_path=last"),
     (
         raised(lambda: nn.Conv2d(3, 4, 3)(torch.zeros(2, 1, 8, 8))),
         "the network takes images with 3 channels, but the data's images have 1",
@@ -43,7 +43,7 @@ LINES = [
     (raised(lambda: nn.Conv2d(64, 4, 3)(torch.zeros(2, 32, 8, 8))), None),
     (
         raised(lambda: nn.Linear(2, 3).load_state_dict(nn.Linear(3, 3).state_dict())),
-        "ckpt_path: the checkpoint is of another network than `model` describes: size mismatch for weight",
+        "ckpt_path: the checkpoint does not fit the network of `model`: size mismatch for weight",
     ),
     (FileNotFoundError(errno.ENOENT, "No such file or directory", "labels.csv"), None),
     (
@@ -84,8 +84,10 @@ def test_what_a_spawned_rank_has_raised_is_explained_by_its_text():
     assert refusal_in(text.format(ours)) == "broken image a.png: cut"
     assert refusal_in(text.format(channels)).startswith("the network takes images with 3 channels")
     full = "OSError: [Errno 28] No space left on device"
-    assert refusal_in(text.format(full)).startswith("No space left on device; make room")
-    assert refusal_in(text.format(f"{full}: b'runs/events'")).startswith("No space left on device: runs/events; make")
+    assert refusal_in(text.format(full)).startswith("No space left on device; free some space")
+    assert refusal_in(text.format(f"{full}: b'runs/events'")).startswith(
+        "No space left on device: runs/events; free some"
+    )
     assert refusal_in(text.format("ValueError: boom")) is None
     assert refusal_in(text.format("KeyboardInterrupt")) is None
 
@@ -162,13 +164,19 @@ def test_a_killed_rank_is_named_in_one_line():
     spoken = "__import__('cnnstrategies.runtime.processes').runtime.processes.first_to_fail(1)"
     ended = fit((1,), f"{spoken}; os.kill(os.getpid(), 9)")
     assert ended.returncode == 1, ended.stderr
-    assert "The run cannot go on: rank 1 was ended by SIGKILL, as the system does when memory is short" in ended.stderr
+    assert (
+        "The run cannot continue: rank 1 was ended by SIGKILL, which the system sends when memory runs out"
+        in ended.stderr
+    )
     assert "Traceback" not in ended.stderr
 
 
 WHY = "worker 1 had no answer"
 ENDED = [
-    *((kind(WHY), 1, f"The run cannot go on: {WHY}\n") for kind in (ServersUnreachableError, RemovedError, RunEnded)),
+    *(
+        (kind(WHY), 1, f"The run cannot continue: {WHY}\n")
+        for kind in (ServersUnreachableError, RemovedError, RunEnded)
+    ),
     (RunEnded("every worker has left", clean=True), 0, "Nothing is left to do: every worker has left\n"),
 ]
 

@@ -93,7 +93,7 @@ def test_recipes_are_found_by_name_and_files_come_first(run_cli, capsys):
     Path("quickstart").write_text("seed_everything: 1\n")
     assert recipes.find("quickstart") == Path("quickstart")
     Path("quickstart").unlink()
-    with pytest.raises(ConfigurationError, match="no recipe of this name; did you mean 'quickstart'"):
+    with pytest.raises(ConfigurationError, match=r"no recipe with the name .*; did you mean 'quickstart'"):
         recipes.find("quikstart")
     main(["configs"])
     assert [line for line in capsys.readouterr().out.splitlines() if not line.endswith(".")] == [], "cut off"
@@ -138,9 +138,12 @@ def test_a_command_is_added_as_the_page_says(monkeypatch, tmp_path, capsys):
     assert run("--at-least=1", "cats") == "1 images"
     for words, line in (
         (["cats", "--at_least", "2"], "--at_least 2: cats has only 1 images"),
-        (["cats", "--at-lest", "2"], "count: no option --at-lest; did you mean '--at_least'? accepted: --suffix, --at"),
+        (
+            ["cats", "--at-lest", "2"],
+            "count: unknown option --at-lest; did you mean '--at_least'? accepted: --suffix, --at",
+        ),
         (["cats", "--at_least", "few"], "--at_least: 'few' is not accepted; it must be a whole number"),
-        (["cats", "--at_least"], "--at_least: a value must follow: Fail if there are fewer images"),
+        (["cats", "--at_least"], "--at_least needs a value: Fail if there are fewer images"),
         (["cats", "dogs"], "count: cannot use 'dogs'; accepted: --suffix, --at_least, --list"),
         ([], "count: FOLDER is missing: Folder to look in"),
     ):
@@ -152,9 +155,9 @@ def test_an_unknown_option_is_refused_with_the_commands_own():
     for name, declared in COMMANDS.items():
         if declared.configuration is not Configuration.LIGHTNING:
             own = [option.flag for option in declared.options if not option.positional]
-            with pytest.raises(ConfigurationError, match=f"^{name}: no option --qqq; accepted: {', '.join(own)}"):
+            with pytest.raises(ConfigurationError, match=f"^{name}: unknown option --qqq; accepted: {', '.join(own)}"):
                 declared.parse(["--qqq", "1"])
-    with pytest.raises(ConfigurationError, match=r"tune: no option --modle; did you mean '--model'\?"):
+    with pytest.raises(ConfigurationError, match=r"tune: unknown option --modle; did you mean '--model'\?"):
         COMMANDS["tune"].parse(["--modle=mine.Lit"])
 
 

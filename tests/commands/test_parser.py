@@ -70,7 +70,7 @@ def test_a_reference_to_what_it_does_not_take_is_named(run_cli):
     assert code == 2
     key = "model.init_args.network.init_args.num_classes"
     # omegaconf before 2.4 tells the end of the name alone.
-    said = rf"{key}: refers to (model\.init_args\.)?num_classes, which is not there: give {key} a value"
+    said = rf"{key} refers to (model\.init_args\.)?num_classes, which does not exist: give {key} a value"
     assert re.match(f"cnnstrategies: error: {said}", output.splitlines()[-1])
 
 

@@ -51,14 +51,17 @@ def test_a_plan_from_files_needs_neither_torch_nor_lightning(files: list[str], t
 def test_what_is_missing_is_named(files: list[str]) -> None:
     given = profile, batch, cluster = files[1:]
     for words, said in (
-        (["--config", QUICKSTART, "--profile=net.csv"], "profile: the network of a configuration is measured"),
+        (
+            ["--config", QUICKSTART, "--profile=net.csv"],
+            "profile: the network comes either from a configuration or from a profile",
+        ),
         ([profile, cluster], "profile_batch is missing"),
         ([profile, batch], "cluster is missing: give a YAML file"),
-        (given, "batch_size is missing: give the samples of a step"),
-        ([*given, "--batch_size=8", "--batch_per_device=2"], "batch_size and batch_per_device say the same"),
+        (given, "batch_size is missing: give the number of samples in a step"),
+        ([*given, "--batch_size=8", "--batch_per_device=2"], "batch_size and batch_per_device set the same number"),
         ([*given, "--batch_size=0"], "batch_size=0: a step needs at least 1 sample"),
         ([*given, "--batch_size=many"], "--batch_size: 'many' is not accepted; it must be a whole number"),
-        ([*given, "--cluster"], "--cluster: a value must follow: YAML file that describes the machines"),
+        ([*given, "--cluster"], "--cluster needs a value: YAML file that describes the machines"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             COMMANDS["plan"].run([*words])

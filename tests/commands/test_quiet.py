@@ -82,7 +82,7 @@ def test_tensorboards_thread_leaves_a_full_disk_to_the_logger(capsys):
         logger.log_metrics({"loss": 1.0}, step)
     with pytest.raises(OSError, match="File too large") as full:
         logger.save()
-    assert explain_run_error(full.value) == "File too large; make room, and go on with --ckpt_path=last"
+    assert explain_run_error(full.value) == "File too large; free some space, and continue with --ckpt_path=last"
     assert capsys.readouterr().err == ""
     other = threading.Thread(target=lambda: 1 // 0)
     other.start()
@@ -108,4 +108,4 @@ def test_a_job_of_more_nodes_is_told_that_it_uses_one(said, monkeypatch, tmp_pat
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     assert environment_plugins([]) == []
-    assert [text.split(",")[0] for text in said] == ["This job of SLURM has 2 nodes"]
+    assert [text.split(",")[0] for text in said] == ["This SLURM job has 2 nodes"]

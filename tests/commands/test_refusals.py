@@ -53,14 +53,14 @@ NETWORK = "--model.init_args.network"
 # Words, and parts of the line: its beginning first. Words without quickstart.yaml begin with FIT.
 REFUSED = {
     "FIT": ["no data and model: give --data CLASS and --model CLASS, or a configuration that has data and model"],
-    "fitt": ["no command 'fitt'; did you mean 'fit'?"],
-    "predict --model=mine.Lit": ["predict: Lit has no forward that maps images to logits: give it one, such as"],
+    "fitt": ["unknown command 'fitt'; did you mean 'fit'?"],
+    "predict --model=mine.Lit": ["predict: Lit has no forward that maps images to logits: define one, for example"],
     "quantize": ["no ckpt_path: give the checkpoint, --ckpt_path FILE"],
     "tune --allow=accuracy": ["--allow: 'accuracy' is not accepted; accepted: precision"],
     "quantize --outptu=small.pt2": ["unknown key outptu; did you mean 'output'? accepted: ckpt_path, output, calibra"],
-    "verify --steps=0": ["steps=0: nothing is trained; give at least 1"],
+    "verify --steps=0": ["steps=0: nothing is trained; use 1 or more"],
     "fit --ckpt_path=page.ckpt": ["ckpt_path: page.ckpt is not a checkpoint: it begins with b'not found'"],
-    "quantize --ckpt_path=other.ckpt": ["ckpt_path: other.ckpt is of another network than `model` describes: "],
+    "quantize --ckpt_path=other.ckpt": ["ckpt_path: other.ckpt does not fit the network of `model`: "],
     "fit --ckpt_path=nowhere.ckpt": ["", "nowhere.ckpt", "best or last or hpc or a path"],
     "fit --model=mine.Litt": ["model: cannot use 'mine.Litt': module 'mine' has no attribute 'Litt'"],
     "fit --model=broken.Lit": ["model: cannot use 'broken.Lit': invalid syntax (broken.py, line 1)"],
@@ -70,11 +70,11 @@ REFUSED = {
         "model: 'torch.nn.ReLU' is not accepted; it must be LightningModule or null (of lightning.pytorch, and not"
     ],
     f"fit {NETWORK}=torchvision.models.resnet18 {NETWORK}.init_args.weights=DEFAULT": [
-        "weights: trained for 1000 classes, and num_classes=10: class_path: cnnstrategies.pretrained.pretrained with "
-        "the network's name keeps the weights and makes the last layer new"
+        "weights: trained for 1000 classes, but num_classes=10: to keep the weights and replace the last layer, use "
+        "class_path: cnnstrategies.pretrained.pretrained with the network's name"
     ],
     "fit --model.init_args.num_classes=7": ["", "num_classes=7", "DigitsDataModule has 10"],
-    "fit --model.init_args.num_classes=${trainer.nope}": ["", "trainer.nope", "not there"],
+    "fit --model.init_args.num_classes=${trainer.nope}": ["", "trainer.nope", "does not exist"],
     "fit --model.init_args.label_smoothing=3": ["", "label_smoothing=3.0", "[0, 1)"],
     "fit --model.init_args.optimizer.init_args.lrr=3": ["", "optimizer.init_args.lrr", "did you mean 'lr'", "momentum"],
     "fit --config=scheduler.yaml": [
@@ -92,7 +92,7 @@ REFUSED = {
         "trainer.callbacks: no class 'StepProfil'; did you mean 'StepProfile'? Or "
     ],
     "fit --data=Nope": ["data: no class 'Nope'; give its import path"],
-    "fit --config=listed.yaml": ["trainer.callbacks.monitor stands beside class_path: arguments"],
+    "fit --config=listed.yaml": ["trainer.callbacks.monitor is beside class_path: put the arguments"],
     "fit --config=init_arg.yaml": ["unknown key data.init_arg: did you mean 'init_args'?"],
     f"fit --data=CIFAR10DataModule --data.init_args.download=false {NETWORK}.init_args.in_channels=3": [
         "",
@@ -100,7 +100,9 @@ REFUSED = {
         "datasets",
         "data.init_args.root",
     ],
-    "fit --trainer.accelerator=gpu": ["No supported gpu backend found: with --trainer.accelerator=cpu it runs here"],
+    "fit --trainer.accelerator=gpu": [
+        "No supported gpu backend found: to run on this machine, use --trainer.accelerator=cpu"
+    ],
     "fit --trainer.logger=WandbLogger": ["lightning.pytorch.loggers.WandbLogger: a package is missing: pip install '"],
     "fit --trainer.strategy=dpp": ["trainer.strategy: ", "'dpp'", "did you mean 'ddp'"],
     "fit --trainer.callbacks+=EarlyStopping": [
@@ -136,7 +138,7 @@ def test_what_cannot_run_is_refused_in_a_line(quick, monkeypatch, capfd):
 @pytest.mark.light
 def test_what_the_parser_refuses_in_other_words_is_said_in_a_line():
     missing = "the following arguments are required: in_channels"
-    said = "a class in the configuration needs in_channels: add this to its init_args"
+    said = "a class in the configuration needs in_channels: add in_channels to its init_args"
     assert explain_parse_error(missing, []) == said
     kind = 'Parser key "trainer.strategy":\n  Expected a dot import path string: parameter_server_frok'
     said = "no class 'parameter_server_frok'; did you mean 'parameter_server_fork'? Or give its import path, for"
@@ -158,13 +160,13 @@ RESNET = [f"{NETWORK}=torchvision.models.resnet18", f"{NETWORK}.init_args.weight
 @pytest.mark.light
 def test_null_is_refused_where_a_value_is_needed():
     for key, types in NULLS.items():
-        said = f"model.init_args.{key}: null is not accepted; it must be {types}, or be left out"
+        said = f"model.init_args.{key}: null is not accepted; use a value of type {types}, or leave the key out"
         with pytest.raises(ConfigurationError, match=f"^{re.escape(said)}$"):
             check_nulls(configured_keys([QUICKSTART, f"--model.init_args.{key}=null"]))
     check_nulls(configured_keys([QUICKSTART, *(f"--{key}=null" for key in TAKEN), *RESNET]))
 
 
-NO_KEYS = "config: run.yaml has no keys: a configuration has, as in "
+NO_KEYS = "config: run.yaml has no keys: write a configuration as keys and values, as in "
 TEXTS = {"trainer:\n  devices: [1\n": "config: run.yaml is not YAML: while parsing ", "": NO_KEYS, "- a": NO_KEYS}
 
 

@@ -221,8 +221,8 @@ def test_the_remedies_that_are_settings_are_tried_and_those_that_were_faster_kep
             "2.00 times as fast [1.90, 2.10]: faster",
             "this does not make steps faster",
             "no difference",
-            "does not run any more (out of memory)",
-            "only the first 3 are",
+            "training fails now even without this setting (out of memory)",
+            "only the first 3 settings are tried",
         ),
         strict=True,
     ):

@@ -115,7 +115,7 @@ def test_private_names_of_jsonargparse_are_there():
 @pytest.mark.parametrize("option", ["--trainer.strategy", "--trainer.strategy.class_path"])
 def test_the_name_of_a_configuration_is_answered_with_the_configuration(option):
     words = [f"{option}=parameter_server_local", "--trainer.strategy.sync_every=4"]
-    with pytest.raises(ConfigurationError, match="give --config strategy/parameter_server_local"):
+    with pytest.raises(ConfigurationError, match="add --config strategy/parameter_server_local"):
         check_recipe_names(configured_keys(words))
     check_recipe_names(configured_keys(["--trainer.strategy=parameter_server_async"]))
 
@@ -137,11 +137,11 @@ def refusal(capsys, *words):
 
 def test_options_that_belong_to_no_strategy_are_refused(capsys):
     line = refusal(capsys, "--trainer.strategy=auto", "--trainer.strategy.stages=2")
-    assert "trainer.strategy.stages: strategy 'auto' takes no options; name a strategy that does" in line
+    assert "trainer.strategy.stages: strategy 'auto' has no options; choose a strategy that has this option" in line
     line = refusal(capsys, "--trainer.strategy=hybrid_pipelin", "--trainer.strategy.stages=2")
-    assert line.endswith("trainer.strategy: no strategy 'hybrid_pipelin'; did you mean 'hybrid_pipeline'?")
+    assert line.endswith("trainer.strategy: unknown strategy 'hybrid_pipelin'; did you mean 'hybrid_pipeline'?")
     line = refusal(capsys, "--trainer.strategy=ddp", "--trainer.strategy.timeout=soon")
-    assert "trainer.strategy.timeout: cannot use 'soon': it is not a duration: give seconds, as in 90" in line
+    assert "trainer.strategy.timeout: cannot use 'soon': it is not a duration: write seconds, such as 90" in line
     line = refusal(capsys, "--trainer.strategy=hybrid_pipeline", "--trainer.strategy.stage=2")
     assert "unknown key trainer.strategy.stage: hybrid_pipeline has no 'stage'; did you mean 'stages'?" in line
 
@@ -164,5 +164,7 @@ def test_what_a_run_saves_reproduces_it(monkeypatch, capsys):
 def test_a_run_trains_by_a_name_with_options(monkeypatch):
     options = ("microbatches=2", "start_method=fork", "cuts=[block1]")
     words = ["--trainer.strategy=hybrid_pipeline", *(f"--trainer.strategy.{option}" for option in options)]
-    one = ["--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--trainer.devices=2"]
-    main(["fit", "--config=quickstart", *words, *one, "--trainer.logger=false", "--trainer.enable_progress_bar=false"])
+    limits = ["--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--trainer.devices=2"]
+    main(
+        ["fit", "--config=quickstart", *words, *limits, "--trainer.logger=false", "--trainer.enable_progress_bar=false"]
+    )

@@ -55,7 +55,7 @@ def test_waits_and_faults_are_shown_and_steer_no_terminal(capsys):
     }
     lines = [" ".join(line.split()) for line in shown(now, now, capsys).splitlines()]
     assert "The run is being set up: workers 1, servers 0, 3 lost" in lines
-    assert "not here yet: server 0" in lines
+    assert "not registered yet: server 0" in lines
     assert "worker 0 in `metric` for worker 1" in lines
     assert lines.index("3 s ago: worker 1 [red](process 7 on ?]0;node1)") < lines.index("9 s ago: first")
     assert any(line.startswith("worker 1, incarnation 2, joins node1:7") and line.endswith(" 8") for line in lines)
@@ -74,10 +74,10 @@ def test_a_runs_folder_names_its_newest_version_and_is_private(tmp_path):
     assert RunAddress.find(str(tmp_path / "version_0")) == RunAddress("ipc:///0", "run.key")
     RunAddress.remove(tmp_path / "version_0")
     RunAddress.remove(tmp_path / "version_0")
-    with pytest.raises(ConfigurationError, match="no parameter server trains there"):
+    with pytest.raises(ConfigurationError, match="no run with a parameter server is training there"):
         RunAddress.find(str(tmp_path / "version_0"))
     (tmp_path / "version_1" / NAME).write_text("[]")
-    with pytest.raises(ConfigurationError, match="holds no address"):
+    with pytest.raises(ConfigurationError, match="does not contain a valid address"):
         RunAddress.find(str(tmp_path))
 
 
@@ -85,7 +85,7 @@ def test_a_runs_folder_names_its_newest_version_and_is_private(tmp_path):
 def test_where_nothing_answers_a_line_says_so(monkeypatch):
     monkeypatch.setattr(watch, "ANSWER_SECONDS", 0.1)
     for run, why in (
-        ("nowhere", "the folder does not exist; name a run's folder, or its address"),
+        ("nowhere", "the folder does not exist; use a run's folder, or a run's address"),
         ("tcp://node1", "use ipc://path or tcp://address:port"),
         ("ipc:///nowhere/at-all", "no coordinator answers at ipc:///nowhere/at-all: the run does not train"),
     ):

@@ -16,9 +16,11 @@ from cnnstrategies.cluster.stores import LOOPBACK, on_loopback, own_store, serve
 
 
 @replaces(sbatch_script, killed_by=test_job.test_warned_and_preempted_jobs_are_requeued_and_failed_not)
-def a_job_is_requeued_more_often_than_max_requeues_allows(right, options, size, folder, python, command, goes_on=False):
+def a_job_is_requeued_more_often_than_max_requeues_allows(
+    original, options, size, folder, python, command, goes_on=False
+):
     options = replace(options, max_requeues=options.max_requeues + 1)
-    return right(options, size, folder, python, command, goes_on)
+    return original(options, size, folder, python, command, goes_on)
 
 
 removes(
@@ -43,5 +45,5 @@ removes(
 
 
 @replaces(serve_on_loopback, killed_by=test_torchrun.test_each_start_has_a_store_that_is_not_the_agents)
-def the_store_of_one_machine_listens_on_all_interfaces(right, address=LOOPBACK, port=0):
+def the_store_of_one_machine_listens_on_all_interfaces(original, address=LOOPBACK, port=0):
     return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)

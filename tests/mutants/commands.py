@@ -31,26 +31,26 @@ from cnnstrategies.runtime.whole_file import whole_file, writing
 
 
 @replaces(fail, killed_by=test_refusals.test_what_cannot_run_is_refused_in_a_line)
-def a_mistake_in_the_configuration_ends_like_a_run_that_has_failed(right, message):
+def a_mistake_in_the_configuration_ends_like_a_run_that_has_failed(original, message):
     try:
-        right(message)
+        original(message)
     except SystemExit:
         sys.exit(1)
 
 
 @replaces(verdict, killed_by=test_race.test_equal_settings_have_no_winner)
-def tune_calls_one_of_two_equal_settings_faster(right, gains, error):
-    judged = right(gains, error)
+def tune_calls_one_of_two_equal_settings_faster(original, gains, error):
+    judged = original(gains, error)
     return replace(judged, outcome="faster") if judged.speed > exp(MARGIN) else judged
 
 
 @replaces(choices, killed_by=test_tune_command.test_what_changes_learning_is_tried_only_when_it_is_allowed)
-def tune_tries_settings_that_change_learning_without_permission(right, config, model, device, allow):
-    return right(config, model, device, [*allow, "precision"])
+def tune_tries_settings_that_change_learning_without_permission(original, config, model, device, allow):
+    return original(config, model, device, [*allow, "precision"])
 
 
 @replaces(Command.run, killed_by=test_front.test_no_garbage_is_looked_for_while_a_command_is_imported)
-def garbage_collection_runs_while_a_command_is_imported(right, self, words):
+def garbage_collection_runs_while_a_command_is_imported(original, self, words):
     importlib.import_module(f"cnnstrategies.commands.{self.module}").main(self.parse(words)[0])
 
 
@@ -72,12 +72,12 @@ removes(
     killed_by=test_command_failures.test_what_a_spawned_rank_has_raised_is_explained_by_its_text,
     noticed_by=(AttributeError,),
 )
-def a_full_disk_of_a_forked_rank_ends_in_a_traceback(right, traceback):
-    return right(traceback.replace("[Errno", "Errno"))
+def a_full_disk_of_a_forked_rank_ends_in_a_traceback(original, traceback):
+    return original(traceback.replace("[Errno", "Errno"))
 
 
 @replaces(show_unless_kept, killed_by=test_quiet.test_tensorboards_thread_leaves_a_full_disk_to_the_logger)
-def an_error_of_tensorboards_thread_is_printed_as_a_traceback(right, failure):
+def an_error_of_tensorboards_thread_is_printed_as_a_traceback(original, failure):
     threading.__excepthook__(failure)
 
 
@@ -87,7 +87,7 @@ removes(
     killed_by=test_processes.test_a_rank_that_is_killed_or_stopped_is_named,
     gives=False,
     signum=19,
-    said="is stopped, as by SIGSTOP",
+    said="is stopped, for example by SIGSTOP",
 )
 removes(
     spawned_by_a_thread,
@@ -100,6 +100,6 @@ removes(
 
 @replaces(whole_file, killed_by=test_predictions.test_on_a_full_disk_predictions_are_those_of_before_or_none)
 @contextlib.contextmanager
-def a_file_is_overwritten_in_place(right, path, remedy):
+def a_file_is_overwritten_in_place(original, path, remedy):
     with writing(path, remedy), open(path, "wb") as file:
         yield file

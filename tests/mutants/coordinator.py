@@ -27,14 +27,14 @@ _new = itertools.count(1 << 20)
 
 
 @replaces(Asking.on_reply, killed_by=HUNDRED_RUNS)
-def a_lost_request_or_a_request_with_a_lost_reply_is_not_sent_again(right, self, now, message):
-    request, effects = right(self, now, message)
+def a_lost_request_or_a_request_with_a_lost_reply_is_not_sent_again(original, self, now, message):
+    request, effects = original(self, now, message)
     return request, [] if message.kind == UNKNOWN else effects
 
 
 @replaces(Coordinator.on_message, killed_by=HUNDRED_RUNS)
-def a_member_that_missed_a_view_does_not_get_it_again(right, self, now, sender, message):
-    effects = right(self, now, sender, message)
+def a_member_that_missed_a_view_does_not_get_it_again(original, self, now, sender, message):
+    effects = original(self, now, sender, message)
     views = [effect for effect in effects if isinstance(effect, Send) and effect.to == sender]
     views = [effect for effect in views if effect.message.kind == "view"]
     return [effect for effect in effects if message.kind != "beat" or effect not in views]
@@ -44,10 +44,10 @@ def a_member_that_missed_a_view_does_not_get_it_again(right, self, now, sender, 
 
 
 @replaces(Roster.check_members, killed_by=HUNDRED_RUNS)
-def a_silent_member_is_not_removed(right, self, now, over, view, waited):
+def a_silent_member_is_not_removed(original, self, now, over, view, waited):
     for member in () if over else self.members:
         member.seen = now
-    right(self, now, over, view, waited)
+    original(self, now, over, view, waited)
 
 
 removes(Roster.not_seen, "workers begin before all servers know them", killed_by=HUNDRED_RUNS, gives=[])
@@ -65,8 +65,8 @@ removes(
 
 
 @replaces(Dispatcher.take, killed_by=HUNDRED_RUNS)
-def a_repeated_request_for_batches_gets_different_batches(right, self, worker, number, processed, workers, ordinal):
-    return right(self, worker, number, processed, workers, next(_new))
+def a_repeated_request_for_batches_gets_different_batches(original, self, worker, number, processed, workers, ordinal):
+    return original(self, worker, number, processed, workers, next(_new))
 
 
 removes(
@@ -81,37 +81,37 @@ removes(
 
 
 @replaces(Journaled.on_timer, killed_by=HUNDRED_RUNS)
-def changes_by_a_timer_are_not_written_to_the_journal(right, self, now, name):
+def changes_by_a_timer_are_not_written_to_the_journal(original, self, now, name):
     return self.coordinator.on_timer(now, name)
 
 
 @replaces(Sheet.replace, killed_by=HUNDRED_RUNS)
-def records_after_an_incomplete_record_are_lost(right, self, contents):
+def records_after_an_incomplete_record_are_lost(original, self, contents):
     if not self.read().startswith(contents):
-        right(self, contents)
+        original(self, contents)
 
 
 @replaces(_records, killed_by=test_restart.test_a_last_record_with_a_changed_byte_is_ignored, where=-5)
-def a_record_with_a_changed_byte_is_replayed(right, contents):
+def a_record_with_a_changed_byte_is_replayed(original, contents):
     start, signed = 0, b""
     while start < len(contents):
         body = contents[start + HEAD.size :][: HEAD.unpack_from(contents, start)[0]]
         signed += HEAD.pack(len(body), zlib.crc32(body)) + body
         start += HEAD.size + len(body)
-    return right(signed)
+    return original(signed)
 
 
 @replaces(Coordinator.start, killed_by=test_restart.test_the_time_without_a_coordinator_does_not_count_as_silence)
-def time_without_a_coordinator_counts_as_silence_of_the_members(right, self, now):
+def time_without_a_coordinator_counts_as_silence_of_the_members(original, self, now):
     if self._last_time is not None:
         self._last_time = now
-    return right(self, now)
+    return original(self, now)
 
 
 @replaces(JournalFile.replace, killed_by=test_restart.test_a_journal_file_is_private_and_replaced_atomically)
-def a_journal_is_rewritten_in_place(right, self, contents):
+def a_journal_is_rewritten_in_place(original, self, contents):
     self._path.write_bytes(b"")
-    right(self, contents)
+    original(self, contents)
 
 
 removes(
@@ -123,6 +123,6 @@ removes(
 
 
 @replaces(Roster.admit, killed_by=test_coordinator.test_a_server_that_training_did_not_wait_for_gets_copies, dies=True)
-def a_server_that_registers_after_training_began_counts_as_a_first_server(right, self, now, peer, hello):
+def a_server_that_registers_after_training_began_counts_as_a_first_server(original, self, now, peer, hello):
     self.lost_servers.discard(peer.id)
-    return right(self, now, peer, hello)
+    return original(self, now, peer, hello)

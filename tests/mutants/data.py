@@ -14,22 +14,22 @@ from cnnstrategies.data.shards.jpeg import MARGIN, cut
 
 
 @replaces(ShuffledBatches.__iter__, killed_by=test_sampling.test_each_epoch_is_a_permutation_and_each_batch_has_a_seed)
-def every_epoch_has_the_same_order(right, self):
+def every_epoch_has_the_same_order(original, self):
     self.epoch = 0
-    return right(self)
+    return original(self)
 
 
 @replaces(
     ShuffledBatches.__iter__, killed_by=test_loading.test_a_resumed_loader_serves_the_rest_then_whole_epochs, workers=0
 )
-def a_run_resumed_within_an_epoch_starts_the_epoch_again(right, self):
+def a_run_resumed_within_an_epoch_starts_the_epoch_again(original, self):
     self.skip = 0
-    return right(self)
+    return original(self)
 
 
 @replaces(OrderedBatches.samples, killed_by=test_sampling.test_evaluation_sees_each_sample_once_in_equal_batches)
-def an_evaluation_counts_a_sample_twice(right, self, batch, rank):
-    samples = right(self, batch, rank)
+def an_evaluation_counts_a_sample_twice(original, self, batch, rank):
+    samples = original(self, batch, rank)
     return samples + samples[-1:]
 
 
@@ -37,12 +37,12 @@ def an_evaluation_counts_a_sample_twice(right, self, batch, rank):
 
 
 @replaces(BatchDataset.__getitem__, killed_by=test_loading.test_augmentation_depends_on_the_epoch_alone)
-def augmentation_depends_on_the_number_of_workers(right, self, request):
-    return right(self, request._replace(seed=torch.initial_seed()))
+def augmentation_depends_on_the_number_of_workers(original, self, request):
+    return original(self, request._replace(seed=torch.initial_seed()))
 
 
 @replaces(unshared, killed_by=test_loading.test_batches_stay_and_an_unfinished_epoch_leaves_nothing)
-def memory_of_a_batch_in_use_is_reused(right, batch):
+def memory_of_a_batch_in_use_is_reused(original, batch):
     return batch
 
 
@@ -50,5 +50,5 @@ def memory_of_a_batch_in_use_is_reused(right, batch):
 
 
 @replaces(cut, killed_by=test_shards.test_a_crop_is_that_of_the_whole_image, options=test_shards.SHRUNK)
-def a_crop_differs_from_the_image_at_the_crops_edge(right_cut, data, header, left, top, right, bottom):
-    return right_cut(data, header, left + MARGIN, top + MARGIN, right - MARGIN, bottom - MARGIN)
+def a_crop_differs_from_the_image_at_the_crops_edge(original, data, header, left, top, right, bottom):
+    return original(data, header, left + MARGIN, top + MARGIN, right - MARGIN, bottom - MARGIN)

@@ -27,7 +27,7 @@ removes(
 @replaces(
     CompressedDDPStrategy.configure_ddp, killed_by=test_data_parallel.test_compressed_gradients_stay_close_to_ddps
 )
-def compressed_ddp_does_not_compress(right, self):
+def compressed_ddp_does_not_compress(original, self):
     DDPStrategy.configure_ddp(self)
 
 
@@ -42,36 +42,38 @@ removes(
 removes(
     Deals.change,
     "a slow rank keeps its share",
-    killed_by=test_balanced.test_no_rank_is_dealt_more_than_fits_into_its_memory,
+    killed_by=test_balanced.test_no_rank_gets_more_samples_than_fit_into_its_memory,
 )
 
 
-@replaces(propose, killed_by=test_balancing.test_no_rank_is_proposed_more_than_fits)
-def a_slow_rank_gets_the_share_of_a_fast_rank(right, now, deals, seconds, step, fitting):
-    return right(now, deals, seconds[::-1], step, fitting)
+@replaces(propose, killed_by=test_balancing.test_no_proposed_share_exceeds_a_ranks_memory)
+def a_slow_rank_gets_the_share_of_a_fast_rank(original, now, deals, seconds, step, fitting):
+    return original(now, deals, seconds[::-1], step, fitting)
 
 
 @replaces(
-    DealtBatches.rank_batches, killed_by=test_balanced.test_a_slow_rank_loses_work_and_gets_it_back, strategy="ddp"
+    DealtBatches.rank_batches,
+    killed_by=test_balanced.test_a_slow_rank_gets_a_smaller_share_until_it_is_fast_again,
+    strategy="ddp",
 )
-def batches_that_are_already_loaded_are_divided_again(right, self, order, first=0):
-    for batch in right(self, order, first):
+def batches_that_are_already_loaded_are_divided_again(original, self, order, first=0):
+    for batch in original(self, order, first):
         self.drawn -= 2
         yield batch
 
 
-@replaces(propose, killed_by=test_balanced.test_no_rank_is_dealt_more_than_fits_into_its_memory)
-def a_fast_rank_gets_more_samples_than_fit_into_its_memory(right, now, deals, seconds, step, fitting):
-    return right(now, deals, seconds, step, [inf] * len(now))
+@replaces(propose, killed_by=test_balanced.test_no_rank_gets_more_samples_than_fit_into_its_memory)
+def a_fast_rank_gets_more_samples_than_fit_into_its_memory(original, now, deals, seconds, step, fitting):
+    return original(now, deals, seconds, step, [inf] * len(now))
 
 
 @replaces(
     Stepper.count,
-    killed_by=test_balanced.test_any_batch_under_shares_that_change_trains_one_process_s_weights,
+    killed_by=test_balanced.test_batches_under_changing_shares_train_the_weights_of_one_process,
     strategy="servers",
     ranks=3,
     accumulated=2,
     samples=58,
 )
-def servers_count_a_repeated_sample_of_another_rank(right, self, samples):
-    right(self, max(1, samples))
+def servers_count_a_repeated_sample_of_another_rank(original, self, samples):
+    original(self, max(1, samples))

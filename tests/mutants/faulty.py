@@ -4,8 +4,8 @@ The faulty version's name says what is wrong. Its first argument is the original
 arguments follow::
 
     @replaces(OrderedBatches.__len__, killed_by=test_evaluation_sees_every_sample_once)
-    def an_evaluation_has_one_batch_more(right, self):
-        return right(self) + 1
+    def an_evaluation_has_one_batch_more(original, self):
+        return original(self) + 1
 
 Use `removes` for a mutant that does nothing, or that returns a constant::
 
@@ -36,7 +36,7 @@ class Mutant:
     Attributes:
         name: Description of the fault, with underscores for spaces.
         faulty: The faulty version; its first argument is the original function.
-        right: The original function.
+        original: The original function.
         killed_by: The test that must fail.
         noticed_by: Exceptions that the failing test may raise.
         arguments: Arguments of the test that are not fixtures, by parameter name.
@@ -44,7 +44,7 @@ class Mutant:
 
     name: str
     faulty: Callable[..., Any]
-    right: Callable[..., Any]
+    original: Callable[..., Any]
     killed_by: Callable[..., object]
     noticed_by: tuple[type[BaseException], ...]
     arguments: dict[str, Any]
@@ -62,20 +62,20 @@ class Mutant:
 
         A method's owner is its class. A function's owners are all modules that have imported it, tests included.
         """
-        *classes, name = self.right.__qualname__.split(".")
+        *classes, name = self.original.__qualname__.split(".")
         if classes:
-            yield functools.reduce(getattr, classes, sys.modules[self.right.__module__]), name
+            yield functools.reduce(getattr, classes, sys.modules[self.original.__module__]), name
             return
         for module in [module for name, module in sys.modules.items() if name.partition(".")[0] in OURS]:
-            yield from ((module, name) for name, value in list(vars(module).items()) if value is self.right)
+            yield from ((module, name) for name, value in list(vars(module).items()) if value is self.original)
 
     def put_in(self, places: Iterable[tuple[Any, str]]) -> None:
         """Replace the original function in this process. The replacement cannot be undone."""
-        right, faulty = self.right, self.faulty
+        original, faulty = self.original, self.faulty
 
-        @functools.wraps(right)
+        @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            return faulty(right, *args, **kwargs)
+            return faulty(original, *args, **kwargs)
 
         for owner, name in places:
             static = isinstance(inspect.getattr_static(owner, name), staticmethod) and inspect.isclass(owner)
@@ -87,7 +87,7 @@ MUTANTS: list[Mutant] = []
 
 
 def replaces(
-    right: Callable[..., Any],
+    original: Callable[..., Any],
     killed_by: Callable[..., object],
     noticed_by: tuple[type[BaseException], ...] = FAILURES,
     **arguments: Any,
@@ -95,21 +95,21 @@ def replaces(
     """Return a decorator that makes a mutant of a faulty version.
 
     Args:
-        right: The original function.
+        original: The original function.
         killed_by: The test that must fail.
         noticed_by: Exceptions that the failing test may raise.
         arguments: Arguments of the test that are not fixtures.
     """
 
     def made(faulty: Callable[..., Any]) -> Mutant:
-        MUTANTS.append(Mutant(faulty.__name__, faulty, right, killed_by, noticed_by, arguments))
+        MUTANTS.append(Mutant(faulty.__name__, faulty, original, killed_by, noticed_by, arguments))
         return MUTANTS[-1]
 
     return made
 
 
 def removes(
-    right: Callable[..., Any],
+    original: Callable[..., Any],
     fault: str,
     killed_by: Callable[..., object],
     gives: Any = None,
@@ -119,7 +119,7 @@ def removes(
     """Make a mutant that only returns a constant.
 
     Args:
-        right: The original function.
+        original: The original function.
         fault: The mutant's name, with spaces between words.
         killed_by: The test that must fail.
         gives: The mutant's return value.
@@ -127,4 +127,4 @@ def removes(
         arguments: Arguments of the test that are not fixtures.
     """
     name = fault.replace(" ", "_")
-    MUTANTS.append(Mutant(name, lambda *_, **__: gives, right, killed_by, noticed_by, arguments))
+    MUTANTS.append(Mutant(name, lambda *_, **__: gives, original, killed_by, noticed_by, arguments))

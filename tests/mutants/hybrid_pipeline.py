@@ -25,15 +25,17 @@ from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModul
 from cnnstrategies.strategies.hybrid_pipeline.steps import Overflow, clip_by_joint_norm
 
 
-@replaces(clip_by_joint_norm, killed_by=test_hybrid_pipeline.test_accumulated_gradients_are_those_of_one_process_once)
-def each_stage_is_clipped_by_its_own_norm(right, optimizer, clip_val, counts, device):
+@replaces(
+    clip_by_joint_norm, killed_by=test_hybrid_pipeline.test_accumulated_gradients_equal_one_process_and_are_summed_once
+)
+def each_stage_is_clipped_by_its_own_norm(original, optimizer, clip_val, counts, device):
     torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip_val)
 
 
 removes(
     batches_of,
     "a sample counts twice if there are fewer samples than replicas",
-    killed_by=test_pipeline_shares.test_any_batch_under_any_shares_trains_one_process_s_weights,
+    killed_by=test_pipeline_shares.test_any_shares_of_replicas_train_the_weights_of_one_process,
     samples=87,
     accumulated=1,
 )
@@ -41,11 +43,11 @@ removes(
 
 @replaces(
     by_shares,
-    killed_by=test_pipeline_shares.test_a_loader_of_the_user_is_dealt_by_shares_too,
+    killed_by=test_pipeline_shares.test_a_users_loader_is_also_divided_by_shares,
     strategy=functools.partial(test_pipeline_shares.piped, [3, 1, 1]),
-    said=", rank by rank",
+    suffix=", rank by rank",
 )
-def replicas_load_equal_parts_and_run_unequal_ones(right, loader, trainer, deals):
+def replicas_load_equal_parts_and_run_unequal_ones(original, loader, trainer, deals):
     return loader
 
 
@@ -58,7 +60,7 @@ removes(
 removes(
     StageBalance.load_state_dict,
     "a resumed run starts with equal shares again",
-    killed_by=test_balancing.test_a_run_goes_on_with_the_shares_of_its_ranks,
+    killed_by=test_balancing.test_a_resumed_run_keeps_its_shares_under_the_same_layout,
 )
 removes(
     Overflow.share,
@@ -68,8 +70,8 @@ removes(
 
 
 @replaces(DividedModule.whole_state, killed_by=test_hybrid_pipeline.test_metrics_and_best_checkpoint_equal_one_process)
-def a_checkpoint_has_only_the_weights_of_the_first_stage(right, self, state):
-    whole = right(self, state)
+def a_checkpoint_has_only_the_weights_of_the_first_stage(original, self, state):
+    whole = original(self, state)
     return {name: value if name in state else torch.zeros_like(value) for name, value in whole.items()}
 
 
@@ -77,28 +79,28 @@ def a_checkpoint_has_only_the_weights_of_the_first_stage(right, self, state):
     DividedModule.restore,
     killed_by=test_hybrid_pipeline.test_fp16_skips_a_step_on_all_stages_and_lowers_one_scale,
 )
-def after_fit_each_rank_has_only_its_own_stages_weights(right, self, merge):
-    right(self, False)
+def after_fit_each_rank_has_only_its_own_stages_weights(original, self, merge):
+    original(self, False)
 
 
 @replaces(
     HybridPipelineStrategy.reduce,
     killed_by=test_hybrid_pipeline.test_ordinary_loaders_give_the_metrics_of_one_process,
 )
-def a_sum_over_ranks_counts_the_batch_once_per_rank(right, self, tensor, group=None, reduce_op="mean"):
-    reduced = right(self, tensor, group, reduce_op)
+def a_sum_over_ranks_counts_the_batch_once_per_rank(original, self, tensor, group=None, reduce_op="mean"):
+    reduced = original(self, tensor, group, reduce_op)
     return reduced * self.world_size if str(reduce_op).lower() in ("sum", "redoptype.sum") else reduced
 
 
 removes(
     check_loss,
     "a step may return a different loss from the trained loss",
-    killed_by=test_hybrid_pipeline.test_after_a_failure_no_part_of_the_network_goes_on,
+    killed_by=test_hybrid_pipeline.test_after_a_failed_fit_further_functions_are_refused,
 )
 removes(
     compare,
     "stages that compute different values are trained",
-    killed_by=test_pipeline_comparison.test_what_a_trace_has_fixed_is_refused_by_name,
+    killed_by=test_pipeline_comparison.test_behaviour_that_a_trace_has_fixed_is_refused_by_name,
     way="counts",
     message="in training returns another value",
 )
@@ -106,27 +108,27 @@ removes(
 
 @replaces(
     differ,
-    killed_by=test_pipeline_comparison.test_sums_in_another_order_are_not_refused,
+    killed_by=test_pipeline_comparison.test_different_rounding_of_sums_is_not_refused,
     noticed_by=(ConfigurationError,),
 )
-def gradients_that_only_rounding_makes_nonzero_must_be_equal(right, expected, actual, largest=0.0):
-    return right(expected, actual, 0.0)
+def gradients_that_only_rounding_makes_nonzero_must_be_equal(original, expected, actual, largest=0.0):
+    return original(expected, actual, 0.0)
 
 
 @replaces(
     copies,
-    killed_by=test_pipeline_comparison.test_it_runs_in_float64_or_as_near_as_it_can,
+    killed_by=test_pipeline_comparison.test_the_comparison_runs_in_float64_if_it_can,
     fails="nowhere",
     tried=["float64 cuda"],
 )
-def a_network_is_compared_only_in_its_own_dtype_and_on_its_own_device(right, network, device):
+def a_network_is_compared_only_in_its_own_dtype_and_on_its_own_device(original, network, device):
     return [lambda: network]
 
 
 removes(
     try_optimizer,
     "an optimizer may use the norm of its stage only",
-    killed_by=test_pipeline_contract.test_one_that_mixes_parameters_is_refused_and_no_other,
+    killed_by=test_pipeline_contract.test_an_optimizer_that_mixes_parameters_is_refused,
 )
 
 
@@ -134,10 +136,10 @@ removes(
     PredictionLoader.__iter__,
     killed_by=test_hybrid_pipeline.test_ordinary_loaders_give_the_rows_of_one_process_in_order,
 )
-def a_prediction_writer_gets_the_indices_of_one_replica(right, self):
+def a_prediction_writer_gets_the_indices_of_one_replica(original, self):
     return StageLoader.__iter__(self)
 
 
 @replaces(Pipeline.end_together, killed_by=test_batch.test_batches_that_do_not_fit_together_are_refused_on_every_rank)
-def a_rank_without_more_batches_counts_as_a_rank_with_an_empty_batch(right, self):
+def a_rank_without_more_batches_counts_as_a_rank_with_an_empty_batch(original, self):
     self.share(None)

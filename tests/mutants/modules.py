@@ -23,16 +23,18 @@ from cnnstrategies.models.network_module import MeanOverSamples
 
 
 @replaces(ImageSegmenter.loss, killed_by=test_segmentation.test_the_loss_is_the_mean_of_images_over_counted_pixels)
-def the_loss_of_masks_depends_on_the_division_of_images_over_processes(right, self, outputs, targets):
+def the_loss_of_masks_depends_on_the_division_of_images_over_processes(original, self, outputs, targets):
     return F.cross_entropy(main_logits(outputs), targets, ignore_index=self.ignore_index)
 
 
 @replaces(
     AtomicCheckpointIO.save_checkpoint, killed_by=test_checkpoint_io.test_a_failing_save_leaves_the_old_checkpoint
 )
-def the_old_checkpoint_is_deleted_before_the_new_one_is_complete(right, self, checkpoint, path, storage_options=None):
+def the_old_checkpoint_is_deleted_before_the_new_one_is_complete(
+    original, self, checkpoint, path, storage_options=None
+):
     Path(path).unlink(missing_ok=True)
-    right(self, checkpoint, path, storage_options)
+    original(self, checkpoint, path, storage_options)
 
 
 removes(
@@ -48,9 +50,9 @@ removes(
     noticed_by=(FileNotFoundError,),
     run=test_graceful_stop.WARNED["in the middle of an epoch"],
 )
-def a_run_that_is_stopped_does_not_save_its_last_step(right, self, trainer, pl_module, outputs, batch, batch_idx):
+def a_run_that_is_stopped_does_not_save_its_last_step(original, self, trainer, pl_module, outputs, batch, batch_idx):
     with patch.object(trainer, "save_checkpoint"):
-        right(self, trainer, pl_module, outputs, batch, batch_idx)
+        original(self, trainer, pl_module, outputs, batch, batch_idx)
 
 
 @replaces(
@@ -58,30 +60,30 @@ def a_run_that_is_stopped_does_not_save_its_last_step(right, self, trainer, pl_m
     killed_by=test_graceful_stop.test_a_warned_run_saves_the_step_after_which_it_stops,
     run=test_graceful_stop.WARNED["and first noticed in the next epoch"],
 )
-def a_run_stops_within_an_accumulation(right, self, trainer, pl_module, batch, batch_idx):
+def a_run_stops_within_an_accumulation(original, self, trainer, pl_module, batch, batch_idx):
     self._step_at_start = -1 if trainer.global_step else 0
 
 
 @replaces(Comparison.__init__, killed_by=test_export.test_what_cannot_be_exported_is_refused_and_nothing_is_left)
-def an_exported_network_may_give_different_logits(right, self, file, images, difference, largest, agreement, of=""):
-    right(self, file, images, 0.0, largest, agreement, of)
+def an_exported_network_may_give_different_logits(original, self, file, images, difference, largest, agreement, of=""):
+    original(self, file, images, 0.0, largest, agreement, of)
 
 
 @replaces(
     MeanOverSamples.update,
-    killed_by=test_trainer_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
+    killed_by=test_trainer_on_gpu.test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits,
     world=1,
     cases=[test_trainer_on_gpu.Case(lambda: "auto")],
 )
-def a_loss_is_read_on_the_host_before_it_is_added(right, self, mean, samples):
+def a_loss_is_read_on_the_host_before_it_is_added(original, self, mean, samples):
     if not mean.isnan():
-        right(self, mean, samples)
+        original(self, mean, samples)
 
 
 removes(
     ask_of_sigterm,
     "each batch waits for lightnings signal flag",
-    killed_by=test_trainer_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
+    killed_by=test_trainer_on_gpu.test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits,
     world=2,
     cases=[test_trainer_on_gpu.Case(lambda: "ddp")],
 )

@@ -18,7 +18,7 @@ from cnnstrategies.strategies.parameter_server.step import Readers
 removes(
     gradient_observers,
     "gradients leave before the hooks have run",
-    killed_by=own_code.test_what_a_module_does_is_done_on_one_device,
+    killed_by=own_code.test_a_modules_own_changes_equal_one_device,
     gives=[],
     kind=own_code.Hooks,
     callbacks=(own_code.Scaled(),),
@@ -27,26 +27,26 @@ removes(
 removes(
     weight_observers,
     "hooks read weights before the pulled values arrive",
-    killed_by=own_code.test_known_hooks_are_known_and_all_others_are_named,
+    killed_by=own_code.test_hooks_of_known_callbacks_are_ignored_and_all_others_are_named,
     gives=[],
 )
 
 
 @replaces(
     Readers.__torch_function__,
-    killed_by=own_code.test_what_a_module_does_is_done_on_one_device,
+    killed_by=own_code.test_a_modules_own_changes_equal_one_device,
     noticed_by=(ConfigurationError,),
     kind=own_code.Following,
     callbacks=(),
 )
-def weights_read_outside_their_modules_forward_are_not_waited_for(right, self, func, types, args=(), kwargs=None):
+def weights_read_outside_their_modules_forward_are_not_waited_for(original, self, func, types, args=(), kwargs=None):
     return func(*args, **(kwargs or {}))
 
 
 removes(
     HookWatch.watching,
     "hooks use the norm of one stage as the norm of the network",
-    killed_by=stages.test_what_would_need_all_stages_is_refused_by_name,
+    killed_by=stages.test_a_hook_that_needs_all_stages_is_refused_by_name,
     gives=contextlib.nullcontext(),
 )
 removes(
@@ -58,13 +58,13 @@ removes(
 
 
 @replaces(Layers.__getitem__, killed_by=stages.test_hooks_of_single_parameters_act_as_on_one_device)
-def index_zero_of_a_sequential_is_the_first_layer_of_the_stage(right, self, key):
+def index_zero_of_a_sequential_is_the_first_layer_of_the_stage(original, self, key):
     layers = [child for child in self.children() if next(child.parameters(), None) is not None]
     return layers[key] if isinstance(key, slice) else layers[min(key, len(layers) - 1)]
 
 
-@replaces(Layers.__deepcopy__, killed_by=stages.test_what_would_need_all_stages_is_refused_by_name)
-def a_stage_is_copied_in_place_of_the_whole_network(right, self, memo):
+@replaces(Layers.__deepcopy__, killed_by=stages.test_a_hook_that_needs_all_stages_is_refused_by_name)
+def a_stage_is_copied_in_place_of_the_whole_network(original, self, memo):
     return self
 
 
@@ -77,6 +77,6 @@ removes(
 )
 
 
-@replaces(Linear.__torch_function__, killed_by=own_code.test_own_gradients_may_only_be_changed_linearly)
-def a_hook_may_clip_each_workers_gradient_separately(right, self, func, types, args=(), kwargs=None):
+@replaces(Linear.__torch_function__, killed_by=own_code.test_a_workers_gradients_may_only_be_changed_linearly)
+def a_hook_may_clip_each_workers_gradient_separately(original, self, func, types, args=(), kwargs=None):
     return func(*args, **(kwargs or {}))

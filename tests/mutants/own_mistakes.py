@@ -18,9 +18,9 @@ OURS = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionEr
     killed_by=test_own_mistakes.test_a_roles_own_mistake_is_not_taken_for_a_bad_message,
     mistake=KeyError,
 )
-def a_servers_own_mistake_counts_as_a_bad_message(right, self, now, route, user, header, payload):
+def a_servers_own_mistake_counts_as_a_bad_message(original, self, now, route, user, header, payload):
     try:
-        return right(self, now, route, user, header, payload)
+        return original(self, now, route, user, header, payload)
     except OURS as mistake:
         self.drop(f"contents of another form ({type(mistake).__name__})")
         return []
@@ -32,9 +32,9 @@ def a_servers_own_mistake_counts_as_a_bad_message(right, self, now, route, user,
     noticed_by=(ControlError,),
     mistake=AssertionError,
 )
-def a_coordinators_own_mistake_counts_as_a_bad_message(right, self, sender, message):
+def a_coordinators_own_mistake_counts_as_a_bad_message(original, self, sender, message):
     try:
-        right(self, sender, message)
+        original(self, sender, message)
     except OURS as mistake:
         raise ControlError(f"{message.kind}: {mistake}") from mistake
 
@@ -52,9 +52,9 @@ removes(
     killed_by=test_own_mistakes.test_a_failing_coordinator_shows_its_traceback_and_tells_all,
     noticed_by=(TimeoutError,),
 )
-def a_failing_coordinator_does_not_send_the_runs_end(right, self, peer, message):
+def a_failing_coordinator_does_not_send_the_runs_end(original, self, peer, message):
     if message.kind != "ended":
-        right(self, peer, message)
+        original(self, peer, message)
 
 
 @replaces(
@@ -63,7 +63,7 @@ def a_failing_coordinator_does_not_send_the_runs_end(right, self, peer, message)
     noticed_by=(TypeError,),
     options=test_insider_fuzz.MODES["async"],
 )
-def a_server_accepts_none_in_place_of_an_integer(right, self, name, least=0):
+def a_server_accepts_none_in_place_of_an_integer(original, self, name, least=0):
     return self.fields.get(name)
 
 
@@ -72,5 +72,5 @@ def a_server_accepts_none_in_place_of_an_integer(right, self, name, least=0):
     killed_by=test_insider_fuzz.test_no_message_of_a_peer_makes_a_role_fail,
     noticed_by=(TypeError, ValueError, IndexError),
 )
-def a_members_report_is_accepted_in_any_form(right, self, name, *columns):
+def a_members_report_is_accepted_in_any_form(original, self, name, *columns):
     return self.fields.get(name)

@@ -11,32 +11,36 @@ from cnnstrategies.strategies.hybrid_pipeline.own_stage import Turns, own_stage_
 removes(
     Turns.hold,
     "parameters of other stages keep their memory until the network is built",
-    killed_by=test_own_stage.test_one_at_a_time_holds_memory_while_the_whole_is_built,
+    killed_by=test_own_stage.test_one_parameter_at_a_time_holds_memory_while_the_network_is_built,
 )
 
 
-@replaces(Turns.__torch_dispatch__, killed_by=test_own_stage.test_what_needs_values_that_are_gone_is_refused_by_name)
-def deleted_values_are_used_in_computations(right, self, func, types, args=(), kwargs=None):
+@replaces(
+    Turns.__torch_dispatch__, killed_by=test_own_stage.test_initialisation_that_needs_deleted_values_is_refused_by_name
+)
+def deleted_values_are_used_in_computations(original, self, func, types, args=(), kwargs=None):
     try:
-        return right(self, func, types, args, kwargs)
+        return original(self, func, types, args, kwargs)
     except ConfigurationError:
         return func(*args, **(kwargs or {}))
 
 
-@replaces(Turns.__torch_dispatch__, killed_by=test_own_stage.test_what_is_kept_is_whole_and_the_rest_shape_alone)
-def random_values_of_other_stages_parameters_are_not_drawn(right, self, func, types, args=(), kwargs=None):
+@replaces(
+    Turns.__torch_dispatch__, killed_by=test_own_stage.test_kept_parameters_have_their_values_and_others_only_shapes
+)
+def random_values_of_other_stages_parameters_are_not_drawn(original, self, func, types, args=(), kwargs=None):
     drawn = func.overloadpacket.__name__ in ("normal_", "uniform_") and self.is_elsewhere(args[0])
-    return args[0] if drawn else right(self, func, types, args, kwargs)
+    return args[0] if drawn else original(self, func, types, args, kwargs)
 
 
 @replaces(
     Turns.__torch_dispatch__,
-    killed_by=test_own_stage.test_what_is_kept_of_a_checkpoint_is_read_alone,
+    killed_by=test_own_stage.test_only_kept_parameters_are_read_from_a_checkpoint,
     noticed_by=(RuntimeError,),
 )
-def a_checkpoint_is_read_for_other_ranks_as_well(right, self, func, types, args=(), kwargs=None):
+def a_checkpoint_is_read_for_other_ranks_as_well(original, self, func, types, args=(), kwargs=None):
     if func.overloadpacket.__name__ != "copy_" or not self.is_elsewhere(args[0]):
-        return right(self, func, types, args, kwargs)
+        return original(self, func, types, args, kwargs)
     self.hold({id(args[0].untyped_storage())})
     return func(*args, **(kwargs or {}))
 
@@ -44,11 +48,11 @@ def a_checkpoint_is_read_for_other_ranks_as_well(right, self, func, types, args=
 removes(
     own_stage_alone,
     "each rank builds the whole network",
-    killed_by=test_own_stage.test_replicas_begin_alike_and_hold_their_stage_alone,
+    killed_by=test_own_stage.test_replicas_start_equal_and_hold_only_their_stage,
     gives=contextlib.nullcontext([]),
 )
 removes(
     share_stage,
     "the replicas of a stage start with different random values",
-    killed_by=test_own_stage.test_replicas_begin_alike_and_hold_their_stage_alone,
+    killed_by=test_own_stage.test_replicas_start_equal_and_hold_only_their_stage,
 )

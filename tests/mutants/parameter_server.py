@@ -27,10 +27,10 @@ from cnnstrategies.strategies.parameter_server.step import Stepper
 
 
 @replaces(SharedState.lead, killed_by=test_combiner.test_no_living_workers_gradient_is_lost_or_counts_twice, nodes=1)
-def gradients_that_a_dead_leader_did_not_push_are_lost(right, self, step):
+def gradients_that_a_dead_leader_did_not_push_are_lost(original, self, step):
     for gradient in self.gradients:
         gradient.zero_()
-    right(self, step)
+    original(self, step)
 
 
 # Compression
@@ -39,8 +39,8 @@ def gradients_that_a_dead_leader_did_not_push_are_lost(right, self, step):
 @replaces(
     Encoder.encode, killed_by=test_codecs.test_sent_and_kept_parts_add_up_to_the_gradients_in_any_encoding, seed=0
 )
-def gradients_that_compression_leaves_out_are_lost(right, self, gradient):
-    return right(copy.copy(self), gradient)
+def gradients_that_compression_leaves_out_are_lost(original, self, gradient):
+    return original(copy.copy(self), gradient)
 
 
 removes(
@@ -56,10 +56,10 @@ removes(
 
 @replaces(
     items_of,
-    killed_by=test_given_out_samples.test_all_workers_know_the_same_order_of_an_epoch,
+    killed_by=test_given_out_samples.test_all_workers_draw_the_same_order_of_an_epoch,
     make=test_given_out_samples.Shuffled,
 )
-def each_worker_distributes_its_own_order_of_samples(right, sampler, epoch):
+def each_worker_distributes_its_own_order_of_samples(original, sampler, epoch):
     return [list(sampler.sampler)[place::4] for place in range(4)]
 
 
@@ -67,40 +67,40 @@ def each_worker_distributes_its_own_order_of_samples(right, sampler, epoch):
 
 
 @replaces(check_endpoint, killed_by=test_security.test_any_network_needs_encryption_or_explicit_permission)
-def servers_listen_on_the_loopback_without_keys(right, endpoint, encrypted, insecure=False):
-    right(endpoint, encrypted, insecure or endpoint.startswith("tcp://127."))
+def servers_listen_on_the_loopback_without_keys(original, endpoint, encrypted, insecure=False):
+    original(endpoint, encrypted, insecure or endpoint.startswith("tcp://127."))
 
 
 @replaces(Gatekeeper.__init__, killed_by=test_security.test_a_process_without_the_members_own_key_is_refused)
-def any_key_is_admitted(right, self, context, admitted):
-    right(self, context, lambda key: True)
+def any_key_is_admitted(original, self, context, admitted):
+    original(self, context, lambda key: True)
 
 
 @replaces(
     parse_checked, killed_by=test_security.test_nobody_can_send_messages_in_the_name_of_a_member, key="a member's own"
 )
-def a_member_may_send_in_another_members_name(right, frame, key, run):
+def a_member_may_send_in_another_members_name(original, frame, key, run):
     return parse(frame)
 
 
 @replaces(prove, killed_by=test_security.test_nobody_can_send_messages_in_the_name_of_a_member, key="a stranger's")
-def a_strangers_proof_is_accepted(right, run, public_key):
-    return right(run, run.public)
+def a_strangers_proof_is_accepted(original, run, public_key):
+    return original(run, run.public)
 
 
 # Local steps
 
 
-@replaces(Stepper.outer_step, killed_by=test_step.test_there_is_no_outer_step_without_own_ones)
-def the_outer_momentum_moves_the_weights_after_no_local_step(right, self):
+@replaces(Stepper.outer_step, killed_by=test_step.test_there_is_no_outer_step_without_local_steps)
+def the_outer_momentum_moves_the_weights_after_no_local_step(original, self):
     self.own_steps = max(self.own_steps, 1)
-    right(self)
+    original(self)
 
 
 @replaces(allow_files, killed_by=test_control_sockets.test_the_limit_of_open_files_is_raised_or_the_start_is_refused)
-def the_limit_of_open_files_is_not_raised(right, count, process):
+def the_limit_of_open_files_is_not_raised(original, count, process):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    right(count, process)
+    original(count, process)
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
@@ -115,8 +115,8 @@ def the_limit_of_open_files_is_not_raised(right, count, process):
     missed=[],
     why="was stopped, as by SIGSTOP, for 61 s",
 )
-def a_stopped_process_is_reported_as_killed(right, self):
-    right(self)
+def a_stopped_process_is_reported_as_killed(original, self):
+    original(self)
     self.reason = ""
 
 

@@ -30,10 +30,10 @@ from cnnstrategies.pipeline.transport import RankWatch, Transport
 
 
 @replaces(Step.part_of_loss, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)
-def microbatches_of_different_sizes_get_equal_weights(right, self, outputs, microbatch):
+def microbatches_of_different_sizes_get_equal_weights(original, self, outputs, microbatch):
     split = self.batch.split
     count = sum(size > 0 for size in split.sizes)
-    return right(self, outputs, microbatch) * (split.samples / split.sizes[microbatch] / count)
+    return original(self, outputs, microbatch) * (split.samples / split.sizes[microbatch] / count)
 
 
 @replaces(
@@ -42,13 +42,13 @@ def microbatches_of_different_sizes_get_equal_weights(right, self, outputs, micr
     loss=test_losses.contrastive,
     message="not made of losses of its samples",
 )
-def a_loss_that_compares_samples_is_trained_in_parts(right, self, outputs, microbatch):
+def a_loss_that_compares_samples_is_trained_in_parts(original, self, outputs, microbatch):
     return self.loss(outputs, {CPU: self._batch.split.global_rows(microbatch)})
 
 
 @replaces(GradientReducer.__init__, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)
-def replicas_of_a_stage_do_not_sum_their_gradients(right, self, parameters, group, bucket_bytes=BUCKET_BYTES):
-    right(self, parameters, None, bucket_bytes)
+def replicas_of_a_stage_do_not_sum_their_gradients(original, self, parameters, group, bucket_bytes=BUCKET_BYTES):
+    original(self, parameters, None, bucket_bytes)
 
 
 removes(
@@ -59,8 +59,8 @@ removes(
 
 
 @replaces(StatisticsTable.update, killed_by=test_batch_norm.test_running_statistics_of_batch_norm_equal_one_process)
-def running_statistics_cover_only_the_replicas_own_microbatches(right, self, group):
-    right(self, None)
+def running_statistics_cover_only_the_replicas_own_microbatches(original, self, group):
+    original(self, None)
 
 
 removes(
@@ -78,65 +78,65 @@ removes(
     backend="eager",
     batches=(12,),
 )
-def a_compiled_stages_first_forward_runs_without_autograd(right, self, again):
+def a_compiled_stages_first_forward_runs_without_autograd(original, self, again):
     return not again
 
 
 @replaces(tasks_of, killed_by=test_executor.test_peak_memory_holds_only_the_microbatches_in_flight)
 def a_stage_under_1f1b_holds_the_activations_of_all_microbatches(
-    right, placement, rank, schedule="1f1b", run_ahead=False
+    original, placement, rank, schedule="1f1b", run_ahead=False
 ):
-    return right(placement, rank, "gpipe", run_ahead)
+    return original(placement, rank, "gpipe", run_ahead)
 
 
 @replaces(Placement.rank_of, killed_by=test_layouts.test_random_layouts_equal_one_process, part=1)
-def messages_are_sent_to_the_ranks_that_equal_shares_imply(right, self, stage, microbatch):
+def messages_are_sent_to_the_ranks_that_equal_shares_imply(original, self, stage, microbatch):
     return self.ranks(stage)[microbatch % self.replicas[stage]]
 
 
 @replaces(
     Step.part_of_loss,
-    killed_by=test_trainer_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
+    killed_by=test_trainer_on_gpu.test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits,
     world=1,
     cases=[test_trainer_on_gpu.Case(functools.partial(test_trainer_on_gpu.piped, replicas=[1], cuts=None))],
 )
-def a_step_waits_for_the_device_to_read_its_loss(right, self, outputs, microbatch):
-    part = right(self, outputs, microbatch)
+def a_step_waits_for_the_device_to_read_its_loss(original, self, outputs, microbatch):
+    part = original(self, outputs, microbatch)
     float(part)
     return part
 
 
 @replaces(
     Transport.__init__,
-    killed_by=test_trainer_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
+    killed_by=test_trainer_on_gpu.test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits,
     world=2,
     cases=[test_trainer_on_gpu.Case(test_trainer_on_gpu.piped)],
 )
-def sizes_of_a_batch_go_through_nccl(right, self, placement, timeout, device=CPU):
-    right(self, placement, timeout, device)
+def sizes_of_a_batch_go_through_nccl(original, self, placement, timeout, device=CPU):
+    original(self, placement, timeout, device)
     self.control = None
 
 
 @replaces(
     Channels.exchange, killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment, case=test_layouts.DRAINED[0]
 )
-def receives_start_before_transfers_that_other_ranks_need_first(right, self, now, until):
-    right(self, now, until + 8)
+def receives_start_before_transfers_that_other_ranks_need_first(original, self, now, until):
+    original(self, now, until + 8)
 
 
 @replaces(
     Channels.order, killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment, case=test_layouts.DRAINED[0]
 )
-def each_rank_starts_its_sends_before_its_receives(right, self, sender, source, target):
-    turn, kind, *_ = right(self, sender, source, target)
+def each_rank_starts_its_sends_before_its_receives(original, self, sender, source, target):
+    turn, kind, *_ = original(self, sender, source, target)
     return turn - (source == self.transport.rank), kind, source, target
 
 
 @replaces(
     Channels.begin, killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment, case=test_layouts.DRAINED[3]
 )
-def a_transfer_that_must_follow_a_first_message_starts_before_it(right, self, before=None):
-    right(self, None)
+def a_transfer_that_must_follow_a_first_message_starts_before_it(original, self, before=None):
+    original(self, None)
 
 
 removes(
@@ -151,15 +151,15 @@ removes(
 @replaces(
     Step.overlaps, killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment, case=test_layouts.DRAINED[4]
 )
-def replicas_with_unequal_shares_sum_gradients_on_the_schedule_of_equal_shares(right, self, microbatch):
+def replicas_with_unequal_shares_sum_gradients_on_the_schedule_of_equal_shares(original, self, microbatch):
     replicas = self.pipeline.placement.replicas[self.pipeline.place.stage]
     return not any(self.batch.split.sizes[microbatch + replicas :])
 
 
 @replaces(GradientReducer.ready, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)
-def gradients_are_summed_before_their_last_term_is_added(right, self, parameter, bucket):
+def gradients_are_summed_before_their_last_term_is_added(original, self, parameter, bucket):
     bucket.missing = min(bucket.missing, 1)
-    right(self, parameter, bucket)
+    original(self, parameter, bucket)
 
 
 removes(
@@ -171,56 +171,56 @@ removes(
 
 @replaces(
     Channels.send_backward,
-    killed_by=test_pipeline_ways_to_write.test_modules_as_people_write_them_train_as_on_one_device,
+    killed_by=test_pipeline_ways_to_write.test_ordinary_modules_train_the_weights_of_one_device,
     kinds=(test_pipeline_ways_to_write.Probe,),
     replicas=[1, 1],
     microbatches=3,
 )
-def weights_without_a_gradient_in_this_step_decay_after_an_earlier_gradient(right, self, microbatch, leaves):
+def weights_without_a_gradient_in_this_step_decay_after_an_earlier_gradient(original, self, microbatch, leaves):
     every = [leaf for tensors in leaves.values() for leaf in tensors]
     known = vars(self).setdefault("known", set())
     known |= {leaf.shape[1:] for leaf in every if leaf.grad is not None}
     for leaf in every:
         if leaf.grad is None and leaf.shape[1:] in known:
             leaf.grad = torch.zeros_like(leaf)
-    right(self, microbatch, leaves)
+    original(self, microbatch, leaves)
 
 
 @replaces(
     Bucket.without_gradient,
-    killed_by=test_pipeline_ways_to_write.test_modules_as_people_write_them_train_as_on_one_device,
+    killed_by=test_pipeline_ways_to_write.test_ordinary_modules_train_the_weights_of_one_device,
     kinds=(test_pipeline_ways_to_write.Probe,),
     replicas=[1, 2],
     microbatches=4,
 )
-def replicas_agree_on_parameters_without_gradient_in_the_first_step_only(right, self, reached):
-    agreed: list[nn.Parameter] = vars(self).setdefault("agreed", right(self, reached))
+def replicas_agree_on_parameters_without_gradient_in_the_first_step_only(original, self, reached):
+    agreed: list[nn.Parameter] = vars(self).setdefault("agreed", original(self, reached))
     return agreed
 
 
 @replaces(Bucket.without_gradient, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)
-def a_replica_lacks_gradients_that_only_other_replicas_computed(right, self, reached):
+def a_replica_lacks_gradients_that_only_other_replicas_computed(original, self, reached):
     return [parameter for parameter in self.parameters if parameter not in reached]
 
 
 @replaces(decode, killed_by=test_batch.test_pickled_objects_of_a_peer_are_not_executed)
-def a_peers_object_is_unpickled(right, frames):
+def a_peers_object_is_unpickled(original, frames):
     return pickle.loads(frames[0])
 
 
 @replaces(from_bytes, killed_by=test_batch.test_pickled_objects_of_a_peer_are_not_executed)
-def a_peers_batch_or_decision_is_unpickled(right, message):
+def a_peers_batch_or_decision_is_unpickled(original, message):
     return pickle.loads(message)
 
 
 @replaces(
     loaded_record, killed_by=test_codec.test_a_message_gets_no_class_but_those_of_records, name="this:Never", parts=[]
 )
-def a_message_imports_a_module(right, name):
+def a_message_imports_a_module(original, name):
     importlib.import_module(name.partition(":")[0])
-    return right(name)
+    return original(name)
 
 
 @replaces(with_fields, killed_by=test_codec.test_records_arrive_by_class_and_none_of_their_code_runs)
-def a_records_own_code_runs_at_the_receiver(right, cls, names, parts):
+def a_records_own_code_runs_at_the_receiver(original, cls, names, parts):
     return cls(*parts)

@@ -14,28 +14,28 @@ from cnnstrategies.planning.redeal import redeal
 
 
 @replaces(Predictor.search, killed_by=test_partition.test_a_memory_limit_is_kept_when_few_layouts_fit)
-def the_memory_limit_is_ignored(right, self):
-    return right(Predictor(replace(self.job, memory_limit=None)))
+def the_memory_limit_is_ignored(original, self):
+    return original(Predictor(replace(self.job, memory_limit=None)))
 
 
 @replaces(Problem.bound, killed_by=test_partition.test_no_time_is_below_its_bound)
-def a_bound_on_a_steps_time_is_too_high(right, self, layout):
-    return 2 * right(self, layout)
+def a_bound_on_a_steps_time_is_too_high(original, self, layout):
+    return 2 * original(self, layout)
 
 
 @replaces(rank, killed_by=test_rank.test_strategies_that_change_learning_are_ranked_separately)
-def strategies_that_learn_differently_are_ranked_together(right, job):
-    ranking = right(job)
+def strategies_that_learn_differently_are_ranked_together(original, job):
+    ranking = original(job)
     return replace(ranking, same=(*ranking.same, *ranking.changing))
 
 
 @replaces(redeal, killed_by=test_redeal.test_a_fast_replica_gets_more_microbatches_than_a_slow_replica)
-def different_shares_appear_to_shorten_transfers(right, placement, schedule, run_ahead, pairs, seconds, step, most):
-    return right(placement, schedule, run_ahead, pairs, seconds, 0.0, most)
+def different_shares_appear_to_shorten_transfers(original, placement, schedule, run_ahead, pairs, seconds, step, most):
+    return original(placement, schedule, run_ahead, pairs, seconds, 0.0, most)
 
 
 @replaces(redeal, killed_by=test_redeal.test_no_rank_runs_more_microbatches_than_it_can_hold)
 def replicas_get_more_microbatches_than_fit_into_their_memory(
-    right, placement, schedule, run_ahead, pairs, seconds, step, most
+    original, placement, schedule, run_ahead, pairs, seconds, step, most
 ):
-    return right(placement, schedule, run_ahead, pairs, seconds, step, [9.0] * len(most))
+    return original(placement, schedule, run_ahead, pairs, seconds, step, [9.0] * len(most))

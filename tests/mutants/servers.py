@@ -23,26 +23,26 @@ HUNDRED_RUNS = test_simulation.test_no_simulated_run_of_workers_and_servers_viol
 
 
 @replaces(Shard.pull, killed_by=HUNDRED_RUNS)
-def a_worker_gets_values_without_its_own_push(right, self, worker, keys, pull):
-    right(self, worker, keys, replace(pull, version=0, member=None))
+def a_worker_gets_values_without_its_own_push(original, self, worker, keys, pull):
+    original(self, worker, keys, replace(pull, version=0, member=None))
 
 
 @replaces(Server.on_message, killed_by=HUNDRED_RUNS)
-def a_repeated_push_is_applied_again(right, self, now, route, user, header, payload):
+def a_repeated_push_is_applied_again(original, self, now, route, user, header, payload):
     sender, seen = (header.sender, header.incarnation), self.store.seen.get(header.key, {})
     if header.kind == Kind.PUSH and sender in seen:
         seen[sender] = min(seen[sender], header.step - 1)
-    return right(self, now, route, user, header, payload)
+    return original(self, now, route, user, header, payload)
 
 
 @replaces(StaleClock.may_start, killed_by=HUNDRED_RUNS)
-def a_worker_runs_one_step_further_ahead_than_the_staleness(right, self, clock):
-    return right(self, clock - 1)
+def a_worker_runs_one_step_further_ahead_than_the_staleness(original, self, clock):
+    return original(self, clock - 1)
 
 
 @replaces(Synchronous.begin, killed_by=test_sync.test_accumulated_gradients_and_ssp_of_staleness_0_are_sync)
-def workers_with_different_numbers_of_samples_get_equal_weights(right, self, member, step, begin):
-    right(self, member, step, replace(begin, weight=1.0))
+def workers_with_different_numbers_of_samples_get_equal_weights(original, self, member, step, begin):
+    original(self, member, step, replace(begin, weight=1.0))
 
 
 removes(
@@ -60,6 +60,6 @@ removes(Senders.must_repeat, "messages that a server has missed are not repeated
 removes(Backlog.forget_before, "pushes of all steps are kept", killed_by=HUNDRED_RUNS)
 removes(
     Changes.apply,
-    "servers do not apply the workers changes",
+    "servers do not track the values that workers know",
     killed_by=test_changes.test_validation_has_the_servers_values_and_training_goes_on,
 )

@@ -11,7 +11,7 @@ from cnnstrategies.verifying.verdict import differences
 
 
 @replaces(joined, killed_by=test_verdict.test_batches_of_ranks_are_joined_by_samples_in_rank_order)
-def one_device_gets_the_batches_of_rank_zero_only(right, parts):
+def one_device_gets_the_batches_of_rank_zero_only(original, parts):
     return parts[0]
 
 
@@ -21,7 +21,7 @@ removes(differences, "nothing differs", killed_by=test_verdict.test_only_roundin
 @replaces(
     LeafTracer.number, killed_by=test_stage.test_behaviour_that_a_trace_would_fix_is_refused, how="branch by value"
 )
-def each_microbatch_takes_its_own_branch_by_value(right, self, asked):
+def each_microbatch_takes_its_own_branch_by_value(original, self, asked):
     raise UndecidedError(self.graph, asked.node)
 
 

@@ -15,7 +15,7 @@ A_BYTE_CHANGES = test_failures.test_a_changed_byte_costs_only_a_connection
 
 
 @replaces(send, killed_by=A_BYTE_CHANGES, noticed_by=(ServersUnreachableError,), back=True, what="contents")
-def a_connection_that_libzmq_gave_up_is_not_opened_again(right, socket, frame):
+def a_connection_that_libzmq_gave_up_is_not_opened_again(original, socket, frame):
     with contextlib.suppress(zmq.Again):
         socket.send(frame, zmq.NOBLOCK, copy=False)
 
@@ -31,8 +31,8 @@ removes(
 
 
 @replaces(begins, killed_by=test_transport.test_a_header_without_its_payload_does_not_take_another_message_as_payload)
-def a_message_is_read_as_the_payload_of_a_lost_message(right, data, session):
-    return right(data, session) and len(data) <= SMALL_BYTES
+def a_message_is_read_as_the_payload_of_a_lost_message(original, data, session):
+    return original(data, session) and len(data) <= SMALL_BYTES
 
 
 @replaces(
@@ -40,9 +40,9 @@ def a_message_is_read_as_the_payload_of_a_lost_message(right, data, session):
     killed_by=test_transport.test_small_messages_wait_for_the_next_and_for_a_flush,
     noticed_by=(InvalidMessageError,),
 )
-def half_a_multipart_message_may_be_sent(right, self):
+def half_a_multipart_message_may_be_sent(original, self):
     *first, last = self._waiting or [b""]
     for part in first:
         self._to.send(part, zmq.SNDMORE)
     self._waiting = [last]
-    right(self)
+    original(self)

@@ -15,28 +15,28 @@ HUNDRED_RUNS = test_simulation.test_no_simulated_run_of_workers_and_servers_viol
 
 
 @replaces(Pulls.take, killed_by=HUNDRED_RUNS)
-def the_reply_to_an_older_pull_is_accepted(right, self, header, payload):
-    return right(self, header._replace(step=self.step), payload)
+def the_reply_to_an_older_pull_is_accepted(original, self, header, payload):
+    return original(self, header._replace(step=self.step), payload)
 
 
 removes(Connections.lost, "a worker waits for values that are lost", killed_by=HUNDRED_RUNS)
 
 
 @replaces(Outgoing.send_again, killed_by=HUNDRED_RUNS)
-def a_push_that_was_lost_is_not_sent_again(right, self, keys, step):
-    right(self, (), step)
+def a_push_that_was_lost_is_not_sent_again(original, self, keys, step):
+    original(self, (), step)
 
 
 removes(
-    Pulls.with_push,
+    Pulls.expect_after_push,
     "a worker does not wait for the update of a pipelined push",
     killed_by=test_sync.test_values_arrive_before_all_gradients_have_left,
 )
 
 
 @replaces(WorkerRole.initialise, killed_by=test_sync.test_optimizer_state_is_resumed_from_one_process_and_back)
-def a_resumed_run_starts_without_the_optimizers_state(right, self, optimizer_state):
-    right(self, None)
+def a_resumed_run_starts_without_the_optimizers_state(original, self, optimizer_state):
+    original(self, None)
 
 
 removes(
@@ -47,13 +47,13 @@ removes(
 
 
 @replaces(Staging.fetched, killed_by=test_staging.test_training_on_a_device_equals_training_on_the_host)
-def gradients_are_sent_before_their_copy_from_the_device_is_complete(right, self, wait=False):
+def gradients_are_sent_before_their_copy_from_the_device_is_complete(original, self, wait=False):
     while self._coming:
         index, *_ = self._coming.popleft()
         yield index, self._gradients[index]
 
 
 @replaces(Staging.fetch, killed_by=test_staging.test_training_on_a_device_equals_training_on_the_host)
-def a_gradients_memory_is_reused_before_its_copy_is_complete(right, self, index, gradient):
-    right(self, index, gradient)
+def a_gradients_memory_is_reused_before_its_copy_is_complete(original, self, index, gradient):
+    original(self, index, gradient)
     self._coming[-1] = index, self._gradients[index], self._coming[-1][2]

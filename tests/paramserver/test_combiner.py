@@ -23,7 +23,7 @@ def test_workers_notice_their_own_removal_and_a_leader_that_went_back() -> None:
     parameters, alive = [torch.zeros(2)], {0, 1, 2}
     boards = {rank: SharedState(memoryview(bytearray(size_of(parameters))), parameters) for rank in range(3)}
     worker = CombinedWorker(2, boards, parameters, lambda on_arrival: Mock(), lambda: alive, lambda: None, DENSE)
-    boards[0].show(0, torch.ones(2), 2 * 7)
+    boards[0].publish_value(0, torch.ones(2), 2 * 7)
     boards[0].lead(7)
     assert worker.join() == 7
     assert parameters[0].tolist() == [1.0, 1.0]
@@ -32,10 +32,12 @@ def test_workers_notice_their_own_removal_and_a_leader_that_went_back() -> None:
         worker.begin_step((), 1)
     alive.symmetric_difference_update({0, 2})
     boards[1].lead(5)
-    with pytest.raises(ServersUnreachableError, match="at step 5 again, and this node had begun step 7"):
+    with pytest.raises(ServersUnreachableError, match="gone back to step 5, and this node has already begun step 7"):
         worker.begin_step((), 1)
 
 
 def test_memory_of_another_nodes_process_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"combine_per_node: true: worker 3 \(process 1 on other\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"combine_per_node: true: the shared memory of worker 3 \(process 1 on other\)"
+    ):
         open_shared([3], {3: ["other", 1, 99]}, 64)

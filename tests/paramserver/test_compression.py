@@ -60,7 +60,7 @@ def test_a_gradient_beyond_fp16_is_refused_by_name(width: int) -> None:
     for value in (65504.0, float("inf"), float("nan")):
         push("fp16", value)
     push("bf16", 1e6)
-    with pytest.raises(ConfigurationError, match=r"step 7: what is sent of 0\.weight is as large as 1e\+06.*bf16"):
+    with pytest.raises(ConfigurationError, match=r"step 7: the gradient of 0\.weight contains the number 1e\+06.*bf16"):
         push("fp16", -1e6)
 
 

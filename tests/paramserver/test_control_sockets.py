@@ -187,7 +187,7 @@ def test_the_limit_of_open_files_is_raised_or_the_start_is_refused(tmp_path: Pat
     settings = CoordinatorSettings(f"ipc://{tmp_path}/c", 100, 10)
     CoordinatorService(settings).close()
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1000, 1000)
-    with pytest.raises(ConfigurationError, match=r"the coordinator needs 1276 open files.*the limit is 1000"):
+    with pytest.raises(ConfigurationError, match=r"the coordinator needs 1276 open files.*the hard limit is 1000"):
         CoordinatorService(CoordinatorSettings(f"ipc://{tmp_path}/c", 500, 10))
     with pytest.raises(ConfigurationError, match="server 0 needs 1260 open files"):
         PlainRoles(tmp_path, workers=500)

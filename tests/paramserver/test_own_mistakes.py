@@ -108,7 +108,7 @@ def test_a_server_without_the_optimizers_class_ends_and_names_it(
         specified(member, OfThisFile)
         reason = ends(member, server)
     for text in (reason, capfd.readouterr().err):
-        assert "optimizer a_script.OfThisFile: the server cannot import it; define it in a module" in text
+        assert "optimizer a_script.OfThisFile: the server cannot import this class; define it at the top level" in text
 
 
 def test_a_failing_coordinator_shows_its_traceback_and_tells_all(

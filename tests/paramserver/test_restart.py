@@ -138,7 +138,7 @@ def test_a_full_disk_does_not_end_the_run_and_leaves_no_partial_journal(
         patch.setattr("os.write", full)
         for tick in range(3):
             role.on_timer(20.0 + tick, "tick")
-    assert capsys.readouterr().err.count("No space left on device): free some space") == 1
+    assert capsys.readouterr().err.count("No space left on device): free disk space") == 1
     with pytest.raises(FileNotFoundError):
         follows(JournalFile(path))
     for tick in range(16):

@@ -113,7 +113,7 @@ def test_no_endpoint_can_be_reached_without_a_key(
 
 
 def test_an_impossible_address_is_named_before_anything_starts() -> None:
-    with pytest.raises(ConfigurationError, match=r"'tcp://127.0.0.1:99999': a port is a number from 1 to 65535"):
+    with pytest.raises(ConfigurationError, match=r"'tcp://127.0.0.1:99999': use a port from 1 to 65535"):
         ParameterServerStrategy(coordinator="tcp://127.0.0.1:99999")
     nowhere = ParameterServerStrategy(coordinator="tcp://nowhere.invalid:5000", security="none").options
     place = choose_rendezvous(nowhere, ONE_NODE, 0, supervised=True)

@@ -155,7 +155,7 @@ def test_workers_are_restarted_only_in_the_first_session(first, capsys, monkeypa
         node.start(watched)
     dead = node.look_at("worker", -9)
     assert (dead.code, dead.incarnation, node.reports) == (-9, 0, [])
-    assert "it is not replaced: only the first session of a run has restarts" in capsys.readouterr().err
+    assert "it is not replaced: restarts are possible only in the first session of a run" in capsys.readouterr().err
     if first:
         node.start(watched)
     node.look()

@@ -444,7 +444,7 @@ class World:
 
 
 class _Drained(TorchDispatchMode):
-    """Makes a rank wait for its device before each operation of torch."""
+    """A mode in which a rank waits for its device before each operation of torch."""
 
     def __init__(self, world: World) -> None:
         super().__init__()

@@ -63,7 +63,9 @@ def test_pickled_objects_of_a_peer_are_not_executed() -> None:
 def test_a_batch_that_cannot_be_sent_is_refused_with_its_class_name() -> None:
     link: Any = SimpleNamespace(check_peers=lambda: None, place=RankPlace(0, 0))
     form = ("same", SimpleNamespace(crs=4326))
-    with pytest.raises(ConfigurationError, match=r"a types.SimpleNamespace cannot be sent .* the value in collate_fn"):
+    with pytest.raises(
+        ConfigurationError, match=r"an object of type types.SimpleNamespace cannot be sent .* the value in collate_fn"
+    ):
         share_batch(torch.zeros(4, 1, 2, 2), [], form, link)
 
 

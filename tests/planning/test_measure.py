@@ -62,7 +62,7 @@ def test_nodes_cost_time_and_bytes(microbatch: Tensor) -> None:
     assert all(node.forward > 0 for node in costs.nodes)
     assert nodes["body"].backward > 0
     assert costs.parameter_bytes == sum(parameter.nbytes for parameter in network.parameters()), (
-        "shared ones count once"
+        "shared parameters count once"
     )
     assert nodes["mul"].parameter_bytes == network.scale.nbytes
     assert nodes["halves"].parameter_bytes > nodes["halves_1"].parameter_bytes == 0

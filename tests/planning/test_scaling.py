@@ -155,7 +155,7 @@ def test_a_gain_is_the_speedup_of_removing_the_cause():
 
 
 def test_loaders_that_compute_get_no_more_processes_than_cores():
-    """Loaders that wait for storage may have more processes. Without a free core, the remedy is another one."""
+    """Loaders that wait for storage may have more processes than cores; for others, a different remedy is proposed."""
     busy = measurements(*both(data=0.15), load=Sample(0.005, 0.005, 0.005), cores=2, **LOADS)
     assert reasons(busy)[0].values == {}
     assert "shards" in reasons(busy)[0].remedy

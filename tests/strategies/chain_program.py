@@ -1,6 +1,6 @@
-"""Call a Trainer's functions one after another under a strategy, and write what each of them left.
+"""Call a Trainer's functions one after another under a strategy, and save the state after each function.
 
-``python chain_program.py STRATEGY OTHER FOLDER``, or under torchrun; names are registered ones.
+Run ``python chain_program.py STRATEGY OTHER FOLDER``, alone or under torchrun. Strategies are registered names.
 """
 
 import sys
@@ -25,11 +25,11 @@ DECAY = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.7)
 
 
 class Batches(list[list[int]]):
-    """A list with attributes, as Lightning expects of a batch sampler."""
+    """A list that allows attributes, which Lightning sets on batch samplers."""
 
 
 class Data(LightningDataModule):
-    """Noise with a trace of its class; each rank loads its part of the same global batches."""
+    """Noisy images that depend on their class. Each rank loads its part of the same global batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,8 +43,8 @@ class Data(LightningDataModule):
         shard = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         rows = range(start, stop)
         batches = [rows[first:][:GLOBAL_BATCH] for first in range(0, len(rows), GLOBAL_BATCH)]
-        own = Batches(list(batch[shard["rank"] :: shard["num_replicas"]]) for batch in batches)
-        return DataLoader(TensorDataset(self.images, targets), batch_sampler=own)
+        rank_batches = Batches(list(batch[shard["rank"] :: shard["num_replicas"]]) for batch in batches)
+        return DataLoader(TensorDataset(self.images, targets), batch_sampler=rank_batches)
 
     def train_dataloader(self) -> DataLoader[Any]:
         return self.loader(0, 48, self.targets)
@@ -60,7 +60,7 @@ class Data(LightningDataModule):
 
 
 class Model(ImageClassifier):
-    """A classifier in float64, so that the order of summation leaves no trace; its metrics are in float32."""
+    """A classifier in float64, in which the order of summation does not matter; its metrics are in float32."""
 
     def __init__(self) -> None:
         network = nn.Sequential(
@@ -75,7 +75,7 @@ class Model(ImageClassifier):
 
 
 class Leftovers(Callback):
-    """Writes what stays in the ranks that a launcher forks or spawns: predictions, and a checkpoint when fit ends."""
+    """A callback that saves data that only the ranks of a launcher have: predictions, and a checkpoint after fit."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -84,7 +84,7 @@ class Leftovers(Callback):
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         for metric in filter(lambda module: isinstance(module, Metric), pl_module.modules()):
             shared = [name for name, state in metric.metric_state.items() if state.is_shared()]
-            assert not shared, f"{shared} of {type(metric).__name__} are those of all ranks"
+            assert not shared, f"{shared} of {type(metric).__name__} are in memory that all ranks share"
 
     def on_predict_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         self.rows |= zip(outputs["index"].tolist(), outputs["logits"].tolist(), strict=True)
@@ -97,14 +97,14 @@ class Leftovers(Callback):
 
 
 class Chain:
-    """Runs the functions and notes after each what a script can see.
+    """A run of a Trainer's functions, with notes of the values that a script can see after each function.
 
     Args:
-        strategy: For the first Trainer.
-        other: For the one after it.
-        folder: Where everything is written.
-        devices: Ranks.
-        callbacks: More callbacks for the first Trainer.
+        strategy: Strategy of the first Trainer.
+        other: Strategy of the second Trainer.
+        folder: Folder of all files.
+        devices: Number of ranks.
+        callbacks: Additional callbacks of the first Trainer.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Chain:
     ) -> None:
         self.folder = Path(folder)
         self.strategy, self.other, self.devices, self.callbacks = strategy, other, devices, callbacks
-        self.precision = DoublePrecision()  # For both: what a strategy does to it must not reach the other.
+        self.precision = DoublePrecision()  # Both Trainers share it: changes by one strategy must not reach the other.
         self.notes: dict[str, dict[str, Any]] = {}
         seed_everything(1, verbose=False)
         self.model, self.data = Model(), Data()
@@ -135,7 +135,7 @@ class Chain:
         )
 
     def note(self, function: str, trainer: Trainer) -> None:
-        # `train_loss_step` is that of a rank's own part.
+        # `train_loss_step` is the loss of a rank's own part of the batch.
         metrics = {name: float(v) for name, v in trainer.callback_metrics.items() if name != "train_loss_step"}
         self.notes[function] = {
             "weights": sum(float(p.detach().abs().sum()) for p in self.model.parameters()),
@@ -145,8 +145,8 @@ class Chain:
         torch.save(self.notes, self.folder / f"notes_of_rank_{trainer.global_rank}.pt")
 
     def run(self, short: bool = False) -> None:
-        """Run everything; or what saves and restores most, for a launcher that takes its time."""
-        # The first epoch's, whatever the training comes to: it is to differ from the last one's.
+        """Run all functions, or, for slow launchers, only the functions that save and restore most."""
+        # The best checkpoint is always the first epoch's, so that it differs from the last checkpoint.
         best = ModelCheckpoint(self.folder, "best", monitor="epoch", mode="min", save_last=True)
         trainer = self.trainer(self.strategy, 2, best, Leftovers(self.folder), *self.callbacks)
         if not short:
@@ -166,16 +166,19 @@ class Chain:
         self.note("save_checkpoint", trainer)
         start = "after_fit.ckpt" if self.fit_again(trainer) else "last.ckpt"
         if not short:
-            # The first epoch's is the best, another than the last.
+            # The best checkpoint is the first epoch's.
             trainer.test(self.model, self.data, ckpt_path="best", weights_only=True, verbose=False)
             self.note("test the best", trainer)
-            # A new Trainer with a new strategy goes on where the first fit has ended, with its optimizer's state.
+            # A new Trainer with a new strategy resumes from the end of the first fit, with the optimizer's state.
             trainer = self.trainer(self.other, 4)
             trainer.fit(self.model, self.data, ckpt_path=self.folder / start, weights_only=True)
             self.note("another strategy", trainer)
 
     def fit_again(self, trainer: Trainer) -> bool:
-        """Whether it can: Lightning's own launcher brings no loops back from the ranks that it has started."""
+        """Fit again, and return whether the launcher allows it.
+
+        Lightning's own launcher does not bring the loops back from the ranks that it has started.
+        """
         trainer.fit_loop.max_epochs = 3
         try:
             trainer.fit(self.model, self.data)

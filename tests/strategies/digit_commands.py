@@ -1,4 +1,4 @@
-"""The trainings of `digit_runs.py` by the command line, for what only that does."""
+"""The trainings of `digit_runs.py` as command lines, for tests of features that only the command line has."""
 
 import hashlib
 from collections.abc import Iterable
@@ -22,19 +22,24 @@ COMMON = [
 
 
 class EachLayer(torch.optim.SGD):
-    """A user's own optimizer: each parameter has a learning rate, and biases are not decayed."""
+    """A user's optimizer: each parameter has its own learning rate, and biases have no weight decay."""
 
     def __init__(self, params: Iterable[torch.nn.Parameter]) -> None:
-        members = list(params)
+        parameters = list(params)
         groups = [
-            {"params": [one], "lr": 0.1 * number / len(members), "weight_decay": 0.0005 * (one.ndim > 1)}
-            for number, one in enumerate(members, start=1)
+            {"params": [parameter], "lr": 0.1 * number / len(parameters), "weight_decay": 0.0005 * (parameter.ndim > 1)}
+            for number, parameter in enumerate(parameters, start=1)
         ]
         super().__init__(groups, momentum=0.9, nesterov=True)
 
 
 def served(workers: int = 2, **options: Any) -> list[str]:
-    """A parameter server with options of its strategy."""
+    """Return the arguments of a run with a parameter server.
+
+    Args:
+        workers: Number of workers.
+        options: Options of the strategy.
+    """
     return [
         "--trainer.strategy.class_path=ParameterServerStrategy",
         f"--trainer.devices={workers}",
@@ -46,18 +51,18 @@ def served(workers: int = 2, **options: Any) -> list[str]:
 
 
 def checkpoint(name: str, version: int = 0) -> Path:
-    """A run's last one."""
+    """Return the path of a run's last checkpoint."""
     return Path("runs") / name / f"version_{version}/checkpoints/last.ckpt"
 
 
 def write_samples(name: str, epoch: int, batch: Any) -> None:
-    """Add those of a batch to a diary."""
+    """Append the samples of a batch to a diary file: epoch and hash of each sample."""
     with Path(f"diary-{name}").open("a") as diary:
         for image in batch[0]:
             print(epoch, hashlib.sha256(image.numpy().tobytes()).hexdigest()[:16], file=diary)
 
 
 def read_samples(name: str) -> list[tuple[int, str]]:
-    """Epoch and sample of each that is in a diary."""
+    """Return epoch and hash of each sample in a diary file."""
     lines = [line.split() for line in Path(f"diary-{name}").read_text().splitlines()]
     return [(int(epoch), sample) for epoch, sample in lines]

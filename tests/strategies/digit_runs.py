@@ -1,4 +1,4 @@
-"""Short trainings on the digits by a Trainer, to be compared: by the command line they would cost twice as much."""
+"""Short trainings on the digits with a Trainer, for comparisons: the command line would take twice as long."""
 
 import csv
 from collections.abc import Callable, Sequence
@@ -23,16 +23,17 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay
 
 
 class Digits(DigitsDataModule):
-    """With 70 images for validation: those of a batch, and six more."""
+    """Digits with 70 images for validation: one batch and six more images."""
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
         self.val_source = TensorSource(self.val_source.images[:70], self.val_source.targets[:70])
 
 
-# Without batch normalisation, whose statistics are those of a microbatch; in float64, so that the order of summation
-# leaves no trace. 5 batches of 64 and one of 30 samples, which is fewer than two microbatches times 16, and even:
-# DDP takes the mean of its ranks' means, which equals the mean over the batch only where their shares are equal.
+# The network has no batch normalisation, whose statistics would cover a microbatch only. In float64 the order of
+# summation does not matter. An epoch has 5 batches of 64 samples and one batch of 30. 30 is less than two microbatches
+# of 16 samples, and even: DDP takes the mean of its ranks' means, which equals the mean over the batch only if the
+# ranks have equal shares.
 TRAINER = {
     "accelerator": "cpu",
     "precision": "64-true",
@@ -55,18 +56,18 @@ def train(
     ckpt_path: str | Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """What a checkpoint holds at the end of a training in a process of its own.
+    """Train in a separate process and return the contents of the last checkpoint.
 
     Args:
-        name: The folder, with ``last.ckpt`` and ``metrics.csv``.
-        strategy: The Trainer's; one that starts its processes by fork.
-        devices: Processes.
-        network: Makes the network.
-        model: Of :class:`~cnnstrategies.ImageClassifier`.
-        data: Of the digits.
-        callbacks: Of the Trainer.
-        ckpt_path: Where it goes on from.
-        **options: Of the Trainer.
+        name: Folder for ``last.ckpt`` and ``metrics.csv``.
+        strategy: Strategy of the Trainer; it must start its processes by fork.
+        devices: Number of processes.
+        network: Function that makes the network.
+        model: Arguments of :class:`~cnnstrategies.ImageClassifier`.
+        data: Arguments of the digits.
+        callbacks: Callbacks of the Trainer.
+        ckpt_path: Checkpoint to resume from.
+        **options: Further arguments of the Trainer.
     """
     folder = Path(name).resolve()
 
@@ -81,28 +82,34 @@ def train(
             **TRAINER | options,  # type: ignore[arg-type]
         )
         decays = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=2)
-        own = {"optimizer": SGD, "lr_scheduler": decays, "label_smoothing": 0.05} | (model or {})
+        module_options = {"optimizer": SGD, "lr_scheduler": decays, "label_smoothing": 0.05} | (model or {})
         images = Digits(**{"global_batch_size": 64, "augment": False, "val_split": 0.7565} | (data or {}))
-        trainer.fit(ImageClassifier(network(), 10, **own), images, ckpt_path=ckpt_path and str(ckpt_path))
+        trainer.fit(ImageClassifier(network(), 10, **module_options), images, ckpt_path=ckpt_path and str(ckpt_path))
 
     run_apart(run)
     return load(name)
 
 
 def load(name: str, file: str = "last.ckpt") -> dict[str, Any]:
-    """What a checkpoint in a training's folder holds."""
-    held: dict[str, Any] = torch.load(Path(name, file), weights_only=True)
-    return held
+    """Return the contents of a checkpoint in a training's folder."""
+    checkpoint: dict[str, Any] = torch.load(Path(name, file), weights_only=True)
+    return checkpoint
 
 
 def logged(name: str) -> list[dict[str, float]]:
-    """What a training has logged."""
+    """Return the rows of a training's log; each row maps names to values."""
     with Path(name, "metrics.csv").open() as file:
         return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 def assert_same_run(actual: dict[str, Any], expected: dict[str, Any], rtol: float = 1e-9) -> None:
-    """Weights, optimizer and scheduler state of two checkpoints."""
+    """Assert that two checkpoints have equal weights, optimizer states and scheduler states.
+
+    Args:
+        actual: The checkpoint to check.
+        expected: The checkpoint to compare with.
+        rtol: Largest relative error of a weight's norm.
+    """
     assert list(actual["state_dict"]) == list(expected["state_dict"])
     for name, value in expected["state_dict"].items():
         error = float((actual["state_dict"][name] - value).norm() / value.norm())

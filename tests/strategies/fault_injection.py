@@ -1,4 +1,4 @@
-"""A callback that has a process of a run fail, of whatever strategy."""
+"""A callback that makes a process of a run fail, with any strategy."""
 
 import contextlib
 import os
@@ -10,21 +10,21 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 
-def words(**given: Any) -> list[str]:
-    """For the command line; see :class:`Fault`."""
-    options = [f"--trainer.callbacks.init_args.{name}={value}" for name, value in given.items()]
+def fault_arguments(**fault_options: Any) -> list[str]:
+    """Return the command-line arguments that add a :class:`Fault` with these options."""
+    options = [f"--trainer.callbacks.init_args.{name}={value}" for name, value in fault_options.items()]
     return ["--trainer.callbacks+=fault_injection.Fault", *options]
 
 
 class Fault(Callback):
-    """After a step, a rank in its first life does something to a process of its run.
+    """A fault after a given step, caused by a rank in its first incarnation.
 
     Args:
-        how: A signal's name, ``exception`` in the rank's own layer, or ``asleep``.
-        victim: Who gets the signal: ``self``, ``parent``, or a service by its name.
-        rank: Who does it; None for all.
-        step: After which.
-        until_back: Train until a rank that was killed trains again.
+        how: Name of a signal, ``exception`` in a layer of the rank's stage, or ``asleep``.
+        victim: Process that gets the signal: ``self``, ``parent``, or a service by its name.
+        rank: Rank that causes the fault; None for all ranks.
+        step: Number of steps before the fault.
+        until_back: Train until a killed rank trains again.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Fault(Callback):
         if self.how == "exception":
             pl_module.get_submodule(f"network.{5 * trainer.global_rank}").register_forward_pre_hook(fail)
         elif self.how == "asleep":
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # It takes ten seconds to end one that does not hear it.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ending a process that ignores SIGTERM takes ten seconds.
             time.sleep(1000)
         else:
             victim = self.find()
@@ -59,7 +59,7 @@ class Fault(Callback):
         if self.victim in ("self", "parent"):
             return os.getpid() if self.victim == "self" else os.getppid()
         for status in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # Others end meanwhile.
+            with contextlib.suppress(OSError):  # Other processes may end meanwhile.
                 name, _, rest = status.read_text().rpartition(")")
                 if name.endswith(f"({self.victim}") and int(rest.split()[1]) == os.getppid():
                     return int(status.parent.name)

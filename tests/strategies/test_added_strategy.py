@@ -1,4 +1,4 @@
-"""A strategy that is added as the documentation says is trained with, and what it and Lightning's own tell."""
+"""Tests of added strategies: the documentation's example trains, and facts of other strategies have defaults."""
 
 import re
 import shlex
@@ -26,7 +26,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
-def test_the_page_s_strategy_trains_by_the_page_s_command(run_cli, quick) -> None:
+def test_the_documented_strategy_trains_with_the_documented_command(run_cli, quick) -> None:
     Path("sign_ddp.py").write_text(blocks("python")[0])
     program, command, *words = shlex.split(blocks("bash")[0])
     assert (program, command) == ("cnnstrategies", "fit")
@@ -40,7 +40,7 @@ def test_the_page_s_strategy_trains_by_the_page_s_command(run_cli, quick) -> Non
     assert list(Path("runs").rglob("last.ckpt"))
 
 
-def test_the_page_s_strategy_trains_in_python_by_its_short_name() -> None:
+def test_the_documented_strategy_trains_in_python_under_its_registered_name() -> None:
     Path("sign_ddp.py").write_text(blocks("python")[0])
     sys.path.insert(0, ".")
     from sign_ddp import SignDDPStrategy  # type: ignore[import-not-found]
@@ -53,7 +53,7 @@ def test_the_page_s_strategy_trains_in_python_by_its_short_name() -> None:
     assert trainer.global_step == 2
 
 
-def test_lightning_s_strategies_and_subclasses_have_the_facts_of_their_kind() -> None:
+def test_lightnings_strategies_and_subclasses_have_the_facts_of_their_class() -> None:
     new_class = type("MyOwn", (DDPStrategy,), {})
     both = type("Both", (StrategyFacts, FSDPStrategy), {"gradient_weighting": "by_rank"})
     assert [facts_of(kind()).shards_parameters for kind in (DDPStrategy, new_class, FSDPStrategy, both)] == [
@@ -63,7 +63,7 @@ def test_lightning_s_strategies_and_subclasses_have_the_facts_of_their_kind() ->
         True,
     ]
     assert facts_of(both()).gradient_weighting == "by_rank"
-    stages = [DeepSpeedStrategy.__new__(DeepSpeedStrategy) for _ in range(2)]  # DeepSpeed itself is not installed.
+    stages = [DeepSpeedStrategy.__new__(DeepSpeedStrategy) for _ in range(2)]  # DeepSpeed is not installed.
     for strategy, stage in zip(stages, (2, 3), strict=True):
         strategy.config = {"zero_optimization": {"stage": stage}}
     assert [facts_of(strategy).shards_parameters for strategy in stages] == [False, True]

@@ -1,4 +1,4 @@
-"""Whatever the ranks' shares, and whenever they change, the weights are those of one process."""
+"""Tests of unequal and changing shares of the ranks: weights equal one process's weights."""
 
 import json
 import random
@@ -21,7 +21,7 @@ from cnnstrategies.strategies import BalancedDDPStrategy, ParameterServerStrateg
 
 
 class DealAtRandom(Callback):
-    """Other shares every few batches, from a batch that no rank has drawn yet."""
+    """A callback that changes the shares every few batches, from a batch on that no rank has drawn yet."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)
@@ -33,7 +33,12 @@ class DealAtRandom(Callback):
 
 
 class SlowRank(Callback):
-    """One rank takes four times as long for each sample, as long as ``slow`` says; in a time of its own."""
+    """A callback that makes rank 1 take four times as long for each sample, on a simulated clock.
+
+    Args:
+        folder: Folder for the files ``dealt-RANK.json`` with the rank's number of samples in each step.
+        slow: Function of the step that says whether rank 1 is slow.
+    """
 
     def __init__(self, folder, slow):
         self.folder, self.slow = folder, slow
@@ -41,13 +46,13 @@ class SlowRank(Callback):
     def on_train_start(self, trainer, pl_module):
         self.now, self.dealt = 0.0, []
         balancing.time = SimpleNamespace(perf_counter=lambda: self.now)
-        pl_module.network.register_forward_pre_hook(lambda network, given: self.compute(trainer, len(given[0])))
+        pl_module.network.register_forward_pre_hook(lambda network, inputs: self.compute(trainer, len(inputs[0])))
 
     def compute(self, trainer, samples):
         if trainer.training:
             self.dealt.append(samples)
             slow = trainer.global_rank == 1 and self.slow(trainer.global_step)
-            self.now += 1000 * (1 + samples * (4 if slow else 1))  # Against that no real second counts.
+            self.now += 1000 * (1 + samples * (4 if slow else 1))  # Real seconds are negligible.
 
     def on_train_end(self, trainer, pl_module):
         Path(self.folder, f"dealt-{trainer.global_rank}.json").write_text(json.dumps(self.dealt))
@@ -61,31 +66,31 @@ DEALT = {"ddp": balanced, "servers": served, "a node's servers": partial(served,
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulated", "samples"),
     [
-        # Of the last two samples, each of which is accumulated alone, two ranks have none.
+        # The last batch has two samples, which are accumulated one by one, so that two ranks have no sample.
         ("ddp", 3, 2, 58),
         ("servers", 3, 2, 58),
         ("a node's servers", 2, 1, None),
     ],
 )
-def test_any_batch_under_shares_that_change_trains_one_process_s_weights(strategy, ranks, accumulated, samples):
+def test_batches_under_changing_shares_train_the_weights_of_one_process(strategy, ranks, accumulated, samples):
     seed = torch.initial_seed() % 1000
     samples = samples or random.Random(seed).randint(ranks * accumulated, 130)
     print(f"seed {seed}, global batches of {samples}")
-    given = {"data": {"global_batch_size": samples}, "max_epochs": 1}
-    one = train("one", **given)
+    common = {"data": {"global_batch_size": samples}, "max_epochs": 1}
+    single = train("one", **common)
     dealt = train(
         "dealt",
         DEALT[strategy](shares=[random.Random(seed).uniform(0.1, 4) for _ in range(ranks)]),
         ranks,
         callbacks=[DealAtRandom(seed)],
         accumulate_grad_batches=accumulated,
-        **given,
+        **common,
     )
-    assert_same_run(dealt, one, 1e-12)
+    assert_same_run(dealt, single, 1e-12)
 
 
 class Weighted(ImageClassifier):
-    """Rare classes count more."""
+    """A classifier that gives classes different weights."""
 
     def loss(self, outputs, targets):
         return functional.cross_entropy(outputs, targets, self.weights(targets))
@@ -98,7 +103,7 @@ class Weighted(ImageClassifier):
 
 
 class PlainDigits(Digits):
-    """Its training loader is torch's own."""
+    """Digits with a plain training loader of torch."""
 
     def train_dataloader(self):
         ranks = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
@@ -109,22 +114,22 @@ class PlainDigits(Digits):
         return DataLoader(dataset, batch_sampler=BatchSampler(sampler, 60 // ranks["num_replicas"], drop_last=False))
 
 
-def test_a_loader_of_the_user_is_dealt_by_shares_too(monkeypatch):
-    """Of its sampler's order, without what this repeats, by weights of classes; and a run goes on within an epoch."""
+def test_a_users_loader_is_also_divided_by_shares(monkeypatch):
+    """Training keeps the sampler's order without repeated samples, uses class weights, and resumes within an epoch."""
     monkeypatch.setattr(digit_runs, "Digits", PlainDigits)
     monkeypatch.setattr(digit_runs, "ImageClassifier", Weighted)
-    # Lightning loads a checkpoint into the network as it was made, and makes it float64 afterwards.
+    # Lightning loads a checkpoint before it converts the network to float64, so the network must be in float64 already.
     data = {"batch_size": 20, "global_batch_size": None}
-    given = {"data": data, "max_epochs": 1, "limit_val_batches": 0, "network": lambda: PlainCNN().double()}
-    one = train("one", **given)
+    common = {"data": data, "max_epochs": 1, "limit_val_batches": 0, "network": lambda: PlainCNN().double()}
+    single = train("one", **common)
     cut = [ModelCheckpoint("cut", "cut", every_n_train_steps=4), DealAtRandom(torch.initial_seed() % 1000)]
-    assert_same_run(train("dealt", balanced(shares=[1, 2.5, 4]), 3, callbacks=cut, **given), one)
-    rest = {"ckpt_path": Path("cut/cut.ckpt").resolve(), **given}
-    assert_same_run(train("gone on", balanced(shares=[1, 2.5, 4]), 3, **rest), one)
+    assert_same_run(train("dealt", balanced(shares=[1, 2.5, 4]), 3, callbacks=cut, **common), single)
+    rest = {"ckpt_path": Path("cut/cut.ckpt").resolve(), **common}
+    assert_same_run(train("gone on", balanced(shares=[1, 2.5, 4]), 3, **rest), single)
 
 
 class Pairs(Digits):
-    """Of two loaders, the shorter of which begins again within an epoch."""
+    """Data of two loaders; the shorter loader starts again within an epoch."""
 
     def train_dataloader(self):
         rows = TensorDataset(torch.zeros(24, 1, 8, 8), torch.zeros(24, dtype=torch.int64))
@@ -138,7 +143,7 @@ def test_several_loaders_are_refused(monkeypatch):
 
 
 class StepsItself(ImageClassifier):
-    """With a loss whose backward needs its value."""
+    """A module with manual optimization, and with a loss whose backward needs the loss's value."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -152,70 +157,70 @@ class StepsItself(ImageClassifier):
         optimizer.step()
 
 
-def test_samples_count_alike_in_manual_optimization(monkeypatch):
+def test_samples_get_equal_weights_in_manual_optimization(monkeypatch):
     monkeypatch.setattr(digit_runs, "ImageClassifier", StepsItself)
-    given = {"data": {"global_batch_size": 61}, "max_epochs": 1}
-    assert_same_run(train("dealt", balanced(shares=[3, 1]), 2, **given), train("one", **given))
+    common = {"data": {"global_batch_size": 61}, "max_epochs": 1}
+    assert_same_run(train("dealt", balanced(shares=[3, 1]), 2, **common), train("one", **common))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "servers"])
-def test_a_slow_rank_loses_work_and_gets_it_back(tmp_path, strategy):
-    """Within twelve steps; and a run that goes on in mid-epoch deals from the very batch on as one that was not cut."""
-    # Lightning loads a checkpoint into the network as it was made, and makes it float64 afterwards.
-    data = {"global_batch_size": 20, "num_workers": 1}  # which loads ahead
-    given = {"data": data, "max_epochs": 2, "limit_train_batches": 12, "limit_val_batches": 0}
-    given["network"] = lambda: PlainCNN().double()
+def test_a_slow_rank_gets_a_smaller_share_until_it_is_fast_again(tmp_path, strategy):
+    """Shares follow within twelve steps. A run that resumes in mid-epoch has the shares of an uninterrupted run."""
+    # Lightning loads a checkpoint before it converts the network to float64, so the network must be in float64 already.
+    data = {"global_batch_size": 20, "num_workers": 1}  # A loading worker loads ahead.
+    common = {"data": data, "max_epochs": 2, "limit_train_batches": 12, "limit_val_batches": 0}
+    common["network"] = lambda: PlainCNN().double()
 
     def run(name, *more, **options):
         slow = SlowRank(tmp_path, lambda step: step < 12)
-        trained = train(name, DEALT[strategy](shares="auto"), 2, callbacks=[slow, *more], **{**given, **options})
+        trained = train(name, DEALT[strategy](shares="auto"), 2, callbacks=[slow, *more], **{**common, **options})
         return trained, json.loads((tmp_path / "dealt-1.json").read_text())
 
     whole, dealt = run("whole", ModelCheckpoint("cut", "cut", every_n_train_steps=13))
     assert dealt[0] == 10
     assert 2 <= dealt[11] <= 6, dealt
-    told = [row for row in logged("whole") if "shares/rank_1" in row]
-    assert told[0]["shares/rank_1"] < 10
-    assert told[0]["shares/predicted_gain"] > 0.03
+    share_rows = [row for row in logged("whole") if "shares/rank_1" in row]
+    assert share_rows[0]["shares/rank_1"] < 10
+    assert share_rows[0]["shares/predicted_gain"] > 0.03
     assert any(row["shares/gain"] > 0.03 for row in logged("whole") if "shares/gain" in row)
     assert dealt[-2] >= 8, dealt
-    assert_same_run(whole, train("one", **given))
+    assert_same_run(whole, train("one", **common))
     gone_on, rest = run("gone on", ckpt_path=Path("cut/cut.ckpt").resolve())
     assert rest[0] == dealt[13] < 10
     assert_same_run(gone_on, whole)
 
 
-def test_no_rank_is_dealt_more_than_fits_into_its_memory(tmp_path, monkeypatch):
+def test_no_rank_gets_more_samples_than_fit_into_its_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(balancing, "fitting", lambda held, device: 12.0)
-    given = {"data": {"global_batch_size": 20}, "max_epochs": 1, "callbacks": [SlowRank(tmp_path, lambda step: True)]}
-    train("dealt", balanced(shares="auto"), 2, **given)
+    common = {"data": {"global_batch_size": 20}, "max_epochs": 1, "callbacks": [SlowRank(tmp_path, lambda step: True)]}
+    train("dealt", balanced(shares="auto"), 2, **common)
     assert json.loads((tmp_path / "dealt-0.json").read_text())[:16:15] == [10, 12]
 
 
-def test_a_slow_rank_loses_work_where_epochs_have_fewer_batches_than_lie_between_two_comparisons(tmp_path):
+def test_a_slow_rank_gets_a_smaller_share_even_in_very_short_epochs(tmp_path):
     slow = SlowRank(tmp_path, lambda step: True)
     train("short", balanced(shares="auto"), 2, limit_train_batches=2, max_epochs=4, callbacks=[slow])
     assert json.loads((tmp_path / "dealt-1.json").read_text())[-1] < 16
 
 
-def test_shares_that_cannot_be_are_refused_before_processes():
-    for refused, said in (
-        ({"shares": [3, 0]}, r"shares=\[3, 0\]: each rank needs a share above 0"),
-        ({"shares": "best"}, "shares='best': accepted are auto, equal and a list"),
+def test_impossible_shares_are_refused_before_processes_start():
+    for options, message in (
+        ({"shares": [3, 0]}, r"shares=\[3, 0\]: set a share above 0 for each rank"),
+        ({"shares": "best"}, "shares='best': use auto, equal or a list"),
         ({"max_samples": 0}, "max_samples=0: a rank needs at least 1 sample"),
         (
             {"shares": [3, 1], "initial_shares": [3, 1]},
-            r"initial_shares=\[3, 1\] is for shares: auto, and shares is \[3, 1\]",
+            r"initial_shares=\[3, 1\] has no effect with shares=\[3, 1\]",
         ),
         ({"ddp_comm_hook": print}, "ddp_comm_hook: this strategy registers its own communication hook"),
     ):
-        with pytest.raises(ConfigurationError, match=said):
-            BalancedDDPStrategy(**refused)
-    with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] are 2, and there are 3 processes"):
+        with pytest.raises(ConfigurationError, match=message):
+            BalancedDDPStrategy(**options)
+    with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] has length 2, but there are 3 processes"):
         quiet_trainer(BalancedDDPStrategy([3, 1]), 3).strategy.launcher.launch(print)
     with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] are for mode: sync, not mode: local"):
         ParameterServerStrategy("local", shares=[3, 1])
-    with pytest.raises(ConfigurationError, match=r"initial_shares=\[3, 1\] is for shares: auto, and shares is equal"):
+    with pytest.raises(ConfigurationError, match=r"initial_shares=\[3, 1\] has no effect with shares=equal"):
         ParameterServerStrategy(initial_shares=[3, 1])
-    with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] are 2, and there are 3 processes"):
+    with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] has length 2, but there are 3 processes"):
         quiet_trainer(ParameterServerStrategy(shares=[3, 1]), 3).fit(ImageClassifier(PlainCNN(), 10), Digits())

@@ -1,4 +1,4 @@
-"""What fits into a rank's memory bounds its share, and a run goes on with those that it had."""
+"""Tests of balancing: a rank's memory limits its share, and a resumed run keeps its shares."""
 
 from math import inf
 
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.light
 GIB = 2**30
 
 
-def test_the_peak_of_a_step_tells_how_many_samples_fit(monkeypatch):
-    """8 samples took 2 GiB beside 1 GiB that stays; of 8 GiB for this process nine tenths are to be used."""
+def test_the_number_of_samples_that_fit_follows_from_peak_memory(monkeypatch):
+    """8 samples took 2 GiB, and 1 GiB does not depend on samples. The process may use nine tenths of 8 GiB."""
     device = torch.device("cuda", 0)
     for name, value in (
         ("memory_allocated", 1 * GIB),
@@ -24,26 +24,26 @@ def test_the_peak_of_a_step_tells_how_many_samples_fit(monkeypatch):
         ("mem_get_info", (4 * GIB, 80 * GIB)),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda of, value=value: value)
-    assert balancing.fitting(8, device) == 24  # 6.2 GiB of 0.25 GiB each
+    assert balancing.fitting(8, device) == 24  # 6.2 GiB are left, and each sample takes 0.25 GiB.
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda of: 1 * GIB)
-    assert balancing.fitting(8, device) == inf, "nothing is known yet"
+    assert balancing.fitting(8, device) == inf, "before the first step the peak is unknown"
     assert balancing.fitting(8, torch.device("cpu")) == inf
 
 
-def test_no_rank_is_proposed_more_than_fits():
+def test_no_proposed_share_exceeds_a_ranks_memory():
     now, seconds = (32, 32), [1.0, 4.0]
     for fits, most, shares in (
         ((inf, inf), inf, (51, 13)),
         ((40.0, inf), inf, (40, 24)),
         ((40.0, inf), 36, (36, 28)),
-        ((20.0, 9.0), inf, None),  # Each goes on with what it has held.
+        ((20.0, 9.0), inf, None),  # Each rank keeps its share.
     ):
-        found = balancing.propose(now, Deals([1, 1], 1, most), seconds, 128.0, fits)
-        assert (found and found.shares) == shares
+        proposal = balancing.propose(now, Deals([1, 1], 1, most), seconds, 128.0, fits)
+        assert (proposal and proposal.shares) == shares
 
 
-def test_a_run_goes_on_with_the_shares_of_its_ranks():
-    """Under another layout a share would be another rank's."""
+def test_a_resumed_run_keeps_its_shares_under_the_same_layout():
+    """Under a different layout, shares would belong to different ranks, so they start equal."""
 
     def balance(*replicas):
         deals = Deals([1, 1, 1])

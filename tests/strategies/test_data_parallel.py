@@ -1,4 +1,4 @@
-"""Data parallel with compressed gradients."""
+"""Tests of data-parallel training with compressed gradients."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ from digit_runs import train
 
 from cnnstrategies.strategies import CompressedDDPStrategy
 
-# What each is off the exact weights after an epoch of steps without momentum, relative to these: least and most.
+# By compression: its options, and the least and largest relative error of the weights after an epoch without momentum.
 BOUNDS = {
     "fp16": ({}, 1e-6, 5e-3),
     "bf16": ({}, 1e-5, 5e-2),
@@ -16,9 +16,9 @@ BOUNDS = {
 
 
 def test_compressed_gradients_stay_close_to_ddps() -> None:
-    """For a few steps: what is rounded at first is another run in the end.
+    """The test runs a few steps only, because rounding differences grow with the number of steps.
 
-    Were a hook not registered, as Lightning leaves it on CPUs, the weights would be equal.
+    If a hook were not registered, and Lightning registers none on CPUs, the weights would be equal.
     """
     plain = {"optimizer": partial(torch.optim.SGD, lr=0.1), "lr_scheduler": None}
     options = {"model": plain, "max_epochs": 1, "limit_val_batches": 0}

@@ -1,4 +1,4 @@
-"""What strategies say of themselves, and what they do in another way than one device."""
+"""Tests of the differences from one device that strategies report."""
 
 import copy
 import warnings
@@ -21,14 +21,16 @@ NORMALISED = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
 RANDOM = "random draws (as in dropout) are each process's own"
 
 
-def test_replicas_normalise_apart_unless_they_synchronise():
+def test_replicas_report_separate_batch_norm_unless_it_is_synchronised():
     synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(NORMALISED))
     assert differences_of_replicas(NORMALISED, 1, 32, RANK_ZERO) == []
     assert differences_of_replicas(PlainCNN(), 2, 32, RANK_ZERO) == [RANDOM]
     assert differences_of_replicas(ImageClassifier(PlainCNN(), 10), 2, 32, RANK_ZERO) == [RANDOM]
     assert differences_of_replicas(LightningModule(), 2, 32, RANK_ZERO) == [OWN_MEANS, RANDOM]
     assert differences_of_replicas(LightningModule(), 1, 32, RANK_ZERO) == []
-    assert differences_of_replicas(copy.deepcopy(NORMALISED).eval(), 2, 32, RANK_ZERO) == [RANDOM], "frozen"
+    assert differences_of_replicas(copy.deepcopy(NORMALISED).eval(), 2, 32, RANK_ZERO) == [RANDOM], (
+        "frozen layers use running statistics"
+    )
     assert differences_of_replicas(synchronised, 2, 32, RANK_ZERO) == [RANDOM]
     assert differences_of_replicas(NORMALISED, 2, 32, RANK_ZERO) == [
         "BatchNorm normalises over each process's 32 images",
@@ -39,7 +41,7 @@ def test_replicas_normalise_apart_unless_they_synchronise():
     assert unknown[0] == "BatchNorm normalises over each process's own images"
 
 
-def test_a_pipeline_says_what_each_microbatch_does_by_itself():
+def test_a_pipeline_reports_what_each_microbatch_computes_separately():
     first, second = nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3)
     for norm in (nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm):
         network = nn.Sequential(copy.deepcopy(first), nn.BatchNorm2d(2), norm(copy.deepcopy(second)))
@@ -55,7 +57,7 @@ def of_servers(workers=2, accumulated=1, **options):
     return ParameterServerStrategy(**options).options.differences(PlainCNN(), workers, 16, accumulated)
 
 
-def test_a_parameter_server_says_how_old_and_rounded_values_are():
+def test_a_parameter_server_reports_stale_and_rounded_values():
     assert of_servers() == [RANDOM]
     assert of_servers(workers=1, mode="async") == []
     update = "each update is one worker's gradient on 16 images"
@@ -67,7 +69,7 @@ def test_a_parameter_server_says_how_old_and_rounded_values_are():
     assert of_servers(mode="async", accumulated=3)[0] == "each update is one worker's gradient on 48 images"
     bounded = [update, "no worker is more than 4 steps ahead of the slowest", RANDOM]
     assert of_servers(mode="ssp", staleness=4) == bounded
-    assert of_servers(mode="ssp", staleness=0) == [RANDOM], "as sync"
+    assert of_servers(mode="ssp", staleness=0) == [RANDOM], "staleness 0 behaves like mode sync"
     local = ["each worker makes its own steps", "weights are averaged every 8 steps", RANDOM]
     assert of_servers(mode="local", sync_every=8) == local
     outer = of_servers(mode="local", sync_every=8, outer_lr=0.7, outer_momentum=0.9)[1]
@@ -77,11 +79,11 @@ def test_a_parameter_server_says_how_old_and_rounded_values_are():
     assert of_servers(mode="async", data_dispatch="dynamic")[2] == "faster workers take more of the batches"
     assert of_servers(compression="fp16", pull_compression="onebit")[:2] == [
         "gradients are sent as fp16",
-        "forward and backward use weights that are sent as one bit a value, the rest later",
+        "forward and backward use weights that are sent as one bit per element, with error feedback",
     ]
 
 
-def test_small_normalised_microbatches_are_warned_of():
+def test_small_microbatches_with_batch_norm_lead_to_a_warning():
     with pytest.warns(UserWarning, match="BatchNorm normalises over 3 to 4 images: a batch of 28 is cut into 8"):
         warn_of_small_microbatches(NORMALISED, Split((28,), (0,) * 8))
     with pytest.warns(UserWarning, match="BatchNorm normalises over 1 image: a batch of 3 is cut into 8"):

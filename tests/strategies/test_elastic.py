@@ -1,4 +1,4 @@
-"""Workers join a run through the command line, and leave it in every way; every sample is worked on all the same."""
+"""Tests of workers that join a run through the command line and leave in every way: no sample is lost."""
 
 import os
 import re
@@ -33,17 +33,17 @@ from cnnstrategies.strategies.parameter_server.start import SEED
 
 CONFIG = "experiments/digits_smallcnn_elastic_cpu"
 EPOCHS = 3
-SECONDS = 100.0  # for the others to come
+SECONDS = 100.0  # Longest wait for the other workers.
 OPTIONS = {"async": {"start_method": "fork"}, "ssp": {"start_method": "fork", "mode": "ssp", "staleness": 3}}
 
 
 class Diary(Callback):
-    """Writes down each sample, and waits after the first batch until all others have had one.
+    """A callback that writes down each sample, and waits after the first batch until all others have had a batch.
 
     Args:
-        name: Of the process.
-        others: Whom it waits for.
-        signum: What it sends itself after the second batch; 0 for nothing.
+        name: Name of the process.
+        others: Names of the processes to wait for.
+        signum: Signal that the process sends itself after the second batch; 0 for no signal.
     """
 
     def __init__(self, name: str, others: list[str], signum: int = 0) -> None:
@@ -64,7 +64,7 @@ class Diary(Callback):
 
 
 def start(name, others, *command, words=(), signum=0):
-    """A process of the command line, with a diary."""
+    """Start the command line as a process with a diary."""
     words = [
         *("-m", "cnnstrategies", *command, "--config", CONFIG, *words),
         *("--trainer.enable_progress_bar=false", "--data.init_args.augment=false"),
@@ -77,11 +77,11 @@ def start(name, others, *command, words=(), signum=0):
 
 
 @pytest.mark.warm
-@pytest.mark.parametrize(  # They take 20 s each.
+@pytest.mark.parametrize(  # Each case takes 20 s.
     "mode", ["async", pytest.param("ssp", marks=pytest.mark.cluster)]
 )
-def test_workers_come_in_mid_epoch_and_go_in_every_way(mode):
-    ends = {"killed": signal.SIGKILL, "told": signal.SIGTERM, "stays": 0}
+def test_workers_join_in_mid_epoch_and_leave_in_every_way(mode):
+    ends = {"killed": signal.SIGKILL, "terminated": signal.SIGTERM, "stays": 0}
     options = [f"--trainer.strategy.init_args.{name}={value}" for name, value in OPTIONS[mode].items()]
     with leaves_no_sockets():
         run = {"own": start("own", ends, "fit", words=[f"--trainer.max_epochs={EPOCHS}", *options])}
@@ -91,14 +91,14 @@ def test_workers_come_in_mid_epoch_and_go_in_every_way(mode):
             run[name] = start(name, others, "join", "--run", "runs/digits_elastic", signum=signum)
         codes = {name: program.wait() for name, program in run.items()}
     logs = {name: program.output() for name, program in run.items()}
-    assert codes == {"own": 0, "killed": -signal.SIGKILL, "told": 0, "stays": 0}, logs
-    assert "it was told to leave" in logs["told"]
-    # On a busy machine the others may be through an epoch before it is back.
+    assert codes == {"own": 0, "killed": -signal.SIGKILL, "terminated": 0, "stays": 0}, logs
+    assert "it was told to leave" in logs["terminated"]
+    # On a busy machine, the other workers may finish an epoch before this worker has joined again.
     assert re.search(f"worked on [1-{EPOCHS}] epochs?", logs["stays"])
-    # It hears so as a member, or when it asks for its next place.
+    # The worker learns about the end as a member, or when it asks for its next place.
     assert "the session is over: every worker has left" in logs["stays"] or OVER in logs["stays"]
     done = {name: read_samples(name) for name in run}
-    # They came in the middle of the first epoch, in which all of them had a part.
+    # All workers joined within the first epoch and processed samples of it.
     assert all(0 in {epoch for epoch, _ in entries} for entries in done.values())
     times = Counter(sample for entries in done.values() for _, sample in entries)
     last = Counter(sample for name in ("own", "stays") for epoch, sample in done[name] if epoch == EPOCHS - 1)
@@ -108,9 +108,9 @@ def test_workers_come_in_mid_epoch_and_go_in_every_way(mode):
         assert EPOCHS * count <= times[sample] <= EPOCHS * count + again[sample], sample
 
 
-@pytest.mark.cluster  # It imports everything once more.
-def test_the_array_of_the_docs_joins(tmp_path):
-    """The script is bash, and its words are those of the command."""
+@pytest.mark.cluster  # The script's program imports everything again.
+def test_the_documented_job_array_joins_a_run(tmp_path):
+    """The documented script is run by bash, with the real command."""
     script = re.search(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "docs/spot.md").read_text(), re.DOTALL)[1]
     assert "#SBATCH --requeue\n" in script
     folder = tmp_path / "bin"
@@ -126,7 +126,7 @@ def test_the_array_of_the_docs_joins(tmp_path):
     assert "run.key does not exist here" in ended.stderr
 
 
-def test_what_cannot_be_joined_is_said_in_a_line(capsys, monkeypatch, tmp_path):
+def test_a_run_that_cannot_be_joined_is_refused_in_one_line(capsys, monkeypatch, tmp_path):
     for words, message in (
         (["--run", "nowhere"], "the folder does not exist"),
         (["--run", str(tmp_path)], "the folder has no watch.json"),
@@ -140,7 +140,7 @@ def test_what_cannot_be_joined_is_said_in_a_line(capsys, monkeypatch, tmp_path):
 
 @pytest.fixture
 def coordinator(tmp_path):
-    """Serves what the test is about in a thread; gives its address and the service."""
+    """A function that starts a coordinator with the given options in a thread and returns the run's address."""
     started = []
 
     def begin(**options):
@@ -159,19 +159,19 @@ def coordinator(tmp_path):
         service.close()
 
 
-def test_who_may_not_join_is_told_why(coordinator, tmp_path):
-    with pytest.raises(ConfigurationError, match="accepts no joiners: start it with max_joiners: N"):
+def test_a_refused_joiner_gets_the_reason(coordinator, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"accepts no joiners: .* start it with max_joiners: N"):
         find_place(coordinator())
     address = coordinator(max_joiners=1)
     place = find_place(address)
     assert (place.id, place.incarnation, place.workers) == (2, 0, 2)
     member = Membership(Address(address.coordinator, "worker", place.id, place.incarnation, 0.1, 1.0))
     member.wait_registered()
-    with pytest.raises(ConfigurationError, match=r"all 1 places of the run .* are taken"):
+    with pytest.raises(ConfigurationError, match=r"all 1 places for joiners of the run .* are taken"):
         find_place(address)
     member.close()
     assert find_place(address).incarnation == 1
-    with pytest.raises(ConfigurationError, match=r"no coordinator answers at ipc://nowhere: .*\(give --key_file"):
+    with pytest.raises(ConfigurationError, match=r"no coordinator answers at ipc://nowhere: .*\(then pass --key_file"):
         find_place(RunAddress("ipc://nowhere"))
     silent = tmp_path / "silent"
     silent.touch()
@@ -180,33 +180,37 @@ def test_who_may_not_join_is_told_why(coordinator, tmp_path):
 
 
 @pytest.mark.light
-def test_another_configuration_is_not_the_runs(monkeypatch):
+def test_a_joiner_with_a_different_configuration_is_refused(monkeypatch):
     def of(*sizes):
-        parameters = [(f"layer{one}", nn.Parameter(torch.zeros(size))) for one, size in enumerate(sizes)]
-        return Specification.of(parameters, torch.optim.SGD([one for _, one in parameters], lr=0.1), 2)
+        parameters = [(f"layer{index}", nn.Parameter(torch.zeros(size))) for index, size in enumerate(sizes)]
+        return Specification.of(parameters, torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1), 2)
 
     check_parameters(of((3, 2), (4,)), of((3, 2), (4,)))
-    with pytest.raises(ConfigurationError, match=r"'layer0', shape=\(3, 2\), .* there is .* shape=\(3, 1\)"):
+    with pytest.raises(ConfigurationError, match=r"'layer0', shape=\(3, 2\), .* in the run and .* shape=\(3, 1\)"):
         check_parameters(of((3, 2), (4,)), of((3, 1), (4,)))
-    with pytest.raises(ConfigurationError, match=r"2 parameters, and this configuration 1: .*'layer1'.* None here"):
+    with pytest.raises(
+        ConfigurationError, match=r"2 parameters, but this configuration has 1; .*'layer1'.* no parameter here"
+    ):
         check_parameters(of((3, 2), (4,)), of((3, 2)))
     monkeypatch.setenv(SEED, "3")
     check_seed("3")
-    with pytest.raises(ConfigurationError, match="the run has seed_everything=1, and this configuration 3"):
+    with pytest.raises(ConfigurationError, match="the run has seed_everything=1, but this configuration has 3"):
         check_seed("1")
     run = JoinedDispatch(SimpleNamespace(collectives=SimpleNamespace(begin_epoch=lambda *_: 36)))
     run.begin(0, 36, "")
     with pytest.raises(
-        ConfigurationError, match="an epoch of the run has 36 batches, and an epoch of this configuration 72"
+        ConfigurationError, match="an epoch of the run has 36 batches, but an epoch of this configuration has 72"
     ):
         run.begin(0, 72, "")
-    with pytest.raises(ConfigurationError, match=r"trainer\.strategy=ddp: give the configuration of the run to join"):
+    with pytest.raises(
+        ConfigurationError, match=r"trainer\.strategy=ddp: .* give the configuration of the run to join"
+    ):
         server_options_of("ddp")
     assert server_options_of("parameter_server_async").mode == "async"
 
 
 @pytest.mark.light
-def test_a_joiner_leaves_to_others_what_monitors_and_saves():
+def test_a_joiner_does_not_run_callbacks_that_monitor_or_save():
     assert is_for_others(EarlyStopping("val_acc"))
     assert is_for_others(ModelCheckpoint())
     assert not is_for_others(Diary("own", []))

@@ -1,4 +1,4 @@
-"""The proof of a strategy: same seed, same global batch, same weights as one process."""
+"""Test of all strategies: with the same seed and the same global batch, weights equal one process's weights."""
 
 import re
 
@@ -8,7 +8,7 @@ from conftest import PlainCNN
 from digit_commands import COMMON, checkpoint
 from digit_runs import assert_same_run
 
-# Each layer has a learning rate of its own, biases are not decayed, and the rate warms up.
+# Each parameter has its own learning rate, biases have no weight decay, and the learning rate warms up.
 RECIPE = [
     "--model.init_args.optimizer=digit_commands.EachLayer",
     "--model.init_args.lr_interval=step",
@@ -21,13 +21,13 @@ LINES = {
 }
 
 
-def test_one_line_changes_neither_the_weights_nor_the_steps(run_cli, quick):
-    """The quickstart's YAML, with another strategy and nothing else, and what each says at its start."""
-    runs, said = {}, {}
+def test_another_strategy_changes_neither_weights_nor_steps(run_cli, quick):
+    """The quickstart's configuration is run with different strategies. The panels at the start are checked as well."""
+    runs, reported = {}, {}
     for name, line in LINES.items():
         code, output = run_cli("fit", *quick, *COMMON, *RECIPE, *line, f"--trainer.logger.init_args.name={name}")
         assert code == 0, output
-        runs[name], said[name] = torch.load(checkpoint(name), weights_only=True), panels.rows(output)
+        runs[name], reported[name] = torch.load(checkpoint(name), weights_only=True), panels.rows(output)
     single = runs["one device"]
     groups = single["optimizer_states"][0]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.0005, 0.0] * 3
@@ -35,24 +35,24 @@ def test_one_line_changes_neither_the_weights_nor_the_steps(run_cli, quick):
     assert single["global_step"] == 12
     for name, saved in runs.items():
         assert_same_run(saved, single)
-        assert said[name]["global batch"].startswith("64 images"), name
-        assert said[name]["global batch"].endswith("6 steps an epoch"), name
-        assert said[name]["precision"] == "64-true, contiguous", name
-        assert said[name]["results"] == f"runs/{name}/version_0", name
+        assert reported[name]["global batch"].startswith("64 images"), name
+        assert reported[name]["global batch"].endswith("6 steps an epoch"), name
+        assert reported[name]["precision"] == "64-true, contiguous", name
+        assert reported[name]["results"] == f"runs/{name}/version_0", name
 
     whole = f"{sum(p.numel() for p in PlainCNN().parameters()):,}"
-    assert said["one device"]["parameters"] == whole
-    assert said["one device"]["devices"] == "1 CPU process on 1 node"
-    assert said["one device"]["unlike one device"] == "nothing"
+    assert reported["one device"]["parameters"] == whole
+    assert reported["one device"]["devices"] == "1 CPU process on 1 node"
+    assert reported["one device"]["unlike one device"] == "nothing"
     for name in ("ddp", "parameter_server"):
-        assert said[name]["strategy"] == name
-        assert said[name]["devices"] == "2 CPU processes on 1 node"
-        assert said[name]["global batch"] == "64 images = 2 processes x 32; 6 steps an epoch"
-        assert said[name]["parameters"] == f"{whole}; all of them on each device"
-        assert said[name]["unlike one device"] == "random draws (as in dropout) are each process's own"
-    assert said["parameter_server"]["mode"] == "sync"
-    assert said["parameter_server"]["servers"] == "1 (on this node)"
-    hybrid = said["hybrid_pipeline"]
+        assert reported[name]["strategy"] == name
+        assert reported[name]["devices"] == "2 CPU processes on 1 node"
+        assert reported[name]["global batch"] == "64 images = 2 processes x 32; 6 steps an epoch"
+        assert reported[name]["parameters"] == f"{whole}; all of them on each device"
+        assert reported[name]["unlike one device"] == "random draws (as in dropout) are each process's own"
+    assert reported["parameter_server"]["mode"] == "sync"
+    assert reported["parameter_server"]["servers"] == "1 (on this node)"
+    hybrid = reported["hybrid_pipeline"]
     assert hybrid["strategy"] == "hybrid_pipeline"
     assert hybrid["global batch"] == "64 images, loaded by one process; 6 steps an epoch"
     assert hybrid["microbatches"] == "8 of 8 images, schedule 1f1b"

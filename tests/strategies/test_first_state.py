@@ -1,4 +1,4 @@
-"""All ranks begin with rank 0's state, and none of its messages keeps signs of life waiting for long."""
+"""Tests of the ranks' first state: it is rank 0's, and its messages are small, so that heartbeats do not wait long."""
 
 from typing import Any
 
@@ -12,21 +12,21 @@ pytestmark = pytest.mark.light
 
 
 class Group:
-    """Rank 0 says what rank 1 then hears."""
+    """Collectives of two ranks that run one after the other: rank 0's broadcasts are replayed for rank 1."""
 
     def __init__(self) -> None:
         self.rank = 0
-        self.said: list[list[Tensor]] = []
+        self.messages: list[list[Tensor]] = []
 
     def broadcast(self, value: list[Tensor], source: int) -> Any:
         if self.rank == 0:
-            self.said.append([tensor.clone() for tensor in value])
+            self.messages.append([tensor.clone() for tensor in value])
             return value
-        return self.said.pop(0)
+        return self.messages.pop(0)
 
 
 def network(seed: int) -> nn.Module:
-    """Large and small tensors of several types, one without elements and some that are not contiguous."""
+    """Return a module with large and small tensors of several dtypes, with empty and non-contiguous tensors."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = [
         nn.Linear(700, 1100),
@@ -41,13 +41,13 @@ def network(seed: int) -> nn.Module:
     return module
 
 
-def test_every_rank_has_rank_zeros_state_in_small_messages() -> None:
+def test_every_rank_gets_rank_zeros_state_in_small_messages() -> None:
     first, second, group = network(1), network(2), Group()
     expected = {name: tensor.clone() for name, tensor in first.state_dict().items()}
     take_state_of_rank_zero(first, group)  # type: ignore[arg-type]
-    sizes = [sum(tensor.numel() * tensor.element_size() for tensor in tensors) for tensors in group.said]
+    sizes = [sum(tensor.numel() * tensor.element_size() for tensor in tensors) for tensors in group.messages]
     assert max(sizes) <= PIECE_BYTES
-    assert len(sizes) <= sum(sizes) / PIECE_BYTES * 2 + 1  # What is small goes together.
+    assert len(sizes) <= sum(sizes) / PIECE_BYTES * 2 + 1  # Small tensors share a message.
     group.rank = 1
     take_state_of_rank_zero(second, group)  # type: ignore[arg-type]
     for name, tensor in expected.items():

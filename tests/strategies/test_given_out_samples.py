@@ -1,4 +1,4 @@
-"""Batches that are given out one by one: every sample once whatever the sampler, or a refusal by name."""
+"""Tests of batches that are distributed one by one: any sampler's samples occur once, or the sampler is refused."""
 
 import random
 from collections.abc import Iterator
@@ -22,11 +22,11 @@ from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.parameter_server.checks import check_dispatch
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, check_order
 
-CHOSEN = range(5, 38)  # Of which two workers cannot have as many.
+CHOSEN = range(5, 38)  # An odd number of samples, which two workers cannot share equally.
 
 
 class Shuffled(Sampler[int]):
-    """Shuffled by the generators that are not torch's."""
+    """A sampler that shuffles with the generators of NumPy and Python."""
 
     def __len__(self) -> int:
         return len(CHOSEN)
@@ -37,14 +37,14 @@ class Shuffled(Sampler[int]):
 
 
 def in_worker(rank: int, sampler: Sampler[int], batch: int = 4) -> BatchSampler:
-    """What Lightning makes of a sampler of the user's own."""
+    """Return the batch sampler that Lightning makes from a user's sampler."""
     return BatchSampler(DistributedSamplerWrapper(sampler, num_replicas=2, rank=rank, shuffle=False), batch, False)
 
 
 @pytest.mark.light
 @pytest.mark.parametrize("make", [lambda: SubsetRandomSampler(CHOSEN), Shuffled])
-def test_all_workers_know_the_same_order_of_an_epoch(make):
-    """Though they have drawn different numbers before; and what the user draws afterwards is not changed."""
+def test_all_workers_draw_the_same_order_of_an_epoch(make):
+    """The workers' random states differ before, and drawing the order does not change them."""
     orders = []
     for rank in range(2):
         for seed in (torch.default_generator.manual_seed, np.random.seed, random.seed):
@@ -53,31 +53,31 @@ def test_all_workers_know_the_same_order_of_an_epoch(make):
         orders.append([items_of(in_worker(rank, make()), epoch) for epoch in range(2)])
         assert torch.equal(torch.get_rng_state(), before)
     assert orders[0] == orders[1]
-    assert orders[0][0] != orders[0][1], "each epoch has another"
+    assert orders[0][0] != orders[0][1], "each epoch has a different order"
     for epoch in orders[0]:
         assert sorted(sample for batch in epoch for sample in batch) == list(CHOSEN)
 
 
 @pytest.mark.light
-def test_samples_that_are_not_in_batches_yet_are_drawn_once():
-    """A generator of the user's own would else give each rank's from another order: some twice, some never."""
+def test_unbatched_samples_of_a_users_generator_are_each_drawn_once():
+    """A user's generator would give each rank a different order, so that some samples would occur twice, some never."""
     sampler = SubsetRandomSampler(CHOSEN, generator=torch.Generator().manual_seed(0))
     wrapped = DistributedSamplerWrapper(sampler, num_replicas=2, rank=1, shuffle=False)
     assert sorted(items_of(wrapped, 0)) == list(CHOSEN)
-    assert len(list(wrapped)) == len(CHOSEN) // 2 + 1, "it is as it was"
+    assert len(list(wrapped)) == len(CHOSEN) // 2 + 1, "the sampler is unchanged"
 
 
 @pytest.mark.light
-def test_batches_that_are_dealt_to_ranks_are_all_given_out():
-    """Once; of the last one two ranks have no sample, and repeat the third's."""
+def test_all_batches_of_a_divided_sampler_are_distributed():
+    """Each sample occurs once. In the last batch, two ranks have no sample and repeat the third rank's sample."""
     batches = ShuffledBatches(49, 16, 0, 3, 1, drop_last=False)
-    given = [sample for batch in items_of(batches, 0) for sample in batch.indices]
-    assert sorted(given) == list(range(49))
+    samples = [sample for batch in items_of(batches, 0) for sample in batch.indices]
+    assert sorted(samples) == list(range(49))
     assert (batches.rank, batches.num_replicas) == (1, 3)
 
 
 @pytest.mark.light
-def test_what_a_sampler_drops_is_not_dealt():
+def test_samples_that_a_sampler_drops_are_not_divided():
     progress = SimpleNamespace(current=SimpleNamespace(ready=0))
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
     trainer: Any = SimpleNamespace(training=True, accumulate_grad_batches=1, fit_loop=loop, train_dataloader=None)
@@ -87,20 +87,28 @@ def test_what_a_sampler_drops_is_not_dealt():
 
 
 @pytest.mark.light
-def test_a_sampler_without_an_order_that_all_know_is_refused():
-    def check(sampler: Sampler[int], told: int | None = None) -> None:
-        group: Any = SimpleNamespace(gather=lambda value, name: {0: value, 1: value if told is None else told})
+def test_a_sampler_without_a_common_order_is_refused():
+    def check(sampler: Sampler[int], other_value: int | None = None) -> None:
+        group: Any = SimpleNamespace(
+            gather=lambda value, name: {0: value, 1: value if other_value is None else other_value}
+        )
         check_order(in_worker(0, sampler), group)
 
     check(SubsetRandomSampler(CHOSEN))
-    with pytest.raises(ConfigurationError, match="SubsetRandomSampler returns a different order of the same epoch"):
+    with pytest.raises(
+        ConfigurationError,
+        match="SubsetRandomSampler returns the samples of an epoch in a different order in each call",
+    ):
         check(SubsetRandomSampler(CHOSEN, generator=torch.Generator().manual_seed(0)))
-    with pytest.raises(ConfigurationError, match="SubsetRandomSampler returns a different order in each worker"):
-        check(SubsetRandomSampler(CHOSEN), told=1)
+    with pytest.raises(
+        ConfigurationError,
+        match="SubsetRandomSampler returns the samples of an epoch in a different order in each worker",
+    ):
+        check(SubsetRandomSampler(CHOSEN), other_value=1)
 
 
 @pytest.mark.light
-def test_one_loader_is_given_out_and_several_are_refused():
+def test_one_loader_is_distributed_and_several_are_refused():
     data: Any = range(8)
     dispatch = BatchDispatch(SimpleNamespace(rank=0))  # type: ignore[arg-type]
     trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(epoch_progress=None))
@@ -120,7 +128,7 @@ COUNTED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_counters_of_steps_are_refused_where_steps_differ():
+def test_options_that_count_steps_are_refused_if_workers_steps_differ():
     def check(dispatch: str, **more: Any) -> None:
         strategy = ParameterServerStrategy(mode="async", data_dispatch=dispatch)  # type: ignore[arg-type]
         trainer = Trainer(accelerator="cpu", logger=False, **{"max_epochs": 1, "enable_progress_bar": False, **more})

@@ -1,4 +1,4 @@
-"""The pipeline trains what one process trains, with what users switch on: precision, averaging, metrics, loaders."""
+"""Tests of strategy hybrid_pipeline against one process, with precision, averaging, metrics and users' loaders."""
 
 import os
 from pathlib import Path
@@ -30,7 +30,7 @@ from cnnstrategies.strategies import HybridPipelineStrategy
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
-    """Samples that note which process loaded them."""
+    """Samples that note the process that loads them."""
 
     def __init__(self, size: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -47,7 +47,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Classifier(ImageClassifier):
-    """With metrics that keep and count all rows, so that rows counted twice, or out of order, show."""
+    """A classifier whose metrics keep and count all rows, so that repeated or reordered rows show."""
 
     def __init__(self, network: nn.Module, num_classes: int = 3, **options: Any) -> None:
         super().__init__(network, num_classes, **options)
@@ -90,7 +90,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def loaders(batch_size: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Training in a fixed order; 46 and 23 samples: the last batch is partial, and odd."""
+    """Return loaders of 46 samples for training, in a fixed order, and of 23 for validation.
+
+    The last batches are smaller, and validation has an odd number of samples.
+    """
     return DataLoader(Images(46), batch_size), DataLoader(Images(23, seed=1), batch_size)
 
 
@@ -101,7 +104,7 @@ def trainer_of(
     layout: dict[str, Any] | None = None,
     **options: Any,
 ) -> Trainer:
-    """In float64, where the order of a sum leaves no trace."""
+    """Return a Trainer in float64, in which the order of summation does not matter."""
     strategy: Any = "auto"
     if replicas is not None:
         start = "popen" if dist.is_initialized() else "fork"
@@ -115,12 +118,15 @@ def trainer_of(
 
 
 def assert_same_float32(got: Any, expected: Any) -> None:
-    """For what was computed in float64 and then handed to a module in float32: the forked ranks' parent, a new one."""
+    """Assert that values are equal in float32.
+
+    They were computed in float64 and then loaded into a module in float32: the parent's module, or a new module.
+    """
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7, check_dtype=False)
 
 
 class Metrics(Callback):
-    """Each rank's own metrics, in a file."""
+    """A callback that saves each rank's metrics."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -129,7 +135,7 @@ class Metrics(Callback):
 
 
 class Rows(BasePredictionWriter):
-    """Each rank's own predictions and their indices, in a file."""
+    """A callback that saves each rank's predictions and their indices."""
 
     def write_on_batch_end(self, trainer: Trainer, module: Any, prediction: Any, indices: Any, *_: Any) -> None:
         self.indices = [*getattr(self, "indices", []), *indices]
@@ -141,7 +147,7 @@ class Rows(BasePredictionWriter):
 
 
 def train(replicas: list[int] | None, name: str, batch_size: int = 16) -> dict[str, Any]:
-    """Fit with everything that watches metrics; what it left behind."""
+    """Fit with all callbacks that watch metrics, and return the results."""
     seed_everything(1, verbose=False)
     stop = EarlyStopping("val_loss", mode="max", patience=1, verbose=False)
     best = ModelCheckpoint(f"{name}/best", monitor="val_auroc", mode="max", filename="{epoch}")
@@ -176,20 +182,20 @@ def test_metrics_and_best_checkpoint_equal_one_process() -> None:
     assert ranks[0] == ranks[1]
     assert piped["metrics"] == pytest.approx(single["metrics"], rel=1e-6)
     assert (piped["epochs"], piped["best"]) == (single["epochs"], single["best"])
-    assert single["epochs"] < 6, "it stopped early"
+    assert single["epochs"] < 6, "early stopping must end the run"
     for key in ("weights", "loaded"):
         assert_same_float32(piped[key], single[key])
-    states = [one["checkpoint"]["optimizer_states"][0]["state"] for one in (piped, single)]
+    states = [result["checkpoint"]["optimizer_states"][0]["state"] for result in (piped, single)]
     assert_same_float32(*states)
     for key in ("state_dict", "current_model_state", "averaging_state"):
         assert_same_float32(piped["checkpoint"][key], single["checkpoint"][key])
 
 
-LAYOUTS = {"one": (None, 16), "three": ([2, 1], 8)}  # And the samples that a process loads.
+LAYOUTS = {"one": (None, 16), "three": ([2, 1], 8)}  # Replicas, and the number of samples in a process's batch.
 
 
 def validated() -> list[Any]:
-    """Lightning's own samplers, which repeat samples to make shards even."""
+    """Return metrics of one process and of three ranks with Lightning's samplers, which repeat samples."""
     results = []
     for replicas, size in LAYOUTS.values():
         trainer = trainer_of(replicas, use_distributed_sampler=True)
@@ -214,11 +220,11 @@ def test_ordinary_loaders_give_the_rows_of_one_process_in_order() -> None:
     [(rows, indices)], [(piped_rows, piped_indices), *others] = run_apart(predicted)
     assert torch.allclose(piped_rows, rows, rtol=1e-10, atol=1e-12)
     assert indices == piped_indices == list(range(23))
-    assert [(len(rows), indices) for rows, indices in others] == [(0, []), (0, [])], "each row is there once"
+    assert [(len(rows), indices) for rows, indices in others] == [(0, []), (0, [])], "each row occurs once"
 
 
 class Reductions(Callback):
-    """Counts on each rank how often gradients are added up over replicas."""
+    """A callback that counts each rank's asynchronous all-reduces, which sum gradients over replicas."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.count, reduce = 0, dist.all_reduce
@@ -234,7 +240,10 @@ class Reductions(Callback):
 
 
 def accumulated() -> list[dict[str, Tensor]]:
-    """Three batches an epoch: two steps of the optimizer, the second with one batch. Both replicas load the same."""
+    """Return weights of one process and of a pipeline, and each rank's number of all-reduces.
+
+    An epoch's three batches make two steps of the optimizer; the second step has one batch.
+    """
     weights = []
     for replicas in (None, [2, 1]):
         model = ImageClassifier(network(), 3, optimizer=sgd)
@@ -246,16 +255,19 @@ def accumulated() -> list[dict[str, Tensor]]:
     return [*weights, {str(rank): torch.tensor(int(Path(f"{rank}.reductions").read_text())) for rank in range(3)}]
 
 
-def test_accumulated_gradients_are_those_of_one_process_once() -> None:
+def test_accumulated_gradients_equal_one_process_and_are_summed_once() -> None:
     single, piped, reductions = run_apart(accumulated)
     assert_same_float32(piped, single)
     assert {rank: int(count) for rank, count in reductions.items()} == {"0": 4, "1": 0, "2": 4}, (
-        "rank 1 has a stage of its own"
+        "rank 1 is the only replica of its stage"
     )
 
 
 class Overflow(Callback):
-    """In the third step one gradient of one stage becomes infinite; notes the loss scale and what each step changed."""
+    """A callback that makes one gradient of one stage infinite in the third step.
+
+    The notes have one entry for each step: the loss scale, and whether the step changed weights.
+    """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.notes: list[tuple[float, bool]] = []
@@ -273,15 +285,16 @@ class Overflow(Callback):
 
 
 def fp16() -> tuple[Any, list[list[tuple[float, bool]]]]:
-    # Given as a plugin: `precision="16-mixed"` becomes bf16 on CPUs.
+    # The precision is a plugin because `precision="16-mixed"` becomes bf16 on CPUs.
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     model = ImageClassifier(network(), 3, optimizer=sgd)
     mixed = MixedPrecision("16-mixed", "cpu", scaler)
-    again = {"activation_checkpointing": "always"}  # With weights in half precision that gradients reach.
+    # With recomputation, gradients must still reach the weights through their copies in half precision.
+    again = {"activation_checkpointing": "always"}
     trainer = trainer_of([1, 1], [Overflow()], layout=again, max_epochs=2, precision=None, plugins=[mixed])
     trainer.fit(model, DataLoader(Images(32), 16))
     single = ImageClassifier(network(), 3, optimizer=sgd)
-    # The same without the third batch, in float32.
+    # The expected weights: the same steps in float32, without the third batch.
     plain = sgd(single.network.parameters())
     images, targets = Images(32).images, Images(32).targets
     for half in (slice(0, 16), slice(16, 32), slice(16, 32)):
@@ -299,17 +312,21 @@ def test_fp16_skips_a_step_on_all_stages_and_lowers_one_scale() -> None:
 
 
 class OtherLoss(ImageClassifier):
-    """Trains another loss than its ``loss``."""
+    """A module that trains a different loss from its method ``loss``."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return 2 * super().training_step(batch, batch_idx)
 
 
 def after_a_failure() -> tuple[list[str], list[str]]:
-    """What a script meets that goes on after a fit has failed on all ranks, and how its stage was to be compiled."""
+    """Call functions after a fit that fails on all ranks.
+
+    Returns:
+        The error messages of fit and of three functions after it, and the backends that stages were compiled with.
+    """
     os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
     backends: list[str] = []
-    # What compiled ones train: `test_compiled.py`.
+    # Stages are not really compiled here; `test_compiled.py` trains compiled stages.
     StageModule.compile = lambda stage, backend, dynamic: backends.append(backend)  # type: ignore[method-assign]
     model, loader = OtherLoss(network(), 3, compile_backend="aot_eager"), DataLoader(Images(20), 8)
     trainer = trainer_of([1, 1], max_epochs=1)
@@ -326,7 +343,7 @@ def after_a_failure() -> tuple[list[str], list[str]]:
     return messages, backends
 
 
-def test_after_a_failure_no_part_of_the_network_goes_on() -> None:
+def test_after_a_failed_fit_further_functions_are_refused() -> None:
     for (failure, save, again, other), backends in run_ranks(2, after_a_failure):
         assert backends == ["aot_eager"]
         assert "a pipeline trains loss() alone" in failure
@@ -355,8 +372,8 @@ def find_rates() -> tuple[float, list[Any]]:
     return model.lr, weights
 
 
-@pytest.mark.cluster  # It takes long.
-def test_learning_rate_finder_finds_that_of_one_process() -> None:
+@pytest.mark.cluster  # This takes long.
+def test_the_learning_rate_finder_finds_the_rate_of_one_process() -> None:
     rate, (piped, single) = run_apart(find_rates)
     assert rate != 1e-3
     assert_same_float32(piped, single)

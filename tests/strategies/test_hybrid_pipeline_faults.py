@@ -1,4 +1,4 @@
-"""When a rank fails, dies or falls silent, every process ends soon, says who it was, and the last checkpoint stands."""
+"""Tests of failing, dying and silent ranks: all processes end soon and name the rank; the last checkpoint is kept."""
 
 import os
 import signal
@@ -12,14 +12,14 @@ import warm
 from cluster.processes_of import PYTHON, Program, fit
 from conftest import alive
 from digit_commands import COMMON, checkpoint
-from fault_injection import words
+from fault_injection import fault_arguments
 
-pytestmark = pytest.mark.cluster  # They wait for time-outs, and train meanwhile.
+pytestmark = pytest.mark.cluster  # These tests wait for time-outs.
 
-# Also for the rendezvous, and a second program's imports take longer on a busy machine.
+# The time-out also holds for the rendezvous, and on a busy machine a second program's imports take long.
 TIMEOUT = 60
 SHORT = 15
-STEP = 9  # in the second epoch
+STEP = 9  # A step of the second epoch.
 ARGS = [
     *COMMON,
     "--trainer.devices=2",
@@ -50,7 +50,7 @@ def check_checkpoint() -> None:
 )
 def test_forked_ranks_end_with_a_message(run_cli, quick, how, messages):
     args = [*ARGS, "--trainer.strategy.init_args.start_method=fork", time_out(SHORT if how == "asleep" else TIMEOUT)]
-    code, output = run_cli("fit", *quick, *args, *words(how=how, step=STEP))
+    code, output = run_cli("fit", *quick, *args, *fault_arguments(how=how, step=STEP))
     assert code not in (0, 2), output
     for message in messages:
         assert message in output, output
@@ -60,9 +60,9 @@ def test_forked_ranks_end_with_a_message(run_cli, quick, how, messages):
 @pytest.mark.warm
 @pytest.mark.parametrize(("how", "rank"), [("SIGKILL", 1), ("SIGSTOP", 0)])
 def test_started_ranks_end_and_leave_no_process(how, rank):
-    """As a user starts it: a program whose other ranks are programs, too."""
+    """The run is a program that starts its other ranks as programs, like a user's script."""
     silent = how == "SIGSTOP"
-    args = [*ARGS, time_out(SHORT if silent else TIMEOUT), *words(how=how, rank=rank, step=STEP)]
+    args = [*ARGS, time_out(SHORT if silent else TIMEOUT), *fault_arguments(how=how, rank=rank, step=STEP)]
     program = Program([PYTHON, *fit(*args)], Path("log"), PYTHONPATH=os.pathsep.join(sys.path))
 
     def states() -> list[str]:
@@ -72,7 +72,7 @@ def test_started_ranks_end_and_leave_no_process(how, rank):
         try:
             program.wait_until(lambda: set(states()) == {"T"})
             assert "stage 1, replica 0 (rank 1)" in program.output()
-            assert "are gone" not in program.output(), "what the failure has left behind is not the cause"
+            assert "are gone" not in program.output(), "consequences of the failure are not its cause"
         finally:
             os.killpg(program.process.pid, signal.SIGKILL)
             program.process.wait()

@@ -1,4 +1,4 @@
-"""A rank that has lost another one lets that end first."""
+"""Tests of a rank that has lost another rank: it waits, so that the lost rank ends first and is named as the cause."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ FORKED = MultiProcessingLauncher(DDPStrategy(), "fork")
         (FORKED, ValueError("gone"), []),
     ],
 )
-def test_only_a_started_rank_that_has_lost_another_waits(monkeypatch, launcher, error, waits):
+def test_only_a_rank_of_a_launcher_waits_after_losing_another_rank(monkeypatch, launcher, error, waits):
     waited = []
     monkeypatch.setattr(steps, "wait_to_be_ended", waited.append)
 

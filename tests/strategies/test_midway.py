@@ -1,4 +1,4 @@
-"""Epochs whose batches are given out, and which a worker or the whole run begins in the middle."""
+"""Tests of epochs with distributed batches that a worker, or the whole run, starts in the middle."""
 
 import os
 import signal
@@ -14,18 +14,20 @@ from digit_commands import COMMON, checkpoint, read_samples, served, write_sampl
 from lightning.pytorch import Callback
 from test_parameter_server_faults import PATIENT
 
-pytestmark = pytest.mark.cluster  # They take long.
-SECONDS = 60.0  # for it to come back
-BATCH_SECONDS = 0.05  # By processor time alone one rank may be so much faster that the other gets a single batch.
+pytestmark = pytest.mark.cluster  # These tests take long.
+SECONDS = 60.0  # Longest wait for the restarted worker.
+BATCH_SECONDS = 0.05  # Without a pause, one rank may be so fast that the other rank gets a single batch.
 DIVIDED = ["--trainer.strategy.init_args.mode=sync", "--trainer.strategy.init_args.data_dispatch=static"]
-FIRST, EPOCHS = 1, 3  # epochs: with which the run goes on, and how many there are
+FIRST, EPOCHS = 1, 3  # First epoch of the resumed run, and number of epochs.
 
 
 class Diary(Callback):
-    """Writes down each sample. Rank 1 dies after two batches of an epoch; rank 0 waits after three until it is back.
+    """A callback that writes down each sample.
+
+    Rank 1 dies after two batches of an epoch; rank 0 waits for rank 1's restart after three batches.
 
     Args:
-        fatal: The epoch.
+        fatal: Epoch in which rank 1 dies.
     """
 
     def __init__(self, fatal: int) -> None:
@@ -41,11 +43,14 @@ class Diary(Callback):
         if trainer.global_rank == 1 and incarnation == "0" and batch_idx == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if trainer.global_rank == 0 and batch_idx == 2:
-            wait_until(Path("diary-1-1").exists, lambda: "the other does not come back in this epoch", SECONDS)
+            wait_until(Path("diary-1-1").exists, lambda: "rank 1 was not restarted in this epoch", SECONDS)
 
 
 class Stop(Callback):
-    """Writes down each sample. In the first run each batch takes a while, and rank 1 asks for a stop in epoch 1."""
+    """A callback that writes down each sample.
+
+    In the first run, batches take at least 0.1 s, and rank 1 requests a stop in epoch 1.
+    """
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         write_samples(f"{trainer.global_rank}-0", trainer.current_epoch, batch)
@@ -63,7 +68,7 @@ class Stop(Callback):
         pytest.param(FIRST + 1, {"mode": "ssp", "staleness": 3}, id="ssp"),
     ],
 )
-def test_a_worker_comes_back_in_mid_epoch_of_a_resumed_run(run_cli, quick, fatal, options):
+def test_a_restarted_worker_joins_in_mid_epoch_of_a_resumed_run(run_cli, quick, fatal, options):
     options = {**options, "data_dispatch": "dynamic", "max_restarts": 1, **PATIENT}
     few = ["--data.init_args.global_batch_size=32", "--trainer.logger.init_args.name=run"]
 
@@ -81,13 +86,13 @@ def test_a_worker_comes_back_in_mid_epoch_of_a_resumed_run(run_cli, quick, fatal
     assert {epoch for epoch, _ in after} == set(range(fatal, EPOCHS))
     samples = {sample for _, sample in [*mine, *before, *after]}
     for epoch in range(FIRST, EPOCHS):
-        assert {sample for one, sample in [*mine, *before, *after] if one == epoch} == samples, epoch
-    # What it had not told of is worked on again, of the epoch before too; nothing else is.
+        assert {sample for sample_epoch, sample in [*mine, *before, *after] if sample_epoch == epoch} == samples, epoch
+    # Only samples that rank 1 had not reported are processed again, including samples of the previous epoch.
     again = len(mine) + len(before) + len(after) - (EPOCHS - FIRST) * len(samples)
     assert 0 <= again <= 3 * 16
 
 
-def test_a_run_stopped_within_an_epoch_goes_on_with_the_rest(run_cli, quick):
+def test_a_run_stopped_within_an_epoch_resumes_with_the_remaining_samples(run_cli, quick):
     options = {"mode": "async", "data_dispatch": "dynamic", **PATIENT}
     few = ["--data.init_args.global_batch_size=32", "--trainer.callbacks+=test_midway.Stop", "--trainer.max_epochs=3"]
     common = [*quick, *COMMON, *served(**options), *few]
@@ -106,4 +111,4 @@ def test_a_run_stopped_within_an_epoch_goes_on_with_the_rest(run_cli, quick):
     assert done == Counter((epoch, sample) for epoch in range(3) for sample in whole)
     code, output = run_cli("fit", *common, f"--ckpt_path={path.resolve()}", *DIVIDED)
     assert code == 2, output
-    assert "was saved within an epoch with data_dispatch: dynamic, and this run divides the batches" in output
+    assert "was saved within an epoch with data_dispatch: dynamic, and this run does not use it" in output

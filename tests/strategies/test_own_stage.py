@@ -1,4 +1,4 @@
-"""What `configure_model` builds is trained as in one process, and no rank holds more of it than its own stage."""
+"""Tests of networks that `configure_model` builds: each rank holds only its own stage, and values equal one process."""
 
 import copy
 import os
@@ -25,7 +25,7 @@ KEPT = ("layers.0", "layers.2", "layers.5")
 
 
 class Network(nn.Sequential):
-    """Of three stages; what branches on a shape is decided without values."""
+    """A network of three stages that branches on a shape, which needs no values."""
 
     def __init__(self, norm: bool) -> None:
         middle = nn.BatchNorm2d(40) if norm else nn.Identity()
@@ -42,7 +42,7 @@ class Network(nn.Sequential):
 
 
 class Module(LightningModule):
-    """What a user writes."""
+    """A user's module that builds its network in `configure_model`."""
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def loader() -> DataLoader[Any]:
 
 def trainer_of(replicas: list[int], epochs: int, name: str, **options: Any) -> Trainer:
     strategy: Any = "auto"
-    if dist.is_initialized():  # As a launcher of the cluster's starts them.
+    if dist.is_initialized():  # The ranks have the environment of a cluster's launcher.
         os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": str(sum(replicas))}
     if replicas:
         unequal = {"microbatches": replicas[0] ** 2, "shares": [3, *[1] * (sum(replicas) - 1)]}
@@ -116,7 +116,11 @@ def trainer_of(replicas: list[int], epochs: int, name: str, **options: Any) -> T
 def fit(
     replicas: list[int], epochs: int, norm: bool, name: str, resume: str | None = None
 ) -> tuple[Any, Any, set[str]]:
-    """What is logged, after the fit and when it is evaluated again; and the names of what this rank holds."""
+    """Fit, then validate the last checkpoint.
+
+    Returns:
+        The metrics of fit, the loss of the validation, and the names of the parameters that this rank holds.
+    """
     module, trainer = Module(norm), trainer_of(replicas, epochs, name)
     trainer.fit(module, loader(), loader(), ckpt_path=resume)
     held = {name for name, parameter in module.named_parameters() if not parameter.is_meta}
@@ -137,41 +141,43 @@ def assert_same(got: Any, expected: Any) -> None:
 def saved(name: str) -> dict[str, Any]:
     checkpoint = torch.load(f"{name}/last.ckpt", weights_only=True)
     states = checkpoint["optimizer_states"][0]["state"]
-    return checkpoint["state_dict"] | {f"{index}.{key}": one for index in states for key, one in states[index].items()}
+    return checkpoint["state_dict"] | {
+        f"{index}.{key}": value for index in states for key, value in states[index].items()
+    }
 
 
-def test_stages_that_are_built_apart_are_those_of_one_process(tmp_path: Path) -> None:
+def test_stages_that_are_built_separately_equal_one_process(tmp_path: Path) -> None:
     expected = run_apart(first_run, tmp_path, [], True)
     ranks = run_ranks(3, first_run, tmp_path, [1, 1, 1], True)
     assert_same(saved(f"{tmp_path}/[1, 1, 1]"), saved(f"{tmp_path}/[]"))
     for logged, again, _ in ranks:
         assert_same((logged, again), expected[:2])
-    held = [one for *_, one in ranks]
+    held = [names for *_, names in ranks]
     assert set.union(*held) == expected[2]
-    assert sum(map(len, held)) == len(expected[2]), "no two ranks hold the same"
+    assert sum(map(len, held)) == len(expected[2]), "no two ranks hold the same parameter"
 
 
 def own_part(folder: Path) -> dict[str, Tensor]:
-    """What a rank has after a fit from nothing, where each replica draws its own."""
+    """Return the parameters that a rank holds after a fit in which each rank has a different seed."""
     torch.manual_seed(dist.get_rank())
     module = Module()
     trainer_of([2, 1], 1, f"{folder}/drawn").fit(module, loader())
-    return {name: one.detach() for name, one in module.named_parameters() if not one.is_meta}
+    return {name: parameter.detach() for name, parameter in module.named_parameters() if not parameter.is_meta}
 
 
-def test_replicas_begin_alike_and_hold_their_stage_alone(tmp_path: Path) -> None:
-    one, other, last = run_ranks(3, own_part, tmp_path)
-    assert one.keys() == other.keys()
-    assert one.keys().isdisjoint(last)
-    for name in one:
-        assert torch.equal(one[name], other[name]), name
+def test_replicas_start_equal_and_hold_only_their_stage(tmp_path: Path) -> None:
+    first, second, last = run_ranks(3, own_part, tmp_path)
+    assert first.keys() == second.keys()
+    assert first.keys().isdisjoint(last)
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
 
 
 def go_on(folder: Path, replicas: list[int]) -> Any:
     return fit(replicas, 3, False, f"{folder}/on {replicas}", f"{folder}/[]/last.ckpt")
 
 
-def test_replicas_go_on_from_a_checkpoint_of_one_process(tmp_path: Path) -> None:
+def test_replicas_resume_from_a_checkpoint_of_one_process(tmp_path: Path) -> None:
     run_apart(first_run, tmp_path, [], False)
     expected = run_apart(go_on, tmp_path, [])
     ranks = run_ranks(3, go_on, tmp_path, [2, 1])
@@ -187,22 +193,22 @@ def refused(module: LightningModule, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_what_needs_the_whole_network_is_refused_first() -> None:
+def test_options_that_need_the_whole_network_are_refused_first() -> None:
     assert "name the cuts, or build it in __init__" in refused(Module(), cuts=None)
     assert "use start_method popen" in refused(Module(), start_method="fork")
     assert "OnMetaAtOnce.network.0.weight is on the meta device" in refused(OnMetaAtOnce())
 
 
 def refusals_of_ranks() -> list[str]:
-    said = [refused(module) for module in (OnMeta(), AnotherEachTime())]
+    messages = [refused(module) for module in (OnMeta(), AnotherEachTime())]
     module, trainer = Module(), trainer_of([1, 1], 1, "ended")
     trainer.fit(module, loader())
     with pytest.raises(ConfigurationError) as caught:
         trainer.save_checkpoint("late.ckpt")
-    return [*said, str(caught.value)]
+    return [*messages, str(caught.value)]
 
 
-def test_what_a_rank_cannot_build_or_give_is_refused_by_name() -> None:
+def test_a_network_that_a_rank_cannot_build_or_save_is_refused_by_name() -> None:
     for on_meta, another, late in run_ranks(2, refusals_of_ranks):
         assert "on the meta device: build it without torch.device('meta')" in on_meta
         assert "AnotherEachTime.configure_model builds another network each time" in another
@@ -210,10 +216,10 @@ def test_what_a_rank_cannot_build_or_give_is_refused_by_name() -> None:
 
 
 class Initialised(nn.Module):
-    """Initialised in every way that draws: by the layers, again by its own code, and with rejected draws.
+    """A module that draws random values in every way: in layers, again in its own code, and with rejected draws.
 
     Args:
-        looked_at: What is called after each layer.
+        looked_at: Function that is called after each layer.
     """
 
     def __init__(self, looked_at: Callable[[nn.Module], None] = lambda made: None) -> None:
@@ -244,24 +250,36 @@ class Initialised(nn.Module):
         self.register_buffer("noise", torch.rand(3))
 
 
-def built(make: Callable[[], nn.Module], own: Callable[[str], bool]) -> tuple[nn.Module, nn.Module]:
-    """A network of which those are kept that are named, and a whole one that draws the same random numbers."""
+def built(make: Callable[[], nn.Module], is_kept: Callable[[str], bool]) -> tuple[nn.Module, nn.Module]:
+    """Build a network twice with the same random numbers: in part and as a whole.
+
+    Args:
+        make: Function that builds the network.
+        is_kept: Says by a parameter's name whether the part keeps its values.
+
+    Returns:
+        The network of which only some parameters have values, and the whole network.
+    """
     torch.manual_seed(3)
     whole = make()
     after = torch.get_rng_state()
     with held_in_turn() as planned:
         shapes = make()
     names = {id(parameter): name for name, parameter in shapes.named_parameters()}
-    elsewhere = {number for number, one in enumerate(planned) if id(one) in names and not own(names[id(one)])}
+    elsewhere = {
+        number
+        for number, parameter in enumerate(planned)
+        if id(parameter) in names and not is_kept(names[id(parameter)])
+    }
     torch.manual_seed(3)
     with held_in_turn(elsewhere):
         part = make()
-    assert torch.equal(torch.get_rng_state(), after), "the same numbers come next"
+    assert torch.equal(torch.get_rng_state(), after), "both leave the random state the same"
     return part, whole
 
 
 @pytest.mark.light
-def test_what_is_kept_is_whole_and_the_rest_shape_alone() -> None:
+def test_kept_parameters_have_their_values_and_others_only_shapes() -> None:
     for first in (True, False):
         part, whole = built(Initialised, lambda name, first=first: name.startswith(KEPT) == first)  # type: ignore[misc]
         expected = dict(whole.named_parameters())
@@ -275,43 +293,43 @@ def test_what_is_kept_is_whole_and_the_rest_shape_alone() -> None:
 
 
 @pytest.mark.light
-def test_one_at_a_time_holds_memory_while_the_whole_is_built() -> None:
+def test_one_parameter_at_a_time_holds_memory_while_the_network_is_built() -> None:
     held: list[int] = []
 
     def look(made: nn.Module) -> None:
-        held.append(sum({id(s := one.untyped_storage()): s.nbytes() for one in made.parameters()}.values()))
+        held.append(sum({id(s := parameter.untyped_storage()): s.nbytes() for parameter in made.parameters()}.values()))
 
     part, whole = built(lambda: Initialised(look), lambda name: name == "layers.1.bias")
-    sizes = [one.nbytes for one in whole.parameters()]
+    sizes = [parameter.nbytes for parameter in whole.parameters()]
     assert max(held[-9:]) <= max(sizes) + part.get_parameter("layers.1.bias").nbytes < sum(sizes) / 2
 
 
 class Copied(nn.Module):
-    """Its second layer begins as the first."""
+    """A module that initialises its second layer from its first layer."""
 
     def __init__(self, way: Callable[[nn.Linear, nn.Linear], object]) -> None:
         super().__init__()
-        self.one, self.two, self.three = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.first, self.second, self.third = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
         with torch.no_grad():
-            self.way = way(self.one, self.two)
+            self.way = way(self.first, self.second)
 
 
 @pytest.mark.light
-def test_what_needs_values_that_are_gone_is_refused_by_name() -> None:
+def test_initialisation_that_needs_deleted_values_is_refused_by_name() -> None:
     for way in (
-        lambda one, two: two.weight.copy_(one.weight),
-        lambda one, two: two.weight.mul_(one.weight.norm()),
-        lambda one, two: copy.deepcopy(one),
+        lambda first, second: second.weight.copy_(first.weight),
+        lambda first, second: second.weight.mul_(first.weight.norm()),
+        lambda first, second: copy.deepcopy(first),
     ):
         with pytest.raises(ConfigurationError, match=r"Linear.weight is of another rank's stage.*in __init__"):
-            built(lambda way=way: Copied(way), lambda name: not name.startswith("one"))  # type: ignore[misc]
+            built(lambda way=way: Copied(way), lambda name: not name.startswith("first"))  # type: ignore[misc]
 
 
 @pytest.mark.light
-def test_what_is_kept_of_a_checkpoint_is_read_alone() -> None:
+def test_only_kept_parameters_are_read_from_a_checkpoint() -> None:
     torch.manual_seed(4)
     saved = Initialised().state_dict()
-    unreadable = {name: one if name.startswith("layers.1") else one.to("meta") for name, one in saved.items()}
+    unreadable = {name: value if name.startswith("layers.1") else value.to("meta") for name, value in saved.items()}
     unreadable |= {name: saved[name] for name, _ in Initialised().named_buffers()}
     states = [saved, unreadable, unreadable]
 

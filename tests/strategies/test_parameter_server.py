@@ -1,4 +1,4 @@
-"""The parameter server trains the same model as one process, with what users switch on, or refuses it."""
+"""Tests of the parameter server against one process, with the options that users combine with it."""
 
 import json
 import signal
@@ -12,7 +12,7 @@ import torch
 from conftest import PlainCNN
 from digit_commands import COMMON, checkpoint
 from digit_runs import ADAMW, assert_same_run, load, logged, train
-from fault_injection import words
+from fault_injection import fault_arguments
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from torch import nn
@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Traffic(Callback):
-    """Writes down what a worker has sent and received over the network."""
+    """A callback that saves the numbers of bytes that a worker has sent and received over the network."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         counters = facts_of(trainer.strategy).traffic
@@ -50,9 +50,9 @@ class Traffic(Callback):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_sync_equals_one_process(options: dict[str, Any]) -> None:
-    """Weights, optimizer state, schedulers and everything logged; 5 batches of 64 and one of 30 samples.
+    """Weights, optimizer state, schedulers and all logged values are equal for 5 batches of 64 samples and one of 30.
 
-    Also where one of a node's workers pushes for all: the last batch has uneven parts there.
+    They are also equal if one of a node's workers pushes for all, and the workers have unequal parts of the last batch.
     """
     single = train("single", callbacks=[SampleWeights()], **options)
     accumulates = "accumulate_grad_batches" in options
@@ -62,9 +62,9 @@ def test_sync_equals_one_process(options: dict[str, Any]) -> None:
     for name, (strategy, devices) in {"apart": apart, "combined": together}.items():
         watched = [ServerTraffic(), Traffic()]
         assert_same_run(train(name, strategy, devices, **options, callbacks=watched), single)
-        assert not Path(name, "watch.json").exists(), "it cannot be watched any more"
+        assert not Path(name, "watch.json").exists(), "a finished run cannot be watched"
         for got, expected in zip(logged(name), logged("single"), strict=True):
-            # `train_loss_step` is that of rank 0's part of the batch.
+            # `train_loss_step` is the loss of rank 0's part of the batch.
             both = [
                 {key: value for key, value in row.items() if key != "train_loss_step" and "servers/" not in key}
                 for row in (got, expected)
@@ -72,17 +72,19 @@ def test_sync_equals_one_process(options: dict[str, Any]) -> None:
             assert both[0] == pytest.approx(both[1], rel=1e-6), name
     assert {row["servers/dropped"] for row in logged("combined") if "servers/dropped" in row} == {0.0}
     members = [apart[1], 1 if accumulates else 2]
-    last = {name: value for row in logged("apart") for name, value in row.items()}  # Of the last epoch.
+    last = {name: value for row in logged("apart") for name, value in row.items()}  # Values of the last epoch.
     assert [last[f"servers/{figure}"] for figure in ("workers", "alive", "losses", "staleness")] == [*members, 0, 0]
     megabytes = sum(8e-6 * parameter.numel() for parameter in PlainCNN().parameters())
     for figure in ("sent_mb", "received_mb"):
-        assert last[f"servers/{figure}"] == pytest.approx(megabytes, rel=0.1), "each parameter once in a step"
+        assert last[f"servers/{figure}"] == pytest.approx(megabytes, rel=0.1), (
+            "a step sends and receives each parameter once"
+        )
     traffic = [json.loads(Path(f"combined/traffic-{rank}").read_text()) for rank in range(workers)]
     assert [[sent > 0, received > 0] for sent, received in traffic] == [[True] * 2, *[[False] * 2] * (workers - 1)]
 
 
 class SaveWithinARound(Callback):
-    """Saves a checkpoint when own steps have been made since the last outer one."""
+    """A callback that saves a checkpoint when the workers have made local steps since the last outer step."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_step == 9:
@@ -95,7 +97,7 @@ def outer_momenta(saved: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def test_a_resumed_local_run_equals_an_uninterrupted_one() -> None:
-    """The outer optimizer's momentum is in the checkpoint; the workers' own optimizers have no state here."""
+    """The checkpoint has the outer optimizer's momentum; the workers' optimizers have no state in this test."""
     outer: dict[str, Any] = {
         "mode": "local",
         "sync_every": 4,
@@ -125,14 +127,14 @@ class NormalisedCNN(nn.Sequential):
 
 
 class SameEverywhere(Callback):
-    """Fails when the ranks do not validate with the same weights and buffers, and writes down with which they end."""
+    """A callback that checks that all ranks validate with the same values, and saves each rank's values at the end."""
 
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
         if batch_idx == 0 and not trainer.sanity_checking:
-            own = self.state(pl_module)
-            everyone = trainer.strategy.all_gather(own)
+            values = self.state(pl_module)
+            everyone = trainer.strategy.all_gather(values)
             assert len(everyone) == trainer.world_size
-            assert all(torch.equal(one, own) for one in everyone)
+            assert all(torch.equal(rank_values, values) for rank_values in everyone)
 
     def on_fit_end(self, trainer, pl_module):
         torch.save(self.state(pl_module), Path(trainer.log_dir, f"end-of-{trainer.global_rank}"))
@@ -142,7 +144,7 @@ class SameEverywhere(Callback):
 
 
 class Collectives(Callback):
-    """Checks the strategy's collectives with what Lightning and users pass to them."""
+    """A callback that checks the strategy's collectives with the arguments that Lightning and users pass."""
 
     def on_train_start(self, trainer, pl_module):
         strategy, rank, world = trainer.strategy, trainer.global_rank, trainer.world_size
@@ -182,7 +184,7 @@ def test_every_rank_validates_with_the_same_values(options):
     assert torch.equal(ends[0], ends[2])
 
 
-def test_validation_is_no_part_of_the_steps_that_are_measured(monkeypatch, tmp_path):
+def test_validation_is_left_out_of_measured_steps(monkeypatch, tmp_path):
     def note(chooser, step, seconds):
         with (tmp_path / "notes").open("a") as notes:
             print(step, seconds is None, file=notes)
@@ -191,10 +193,10 @@ def test_validation_is_no_part_of_the_steps_that_are_measured(monkeypatch, tmp_p
     monkeypatch.setattr(CodecChooser, "next", note)
     train("run", served(compression="auto"), 2, val_check_interval=3)
     notes = (tmp_path / "notes").read_text().splitlines()
-    assert notes == [f"{step} {step % 3 == 0}" for step in range(12)], "of the first worker alone"
+    assert notes == [f"{step} {step % 3 == 0}" for step in range(12)], "only the first worker chooses"
 
 
-def test_averages_stopping_and_best_checkpoint_equal_one_process():
+def test_weight_averages_early_stopping_and_the_best_checkpoint_equal_one_process():
     runs = []
     for name, *where in (("single", "auto", 1), ("served", served(), 2)):
         best = ModelCheckpoint(Path(name).resolve(), "best", monitor="val_loss", mode="min")
@@ -204,7 +206,7 @@ def test_averages_stopping_and_best_checkpoint_equal_one_process():
     (single, best_of_one), (several, best_of_several) = runs
     assert single["epoch"] == several["epoch"] < 11
     assert best_of_one == best_of_several
-    # The average is made before Lightning converts the module to float64.
+    # The average starts from weights before Lightning converts the module to float64.
     assert_same_run(several, single, rtol=1e-5)
 
 
@@ -215,10 +217,10 @@ def test_averages_stopping_and_best_checkpoint_equal_one_process():
         pytest.param(
             {"combine_per_node": True, "pull_compression": "fp16"}, 0, marks=pytest.mark.cluster, id="combined"
         ),
-    ],  # `test_midway.py` has async.
+    ],  # `test_midway.py` tests mode async.
 )
 def test_a_signal_stops_the_run_at_a_step_and_it_resumes(run_cli, quick, options, restarts):
-    terminate = words(how="SIGTERM", victim="parent", step=8)
+    terminate = fault_arguments(how="SIGTERM", victim="parent", step=8)
     layout = [*digit_commands.served(**options, max_restarts=restarts), "--trainer.max_epochs=2000", "--stop.grace=60"]
     code, output = run_cli("fit", *quick, *COMMON, *layout, *terminate, "--trainer.logger.init_args.name=stopped")
     assert code == 128 + signal.SIGTERM, output
@@ -241,7 +243,7 @@ PIPELINED = [
 ]
 
 
-def test_steps_are_pipelined_where_slices_are_independent():
+def test_steps_are_pipelined_if_slices_are_independent():
     dedicated = {"endpoints": ["tcp://127.0.0.1:7000"], "coordinator": "tcp://127.0.0.1:7001", "security": "none"}
     module = NormalisedCNN()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -249,4 +251,4 @@ def test_steps_are_pipelined_where_slices_are_independent():
         strategy = ParameterServerStrategy(**{**dedicated, **options})
         specification = strategy.options.specification(module, optimizer, 1, 2, **changes)
         assert specification.pipelined is is_pipelined, (options, changes)
-        assert (specification.slice_bytes < 1 << 21) is is_pipelined, "the sooner the first comes back"
+        assert (specification.slice_bytes < 1 << 21) is is_pipelined, "smaller slices come back sooner"

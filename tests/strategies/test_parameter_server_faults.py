@@ -1,6 +1,7 @@
-"""What happens to a run when one of its processes is killed or stopped, through the command line.
+"""Tests of runs of the command line in which a process is killed or stopped.
 
-Every test also checks that nothing is left behind: `run_cli` fails for processes, `Run` for directories of sockets.
+Every test also checks that nothing is left: `run_cli` fails if a process is left, `leaves_no_sockets` if a directory of
+sockets is left.
 """
 
 import re
@@ -13,23 +14,23 @@ import torch
 from conftest import leaves_no_sockets
 from digit_commands import COMMON, checkpoint, served
 from digit_runs import logged
-from fault_injection import words
+from fault_injection import fault_arguments
 from ports import free_port
 
 from cnnstrategies.paramserver.drivers import control
 from cnnstrategies.paramserver.supervision import Supervision
 
-pytestmark = pytest.mark.cluster  # They wait for time-outs, and train meanwhile.
+pytestmark = pytest.mark.cluster  # These tests wait for time-outs.
 
-# No process of a busy machine is silent for so long; whoever is killed is missed at once.
+# Longer than a process of a busy machine is silent. A killed process is detected at once, without a time-out.
 PATIENT = {"timeout": 60}
-HASTE = 40  # times the time that passes; a member's clock may not jump by more than a quarter of the time-out
+HASTE = 40  # Factor of simulated clocks. A member's clock may not jump by more than a quarter of the time-out.
 
 
 def train(run_cli, quick, kill, epochs=4, **options):
     name = ["--trainer.logger.init_args.name=run", f"--trainer.max_epochs={epochs}"]
     with leaves_no_sockets():
-        return run_cli("fit", *quick, *COMMON, *served(**{**PATIENT, **options}), *words(**kill), *name)
+        return run_cli("fit", *quick, *COMMON, *served(**{**PATIENT, **options}), *fault_arguments(**kill), *name)
 
 
 def accuracy():
@@ -40,7 +41,7 @@ LEFT_OUT = ["worker 1 (process", "was killed by SIGKILL; it is not replaced"]
 LOST = [f"Rank {rank} ends: server 0 (process" for rank in range(2)]
 LOST += ["its parameters are lost; with replication: 2 a run survives this"]
 WRONG = "AssertionError: no process nobody"
-# What is done, to a run with which options, whether it goes on, and what is said.
+# By case: options of the fault, options of the run, whether the run continues, and parts of the output.
 ENDS: dict[str, tuple[dict, dict, bool, list[str]]] = {
     "sync": ({}, {}, True, LEFT_OUT),
     "async": ({}, {"mode": "async"}, True, LEFT_OUT),
@@ -51,11 +52,11 @@ ENDS: dict[str, tuple[dict, dict, bool, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("kill", "options", "goes_on", "said"), ENDS.values(), ids=ENDS)
-def test_a_run_goes_on_or_ends_and_says_who_it_was(run_cli, quick, kill, options, goes_on, said):
+@pytest.mark.parametrize(("kill", "options", "goes_on", "messages"), ENDS.values(), ids=ENDS)
+def test_a_run_continues_or_ends_and_names_the_dead_process(run_cli, quick, kill, options, goes_on, messages):
     code, output = train(run_cli, quick, kill, epochs=4 if goes_on else 200, **options)
     assert (code == 0) is goes_on, output
-    for line in said:
+    for line in messages:
         assert line in output
     if goes_on:
         assert len(accuracy()) == 4
@@ -67,15 +68,15 @@ def test_a_stopped_worker_is_left_out_and_ended(run_cli, quick, monkeypatch):
     monkeypatch.setattr(Supervision, "end_the_stopped", lambda self, now: look(self, HASTE * now))
     code, output = train(run_cli, quick, {"how": "SIGSTOP"})
     assert code == 0, output
-    said = r"worker 1 \(process \d+ on .*\) was stopped, as by SIGSTOP, for (\d+) s, and is ended; "
-    stopped = re.search(said, output)
+    pattern = r"worker 1 \(process \d+ on .*\) was stopped, as by SIGSTOP, for (\d+) s, and is ended; "
+    stopped = re.search(pattern, output)
     assert stopped, output
     assert int(stopped[1]) >= PATIENT["timeout"]
     assert len(accuracy()) == 4
 
 
 @pytest.mark.parametrize(("rank", "shares"), [(0, "equal"), (1, "auto")])
-def test_a_worker_that_is_killed_is_started_again_and_joins(run_cli, quick, rank, shares):
+def test_a_killed_worker_is_restarted_and_joins(run_cli, quick, rank, shares):
     kill = {"rank": rank, "until_back": True}
     code, output = train(run_cli, quick, kill, epochs=1000, max_restarts=1, shares=shares)
     assert code == 0, output
@@ -87,7 +88,7 @@ def test_a_worker_that_is_killed_is_started_again_and_joins(run_cli, quick, rank
 
 
 def hurried() -> float:
-    """A clock that goes fast after the fault."""
+    """Return the seconds of a clock that runs fast after the fault."""
     now = time.monotonic()
     try:
         killed = Path("killed").stat().st_mtime_ns / 1e9 - time.time() + now
@@ -104,7 +105,7 @@ def test_without_its_coordinator_the_run_ends_and_says_so(run_cli, quick, monkey
         assert f"Rank {rank} ends: the coordinator at ipc://" in output
 
 
-def test_with_a_copy_a_lost_server_or_coordinator_changes_none(run_cli, quick):
+def test_with_backups_a_lost_server_or_coordinator_changes_no_weights(run_cli, quick):
     options = {"servers_per_node": 2, "replication": 2}
     code, output = train(run_cli, quick, {"step": -1}, **options)
     assert code == 0, output
@@ -114,7 +115,7 @@ def test_with_a_copy_a_lost_server_or_coordinator_changes_none(run_cli, quick):
         assert code == 0, output
         assert "server 1 (process" in output
         assert_equal_weights(untouched, version, restarts)
-    # Where others could be on other machines, it has no folder of the run's, and members have keys of their own.
+    # A coordinator at a TCP address does not use the run's folder of sockets, and members have separate keys.
     options["coordinator"] = f"tcp://127.0.0.1:{free_port()}"
     code, output = train(run_cli, quick, {"victim": "ps-coordinator"}, max_restarts=1, **options)
     assert code == 0, output

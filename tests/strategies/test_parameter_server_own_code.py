@@ -1,4 +1,4 @@
-"""Modules whose own code reads and changes gradients and weights: as on one device, or refused by name."""
+"""Tests of modules whose code reads and changes gradients and weights: results equal one device, or are refused."""
 
 import copy
 import re
@@ -25,20 +25,20 @@ SAMPLES, STEPS = 32, 4
 
 
 class Network(nn.Module):
-    """Reads weights in every way: by calls, by none, by hooks that make them, and by a penalty."""
+    """A network that reads weights in every way: by calls of layers, without a call, in hooks, and in a penalty."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.utils.weight_norm(nn.Conv2d(3, 8, 3, padding=1))
         self.frozen = nn.Conv2d(8, 8, 1).requires_grad_(False)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)  # Its last layer is never called.
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)  # The output projection is never called.
         self.norm = nn.utils.spectral_norm(nn.Linear(8, 8))
         self.head = nn.Linear(8, 5, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.frozen(self.stem(x).tanh()).flatten(2).mT
         x = self.norm(self.attention(x, x, x)[0].mean(1))
-        return F.linear(F.normalize(x), F.normalize(self.head.weight))  # As for ArcFace.
+        return F.linear(F.normalize(x), F.normalize(self.head.weight))  # Like ArcFace.
 
 
 class Module(LightningModule):
@@ -50,7 +50,7 @@ class Module(LightningModule):
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         with torch.no_grad():
-            self.teacher.weight.lerp_(self.net.head.weight, 0.1)  # BYOL's and DINO's
+            self.teacher.weight.lerp_(self.net.head.weight, 0.1)  # Like BYOL and DINO.
         penalty = self.net.attention.in_proj_weight.square().sum()
         return F.cross_entropy(5 * self.net(batch[0]), batch[1]) + 1e-2 * penalty
 
@@ -59,7 +59,7 @@ class Module(LightningModule):
 
 
 class Hooks(Module):
-    """With hooks between backward and the optimizer's step, and after it."""
+    """A module with hooks between backward and the optimizer's step, and after the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Hooks(Module):
 
 
 class Following(Module):
-    """With an average of weights that the optimizer is given, too."""
+    """A module with an average of weights that is also a parameter of the optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Following(Module):
 
 
 class SecondSteps(Module):
-    """As GANs have it."""
+    """A module whose optimizer steps in every second batch only, like GANs."""
 
     def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Callable[[], Any]) -> None:
         if index % 2:
@@ -114,8 +114,8 @@ def loader(batch: int) -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize(("kind", "callbacks"), [(Following, ()), (Hooks, (Scaled(),)), (SecondSteps, ())])
-def test_what_a_module_does_is_done_on_one_device(kind: type[Module], callbacks: tuple[Callback, ...]) -> None:
-    """To weights and gradients, in hooks, in the step and in the network."""
+def test_a_modules_own_changes_equal_one_device(kind: type[Module], callbacks: tuple[Callback, ...]) -> None:
+    """The module changes weights and gradients in hooks, in the step and in the network."""
     verdict = verify(kind(), loader(4), "parameter_server", callbacks=callbacks, steps=STEPS)
     assert verdict.equal, verdict
 
@@ -154,7 +154,7 @@ class Replaced(Module):
 
 
 class Sudden(Module):
-    """Uses a weight by itself, but in none of its first steps."""
+    """A module that uses a weight without its layer, but not in the first steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Sudden(Module):
 
 
 class Unseen(Module):
-    """Its own hook comes after that of the strategy."""
+    """A module whose hook runs after the strategy's hook."""
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         if index == 0:
@@ -180,7 +180,7 @@ def double(parameter: Tensor) -> None:
 
 
 class Rollback(Callback):
-    """Loads weights in the middle of training."""
+    """A callback that loads weights in the middle of training."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         trainer.strategy.load_model_state_dict({"state_dict": module.state_dict()})
@@ -199,16 +199,16 @@ class Rollback(Callback):
         (Module, (Rollback(),), 1, "weights were loaded in the middle of training"),
     ],
 )
-def test_what_servers_parameters_do_not_allow_is_refused(
+def test_changes_that_servers_cannot_follow_are_refused(
     kind: type[Module], callbacks: tuple[Callback, ...], devices: int, message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         verify(kind(), loader(8), "parameter_server", devices=devices, callbacks=callbacks, steps=STEPS)
 
 
-def test_one_worker_may_clip_its_own_gradient() -> None:
+def test_a_single_worker_may_clip_its_gradient() -> None:
     verdict = verify(Clips(), loader(8), "parameter_server", devices=1, steps=1)
-    assert verdict.equal, "they are all there is"
+    assert verdict.equal, "a single worker's gradients are the whole gradients"
 
 
 class StopsAlone(Callback):
@@ -219,16 +219,16 @@ class StopsAlone(Callback):
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"combine_per_node": True}, marks=pytest.mark.cluster)], ids=["sync", "combined"]
 )
-def test_one_that_stops_alone_is_named_and_not_waited_for(options: dict[str, Any]) -> None:
+def test_a_worker_that_stops_alone_is_named_and_not_waited_for(options: dict[str, Any]) -> None:
     strategy = ParameterServerStrategy(**options, timeout=0.5, start_method="fork")
     with pytest.raises(
-        AssertionError, match="worker 0 in `step 2` for worker 1: one worker has ended an epoch, or training"
+        AssertionError, match="worker 0 in `step 2` for worker 1: one worker has finished an epoch or its training"
     ):
         train("run", strategy, 2, callbacks=[StopsAlone()], max_epochs=1)
 
 
 class Asks(Callback):
-    """Does things to gradients, and keeps what was refused."""
+    """A callback that computes with gradients in many ways and keeps the error messages."""
 
     def __init__(self) -> None:
         self.refused: dict[str, str] = {}
@@ -262,7 +262,7 @@ class Asks(Callback):
                 self.refused[name] = str(error)
 
 
-def test_own_gradients_may_only_be_changed_linearly() -> None:
+def test_a_workers_gradients_may_only_be_changed_linearly() -> None:
     module, asks = LightningModule(), Asks()
     module.net = nn.Linear(2, 1)
     module.net(torch.ones(1, 2)).sum().backward()
@@ -283,20 +283,20 @@ def test_own_gradients_may_only_be_changed_linearly() -> None:
     watch.end()
     asks.refused.clear()
     asks.on_after_backward(None, module)
-    assert not asks.refused, "the watch is over"
+    assert not asks.refused, "an ended watch refuses nothing"
 
 
 class Looks(Callback):
     def on_train_batch_end(self, *_: Any) -> None: ...
 
 
-def test_values_of_a_worker_that_joins_again_are_no_writes() -> None:
-    """In mode ssp each leaves at the end of an epoch, and the others may go on meanwhile."""
+def test_values_pulled_after_rejoining_do_not_count_as_writes() -> None:
+    """In mode ssp each worker leaves at the end of an epoch, and other workers may change the weights meanwhile."""
     mode = ParameterServerStrategy(mode="ssp", staleness=3, start_method="fork")
     verify(Module(), loader(4), mode, callbacks=[Looks()], steps=3 * STEPS)
 
 
-def test_known_hooks_are_known_and_all_others_are_named() -> None:
+def test_hooks_of_known_callbacks_are_ignored_and_all_others_are_named() -> None:
     plain, known = Module(), [SamplesPerSecond()]
     assert gradient_observers(plain, known) == weight_observers(plain, known) == []
     assert gradient_observers(Hooks(), [Scaled()]) == [

@@ -1,4 +1,4 @@
-"""What the parameter server cannot do is refused with a remedy, before any process starts."""
+"""Tests of options and modules that the parameter server refuses, with a remedy, before any process starts."""
 
 import math
 from collections.abc import Callable
@@ -20,15 +20,15 @@ ARGUMENTS = [
     ({"sync_every": 3}, "is for mode: local"),
     ({"data_dispatch": "dynamic"}, "dynamic is for mode: async and ssp"),
     ({"mode": "local", "data_dispatch": "dynamic"}, "in mode: local every worker makes the same number of steps"),
-    ({"timeout": 0.0}, "timeout=0.0: it must be above 0 seconds"),
+    ({"timeout": 0.0}, "timeout=0.0 is too short: it must be above 0 seconds"),
     ({"security": "some"}, "security='some': use one of auto, curve, none"),
     ({"max_restarts": -1}, "max_restarts=-1: use at least 0"),
     ({"endpoints": ["tcp://10.0.0.1:4000"]}, "coordinator: tcp://address:port"),
     (
         {"endpoints": ["tcp://10.0.0.1:4000"], "servers_per_node": 2, "coordinator": "tcp://10.0.0.1:1"},
-        "leave one of the two out",
+        "leave one of the two options out",
     ),
-    ({"coordinator": "tcp://[::1]:80"}, r"endpoint 'tcp://\[::1\]:80': the parameter server speaks IPv4 only"),
+    ({"coordinator": "tcp://[::1]:80"}, r"endpoint 'tcp://\[::1\]:80': the parameter server supports only IPv4"),
     (
         {"endpoints": ["tcp://fe80::1:80"], "coordinator": "tcp://10.0.0.1:80", "security": "none"},
         r"endpoint 'tcp://fe80::1:80': the .* \(MASTER_ADDR\)",
@@ -54,11 +54,11 @@ def test_arguments_that_contradict_each_other_are_refused() -> None:
     for options, message in ARGUMENTS:
         with pytest.raises(ConfigurationError, match=message):
             ParameterServerStrategy(**options)
-    ParameterServerStrategy(replication=2).options.check_nodes(2)  # Servers of all nodes count.
+    ParameterServerStrategy(replication=2).options.check_nodes(2)  # The servers of all nodes count.
 
 
 class WithModes(torch.optim.SGD):
-    """As schedulefree has it."""
+    """An optimizer with separate weights for training and evaluation, like schedulefree's."""
 
     def train(self) -> None: ...
 
@@ -110,19 +110,19 @@ USES: dict[str, Callable[[], Any]] = {
     r"words is Embedding\(sparse=True\).* use sparse=False": lambda: check_module(SPARSE, servers()),
     r"OwnClipping\.configure_gradient_clipping would clip": lambda: check_module(OwnClipping(), servers()),
     "StochasticWeightAveraging writes averaged weights": lambda: fit_with(StochasticWeightAveraging(0.1), "fork"),
-    "BatchSizeFinder cannot search .* search on one device": lambda: fit_with(BatchSizeFinder(), "fork"),
-    "LearningRateFinder cannot search .* search on one device": lambda: fit_with(LearningRateFinder(), "popen"),
-    "replication=2 needs as many servers": lambda: fit_with(Callback(), "popen", replication=2),
+    "BatchSizeFinder does not work .* run it on one device": lambda: fit_with(BatchSizeFinder(), "fork"),
+    "LearningRateFinder does not work .* run it on one device": lambda: fit_with(LearningRateFinder(), "popen"),
+    "replication=2 needs at least 2 servers": lambda: fit_with(Callback(), "popen", replication=2),
 }
 
 
-def test_what_servers_cannot_take_is_refused_with_a_remedy() -> None:
+def test_modules_and_callbacks_that_servers_cannot_support_are_refused_with_a_remedy() -> None:
     for message, use in USES.items():
         with pytest.raises(ConfigurationError, match=message):
             use()
 
 
-def test_what_a_worker_does_for_itself_in_local_is_not_refused() -> None:
+def test_mode_local_allows_what_each_worker_does_separately() -> None:
     local = servers(mode="local")
     for module in (SPARSE, OwnClipping()):
         check_module(module, local)
@@ -131,8 +131,10 @@ def test_what_a_worker_does_for_itself_in_local_is_not_refused() -> None:
     check_optimizers([with_option(2.0)], servers())
 
 
-def test_a_mode_alone_is_what_its_name_says() -> None:
+def test_a_mode_without_options_has_useful_defaults() -> None:
     ssp, local, sync = (ParameterServerStrategy(mode).options for mode in ("ssp", "local", "sync"))
     assert (ssp.staleness, local.sync_every) == (4, 8)
     assert (sync.staleness, sync.sync_every) == (0, 1)
-    assert ParameterServerStrategy("ssp", staleness=0).options.aggregates, "as it was asked for"
+    assert ParameterServerStrategy("ssp", staleness=0).options.aggregates, (
+        "an explicit 0 is not replaced by the default"
+    )

@@ -1,4 +1,4 @@
-"""What a script is told that cannot have another session, whom its processes wait for, and who stops."""
+"""Tests of sessions: scripts with several functions, waits for missing processes, and stops."""
 
 import contextlib
 import signal
@@ -33,7 +33,7 @@ def options(**changes):
     return ParameterServerStrategy(**changes).options
 
 
-def test_nodes_are_asked_for_when_torchruns_store_has_moved(monkeypatch):
+def test_the_layout_is_read_after_torchruns_store_has_moved(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     ports = [29400]
     monkeypatch.setattr(run, "own_store", lambda listens: contextlib.nullcontext(ports.append(29401)))
@@ -59,8 +59,8 @@ def test_a_node_that_was_never_started_is_named(run_cli, quick, monkeypatch, nod
     assert line in output
 
 
-@pytest.mark.cluster  # It waits for a time-out of several seconds.
-def test_a_script_that_has_lost_a_rank_hears_of_it_next(tmp_path):
+@pytest.mark.cluster  # This test waits for a time-out of several seconds.
+def test_a_script_that_lost_a_rank_gets_an_error_in_its_next_function(tmp_path):
     def script():
         chain = Chain("parameter_server", "auto", tmp_path)
         trainer = chain.trainer(ParameterServerStrategy(timeout=6.0), 3, Fault(step=3))
@@ -72,36 +72,36 @@ def test_a_script_that_has_lost_a_rank_hears_of_it_next(tmp_path):
     assert run_started(2, script) == [0, -signal.SIGKILL]
 
 
-def test_dedicated_servers_serve_the_first_session_alone(monkeypatch):
+def test_dedicated_servers_serve_only_the_first_session(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     rank = Sessions()
     rank.open(options(**DEDICATED), layout, True)
-    rank.open(options(**DEDICATED), layout, False)  # It needs none.
+    rank.open(options(**DEDICATED), layout, False)  # This function needs no servers.
     with pytest.raises(ConfigurationError, match="endpoints: dedicated servers end with the first function"):
         rank.open(options(**DEDICATED), layout, True)
 
 
 class Gone:
-    """The collectives of a run whose other workers do not answer any more."""
+    """Collectives of a run whose other workers no longer answer."""
 
     def __init__(self, membership: Any) -> None:
         self.membership = membership
 
     def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"{name} would wait for ever")
+        raise AssertionError(f"{name} would wait forever")
 
 
-def test_after_a_stop_a_worker_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In async and ssp the others may be in another step, or have ended."""
-    told: list[int] = []
-    membership: Any = SimpleNamespace(stop_all=told.append, stop_signal=None)
+def test_after_a_stop_a_worker_waits_for_no_other_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In modes async and ssp, other workers may be in a different step or may have ended."""
+    stops: list[int] = []
+    membership: Any = SimpleNamespace(stop_all=stops.append, stop_signal=None)
     monkeypatch.setattr(base, "Membership", lambda address, keys: membership)
     monkeypatch.setattr(base, "Collectives", Gone)
     strategy = ParameterServerStrategy()
     strategy.register(Address("ipc://coordinator", "worker", 0), None)
     assert strategy.agree_on_stop(None) is None
     assert strategy.agree_on_stop(15) == 15
-    assert told == [15]
+    assert stops == [15]
     assert strategy.gather("mine", "metric") == {0: "mine"}
     assert strategy.broadcast("mine") == "mine"
     assert float(strategy.reduce(torch.tensor(2.0), reduce_op="sum")) == 2

@@ -1,4 +1,4 @@
-"""Before training the stages are compared with the whole network, on a microbatch that nothing is trained with."""
+"""Tests of the comparison of stages with the whole network before training, on a microbatch that trains nothing."""
 
 import copy
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ IMAGES = torch.randn(2, 1, 6, 6, generator=torch.Generator().manual_seed(0))
 
 
 class Odd(nn.Module):
-    """What a trace fixes without noticing, in one way at a time."""
+    """A network with one of several behaviours that a trace fixes unnoticed."""
 
     def __init__(self, way: str = "") -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def _seed() -> None:
         ("loses a gradient", "gives conv.weight another gradient than the whole"),
     ],
 )
-def test_what_a_trace_has_fixed_is_refused_by_name(way: str, message: str) -> None:
+def test_behaviour_that_a_trace_has_fixed_is_refused_by_name(way: str, message: str) -> None:
     """The network and the random numbers stay as they were."""
     network = Odd(way)
     network.norm.eval()
@@ -79,7 +79,7 @@ def test_what_a_trace_has_fixed_is_refused_by_name(way: str, message: str) -> No
         assert torch.equal(value, before[name]), name
 
 
-def test_a_network_of_another_device_is_not_refused() -> None:
+def test_a_network_that_needs_another_device_is_not_refused() -> None:
     blueprint = divide(Odd(), ["conv"])
     blueprint.network.register_forward_pre_hook(lambda *_: torch.ones(1, device="cuda"))
     with pytest.warns(UserWarning, match=r"Odd was not compared with its stages: in training it fails on 2 samples"):
@@ -87,7 +87,7 @@ def test_a_network_of_another_device_is_not_refused() -> None:
 
 
 class AnotherOrder(TorchDispatchMode):
-    """Convolutions round in another way each time, as on a GPU."""
+    """A mode that adds rounding noise to convolutions, whose sums have a different order each time on a GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -102,8 +102,8 @@ class AnotherOrder(TorchDispatchMode):
     generator = torch.Generator().manual_seed(1)
 
 
-def test_sums_in_another_order_are_not_refused() -> None:
-    """Batch normalisation takes the bias before it out again, whose gradient is zero but for rounding."""
+def test_different_rounding_of_sums_is_not_refused() -> None:
+    """Batch normalisation removes the bias before it, so the bias's gradient is zero except for rounding."""
     layers = (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
     network = nn.Sequential(nn.Conv2d(1, 4, 3), *layers, *copy.deepcopy(layers), nn.Flatten(), nn.Linear(64, 3))
     with AnotherOrder():
@@ -111,7 +111,7 @@ def test_sums_in_another_order_are_not_refused() -> None:
 
 
 class Where(nn.ReLU):
-    """Notes where it runs in training, and runs only in some ways."""
+    """A layer that notes dtype and device of each run in training, and fails for some of them."""
 
     def __init__(self, fails: str) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Where(nn.ReLU):
 
 
 class Notes(list[str]):
-    """The same for all copies of a network."""
+    """A list that all copies of a network share."""
 
     def __deepcopy__(self, memo: Any) -> "Notes":
         return self
@@ -141,19 +141,19 @@ class Notes(list[str]):
         ("cuda", ["float64 cuda", "float32 cuda", "float32 cpu"]),
     ],
 )
-def test_it_runs_in_float64_or_as_near_as_it_can(fails: str, tried: list[str]) -> None:
+def test_the_comparison_runs_in_float64_if_it_can(fails: str, tried: list[str]) -> None:
     where = Where(fails)
     network = nn.Sequential(nn.Conv2d(1, 2, 3), where, nn.Flatten(), nn.Linear(32, 2))
     before = torch.backends.cudnn.deterministic, torch.backends.cudnn.conv.fp32_precision
     with simulate():
         compare(divide(network, ["0"]), torch.randn(4, 1, 6, 6), DEVICE.name)
-    assert where.notes == [*tried, tried[-1]], "the whole, then the stages"
+    assert where.notes == [*tried, tried[-1]], "the whole network runs first, then the stages"
     assert next(network.parameters()).device == CPU
     assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.conv.fp32_precision) == before
 
 
 class Resizing(nn.ReLU):
-    """As timm's ConViT, which makes a table for the images that come."""
+    """A layer that makes a table for the size of its images, like timm's ConViT."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Resizing(nn.ReLU):
         return super().forward(x) * self.table
 
 
-def test_a_buffer_that_changes_shape_is_refused_unchanged() -> None:
+def test_a_buffer_that_changes_shape_is_refused_and_restored() -> None:
     network = nn.Sequential(nn.Conv2d(1, 2, 3), Resizing(), nn.Flatten(), nn.Linear(32, 2))
     with pytest.raises(ConfigurationError, match=r"puts a buffer of another shape in the place of 1\.table"):
         compare(divide(network, ["0"]), IMAGES, CPU)
@@ -185,35 +185,39 @@ class Module(LightningModule):
         return self.net(batch[1]).sum()
 
 
-def test_an_example_comes_from_a_plain_loader_and_uses_up_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_batch_comes_from_a_plain_loader_without_consuming_it(monkeypatch: pytest.MonkeyPatch) -> None:
     images = torch.arange(10.0).reshape(10, 1, 1, 1)
     data = TensorDataset(torch.zeros(10), images)
     generator = torch.Generator().manual_seed(0)
     loader = DataLoader(data, 4, sampler=RandomSampler(data, generator=generator))
-    trainer = Trainer(accelerator="cpu", logger=False, barebones=True, precision="64-true")  # Whose type batches get.
+    trainer = Trainer(
+        accelerator="cpu", logger=False, barebones=True, precision="64-true"
+    )  # Batches get the precision's dtype.
     trainer.strategy.connect(module := Module())
     before, numbers = generator.get_state(), torch.get_rng_state()
     module.trainer = trainer
-    for given, expected in (
+    for source, expected in (
         (loader, images[:3]),
         (DataLoader([(torch.zeros(2), images[4:6])], batch_size=None), images[4:6]),  # type: ignore[arg-type]
         ([loader, loader], None),
         (DataLoader(Stream()), None),
         (None, None),
     ):
-        monkeypatch.setattr(comparison, "train_loader", lambda trainer, given=given: given)
-        found = comparison.example_images(module, "net", 3)
-        assert found is None if expected is None else torch.equal(found, expected.double())
-    own = DataLoader(data, 4, collate_fn=lambda items: SimpleNamespace(images=torch.stack([one for _, one in items])))
-    monkeypatch.setattr(comparison, "train_loader", lambda trainer: own)
+        monkeypatch.setattr(comparison, "train_loader", lambda trainer, source=source: source)
+        example = comparison.example_images(module, "net", 3)
+        assert example is None if expected is None else torch.equal(example, expected.double())
+    unusual = DataLoader(
+        data, 4, collate_fn=lambda items: SimpleNamespace(images=torch.stack([image for _, image in items]))
+    )
+    monkeypatch.setattr(comparison, "train_loader", lambda trainer: unusual)
     with pytest.raises(ConfigurationError, match=r"a batch is a SimpleNamespace, .* collate_fn return a tuple"):
         comparison.example_images(module, "net", 3)
     trainer.datamodule = SimpleNamespace(image_shape=(1, 5, 5))  # type: ignore[attr-defined]
-    found = comparison.example_images(module, "net", 3)
-    assert isinstance(found, Tensor)
-    assert found.shape == (3, 1, 5, 5)
+    example = comparison.example_images(module, "net", 3)
+    assert isinstance(example, Tensor)
+    assert example.shape == (3, 1, 5, 5)
     assert torch.equal(generator.get_state(), before)
     assert torch.equal(torch.get_rng_state(), numbers)
     module.example_input_array = images[:1]
     repeated = comparison.example_images(module, "net", 3)
-    assert torch.equal(repeated, images[:1].expand(3, 1, 1, 1)), "batch normalisation needs several"
+    assert torch.equal(repeated, images[:1].expand(3, 1, 1, 1)), "batch normalisation needs several samples"

@@ -1,4 +1,4 @@
-"""What a pipeline asks of a module, its callbacks and its optimizers."""
+"""Tests of a pipeline's requirements on a module, its callbacks and its optimizers."""
 
 import copy
 from typing import Any
@@ -30,10 +30,10 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(1, 1, 1), nn.Linear(1, 1))
 
 
-def test_the_child_with_all_parameters_is_divided_or_one_that_is_named() -> None:
+def test_the_child_with_all_parameters_or_the_named_submodule_is_divided() -> None:
     assert find_network(module(criterion=nn.CrossEntropyLoss(), unet=layers()), None) == "unet"
     frozen = layers().requires_grad_(False)
-    assert find_network(module(net=frozen), None) == "net", "it may be unfrozen later"
+    assert find_network(module(net=frozen), None) == "net", "a frozen network may be unfrozen later"
     assert find_network(module(teacher=frozen, student=layers()), None) == "student"
     whole = module(teacher=layers(), parts=nn.ModuleDict({"net": layers()}))
     assert find_network(whole, "parts.net") == "parts.net"
@@ -56,7 +56,7 @@ UNCLEAR: list[tuple[dict[str, Any], str | None, str]] = [
 ]
 
 
-def test_what_has_no_one_place_is_refused_with_the_candidates() -> None:
+def test_an_ambiguous_network_is_refused_with_the_candidates() -> None:
     for children, named, message in UNCLEAR:
         with pytest.raises(ConfigurationError, match=message):
             find_network(module(**children), named)
@@ -70,22 +70,22 @@ def test_callbacks_that_need_the_whole_network_are_refused() -> None:
 
 
 class Sharpness(torch.optim.SGD):
-    """SAM: goes where the gradient's norm over all parameters says, and back."""
+    """SAM: moves the parameters by a step that depends on the gradient's norm over all parameters, and back."""
 
     def step(self, closure: Any = None) -> Any:
         closure()
-        own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in own]).norm()
-        moves = [p.grad * (0.05 / norm) for p in own]
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        moves = [p.grad * (0.05 / norm) for p in parameters]
         with torch.no_grad():
-            torch._foreach_add_(own, moves)
+            torch._foreach_add_(parameters, moves)
             closure()
-            torch._foreach_sub_(own, moves)
+            torch._foreach_sub_(parameters, moves)
         return super().step()
 
 
 class Estimating(torch.optim.Optimizer):
-    """Prodigy's kind: its step size is found from all parameters, and from the third step on."""
+    """An optimizer like Prodigy: from the third step on, its step size depends on all parameters."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr, "way": 0.0, "steps": 0})
@@ -101,7 +101,7 @@ class Estimating(torch.optim.Optimizer):
 
 
 class Slow(torch.optim.SGD):
-    """Lookahead's kind, with a list of its own beside the state."""
+    """An optimizer like Lookahead, with tensors of all parameters in a list outside its state."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         parameters = list(parameters)
@@ -109,7 +109,7 @@ class Slow(torch.optim.SGD):
         self.slow = [parameter.detach().clone() for parameter in parameters]
 
 
-def test_one_that_mixes_parameters_is_refused_and_no_other() -> None:
+def test_an_optimizer_that_mixes_parameters_is_refused() -> None:
     network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 5), nn.Linear(5, 5, bias=False))
     before = copy.deepcopy(network.state_dict())
     every: list[Any] = [
@@ -119,7 +119,9 @@ def test_one_that_mixes_parameters_is_refused_and_no_other() -> None:
     ]
     for kind in every:
         optimizer = kind(network.parameters(), lr=0.1)
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # It begins with 0.
+        torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: step / 10
+        )  # The schedule starts with a learning rate of 0.
         try_optimizer(optimizer, torch.device("cpu"))
     for kind, message in (
         (Sharpness, "Sharpness changes a parameter by what others and their gradients are"),

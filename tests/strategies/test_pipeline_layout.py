@@ -1,4 +1,4 @@
-"""The layout that a pipeline gets from its arguments, the network and the data."""
+"""Tests of the layout that a pipeline chooses from its arguments, the network and the data."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +45,7 @@ def test_microbatches_follow_batch_normalisation_and_the_batch(network, data, as
 
 
 def uneven() -> Profile:
-    """A network whose best cut is another one where messages, or parameters, cost much."""
+    """Return the profile of a network whose best cut depends on the costs of messages and of parameters."""
     sizes = (400_000, 2_000_000, 300_000, 100, 200_000)
     times = (0.010, 0.012, 0.008, 0.004, 0.012, 0.009)
     parameters = (10_000, 20_000, 10_000, 30_000, 400_000, 800_000)
@@ -57,8 +57,8 @@ def uneven() -> Profile:
     return Profile(GraphCosts(nodes, values, (1, 2, 3, 4, 5), 8, 700), ((0.001, 0.001),) * 6)
 
 
-def test_fit_cuts_as_the_plan_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the measured link, in the trainer's precision, with what the optimizer holds; each has a say."""
+def test_fit_chooses_the_cuts_of_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice uses the measured link, the trainer's precision and the optimizer's memory; each one matters."""
     seen: list[Any] = []
 
     def measured(*arguments: Any) -> Profile:
@@ -67,7 +67,7 @@ def test_fit_cuts_as_the_plan_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(layout_module, "measure_profile", measured)
     monkeypatch.setattr(layout_module, "broadcast_value", lambda value, *_: value)
-    network, found = PlainCNN(), {}
+    network, cuts = PlainCNN(), {}
     parameters = list(network.parameters())
     for name, bandwidth, limit, optimizer in (
         ("fast", 1e10, None, torch.optim.SGD(parameters, 0.1)),
@@ -92,14 +92,14 @@ def test_fit_cuts_as_the_plan_does(monkeypatch: pytest.MonkeyPatch) -> None:
         assert chosen is not None
         assert layout.cuts == list(chosen.layout.cuts), name
         assert layout.run_ahead == chosen.predictor.runs_ahead(chosen.layout), name
-        found[name] = layout.cuts
+        cuts[name] = layout.cuts
     assert set(seen) == {"bf16-mixed"}
-    assert found["fast"] != found["slow"], "the link has a say"
-    assert found["adam"] != found["room"], "the memory has one"
+    assert cuts["fast"] != cuts["slow"], "the link must matter"
+    assert cuts["adam"] != cuts["room"], "the limit of memory must matter"
 
 
-def test_a_network_that_fails_on_what_the_batch_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a step gives it a part of each image."""
+def test_a_network_that_fails_on_the_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may give the network a part of each image, so that the batch's samples have a different shape."""
     monkeypatch.setattr(layout_module, "broadcast_value", lambda value, *_: value)
     cluster = Cluster.flat(2, Link(1e10, 5e-5))
     monkeypatch.setattr(layout_module, "measure_cluster", lambda nodes, device: cluster)

@@ -1,4 +1,4 @@
-"""Hooks of the user's own under stages: right, or refused by name."""
+"""Tests of users' hooks under a pipeline: results equal one device, or the hook is refused by name."""
 
 import copy
 import os
@@ -34,7 +34,7 @@ class Own(Module):
 
 
 class EachByItself(Own):
-    """Does in its hooks what people do with each parameter, by loops and by the layers' names and places."""
+    """A module with common hooks that handle parameters one by one, in loops or by a layer's name or position."""
 
     def on_train_epoch_start(self) -> None:
         next(self.net.children())[-3].requires_grad_(self.current_epoch > 0)
@@ -51,7 +51,7 @@ class EachByItself(Own):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter in self.net.parameters():
-            if parameter.grad is not None:  # Adaptive clipping, as for NFNets.
+            if parameter.grad is not None:  # Adaptive clipping, like NFNets.
                 parameter.grad.mul_((0.1 * parameter.detach().norm() / parameter.grad.norm()).clamp(max=1))
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
@@ -74,7 +74,7 @@ def test_hooks_of_single_parameters_act_as_on_one_device() -> None:
 
 
 class Asking(Callback):
-    """Does what would need all stages, and keeps the refusals."""
+    """A callback that computes values that need all stages, and keeps the error messages."""
 
     def __init__(self, module: Own) -> None:
         self.average = AveragedModel(module.net)
@@ -128,7 +128,7 @@ def answers() -> dict[str, str]:
     return messages
 
 
-def test_what_would_need_all_stages_is_refused_by_name() -> None:
+def test_a_hook_that_needs_all_stages_is_refused_by_name() -> None:
     first, last = run_ranks(2, answers)
     for messages in (first, last):
         for name in ("clip_grad_norm_", "get_total_norm", "grad_norm", "sum", "sort"):

@@ -1,4 +1,4 @@
-"""What a pipeline cannot train as one device does is refused by name: never other weights in silence."""
+"""Tests of modules and options that a pipeline refuses by name, instead of silently training different weights."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from cnnstrategies.strategies.hybrid_pipeline.placeholders import ImagesElsewher
 
 
 def changed(name: str, change: Callable[[Any], object], base: type[Module] = Classifier) -> type[Module]:
-    """A module of which something is changed when it is made."""
+    """Return a class of modules that are changed when they are made."""
 
     def init(self: Any) -> None:
         base.__init__(self)  # type: ignore[misc]
@@ -39,14 +39,18 @@ UNFIT: tuple[tuple[int, dict[str, Any], str], ...] = (
     (4, {"replicas": [3, 1], "microbatches": 2, "cuts": ["2"]}, "microbatches=2 are fewer than the 3 replicas"),
     (3, {"stages": 3, "cuts": ["2"]}, "stages make 3, cuts make 2"),
     (2, {"schedule": "zigzag"}, "schedule='zigzag'"),
-    (2, {"shares": "best"}, "shares='best': accepted are auto, equal and a list"),
-    (3, {"replicas": [2, 1], "cuts": ["2"], "shares": [3, 0, 1]}, r"shares=\[3, 0, 1\]: each rank needs"),
+    (2, {"shares": "best"}, "shares='best': use auto, equal or a list"),
+    (3, {"replicas": [2, 1], "cuts": ["2"], "shares": [3, 0, 1]}, r"shares=\[3, 0, 1\]: set a share above 0"),
     (
         3,
         {"replicas": [2, 1], "initial_shares": [3, 1, 1]},
-        r"initial_shares=\[3, 1, 1\] is for shares: auto, and shares is equal",
+        r"initial_shares=\[3, 1, 1\] has no effect with shares=equal",
     ),
-    (3, {"replicas": [2, 1], "cuts": ["2"], "shares": [3, 1]}, r"shares=\[3, 1\] are 2, and there are 3 processes"),
+    (
+        3,
+        {"replicas": [2, 1], "cuts": ["2"], "shares": [3, 1]},
+        r"shares=\[3, 1\] has length 2, but there are 3 processes",
+    ),
     (
         3,
         {"replicas": [2, 1], "cuts": ["2"], "microbatches": 4, "shares": [9, 1, 1]},
@@ -70,7 +74,9 @@ REFUSED_BEFORE = (
 )
 
 
-def test_what_cannot_run_is_refused_before_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_and_options_that_cannot_run_are_refused_before_processes_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ScriptLauncher, "launch", lambda *args, **options: pytest.fail("it starts processes"))
     for devices, options, message in UNFIT:
         with pytest.raises(ConfigurationError, match=message):
@@ -101,13 +107,13 @@ def decide(module: Classifier, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(module(x / 255 if x.max() > 1000 else x), y)
 
 
-# What a step computes from images and labels.
+# By name of the module: the step's loss from images and labels, and the error message.
 STEPS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
-    "GatheringLoss": (  # As contrastive losses do.
+    "GatheringLoss": (  # Like contrastive losses.
         lambda module, x, y: F.cross_entropy(gather(module(x)), gather(y)),
         r"GatheringLoss.training_step calls a collective of torch.distributed \(allgather\)",
     ),
-    "GatheringInputs": (  # As momentum contrast does, to shuffle images among the processes.
+    "GatheringInputs": (  # Like momentum contrast, which shuffles images among the processes.
         lambda module, x, y: F.cross_entropy(module(gather(x)[: len(x)]), y),
         r"GatheringInputs.training_step calls a collective of torch.distributed \(allgather\)",
     ),
@@ -160,7 +166,7 @@ class OtherName(Classifier):
 
 
 class Scalar(nn.Module):
-    """Returns a mean over the samples beside the rows."""
+    """A network that returns rows and a mean over the samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +187,7 @@ class MeanBeside(Module):
 
 
 class NormalisingLayer(nn.Conv2d):
-    """A layer that stays whole, and normalises twice."""
+    """A layer that is not cut and that normalises twice."""
 
     def __init__(self) -> None:
         super().__init__(1, 4, 3)
@@ -209,7 +215,7 @@ class FreezingLate(Classifier):
 
 
 class Following(Classifier):
-    """Has a teacher, as BYOL and DINO."""
+    """A module with a teacher, like BYOL and DINO."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +238,7 @@ class WithReader(Classifier):
 
 
 class StoppingAlone(Classifier):
-    """After the first batch, which the other rank does not see."""
+    """A module in which only rank 1 stops after the first batch."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.trainer.should_stop = self.global_rank == 1
@@ -261,17 +267,17 @@ REFUSED_IN_A_STEP: tuple[tuple[type[Module], str], ...] = (
 
 
 def refusals(kinds: Sequence[type[Module]], replicas: list[int]) -> list[str]:
-    """What a fit of each says, on one rank here, on several in processes of their own."""
-    said = []
+    """Return each module's error message of fit, or "trained"; a single rank runs in this process."""
+    messages = []
     for kind in kinds:
         options: dict[str, Any] = {"cuts": [kind.cut], "start_method": "fork"} if len(replicas) > 1 else {}
         strategy = HybridPipelineStrategy(replicas=replicas, microbatches=3, **options)
         try:
             fit(kind, strategy, sum(replicas))
-            said.append("trained")
+            messages.append("trained")
         except Exception as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 @pytest.mark.parametrize(
@@ -283,13 +289,13 @@ def refusals(kinds: Sequence[type[Module]], replicas: list[int]) -> list[str]:
     ids=["one rank", "two"],
 )
 def test_a_step_that_a_pipeline_cannot_follow_is_refused_by_name(expected: Any, replicas: list[int]) -> None:
-    found = run_apart(refusals, [kind for kind, _ in expected], replicas)
-    for (kind, message), said in zip(expected, found, strict=True):
-        assert re.search(message, said), (kind, said)
+    messages = run_apart(refusals, [kind for kind, _ in expected], replicas)
+    for (kind, message), actual in zip(expected, messages, strict=True):
+        assert re.search(message, actual), (kind, actual)
 
 
 @pytest.mark.light
-def test_a_stand_in_gives_no_values() -> None:
+def test_a_placeholder_has_no_values() -> None:
     images = ImagesElsewhere.like(4, (1, 3, 3), torch.float32, torch.device("cpu"), number=1)
     moved: Any = images.to(memory_format=torch.channels_last).detach()
     assert (moved.number, moved.shape, images.dtype, len(images)) == (1, (4, 1, 3, 3), torch.float32, 4)

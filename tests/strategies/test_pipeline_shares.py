@@ -1,4 +1,4 @@
-"""Whatever the shares of a pipeline's replicas, and whenever they change, the weights are those of one process."""
+"""Tests of unequal and changing shares of a pipeline's replicas: weights equal one process's weights."""
 
 import json
 import random
@@ -26,37 +26,40 @@ def piped(shares, replicas=(3, 1), **more):
 
 
 def drawn(count):
-    """By which no replica of a stage is without one of nine microbatches."""
+    """Return random shares that give every replica of a stage at least one of nine microbatches."""
     rng = random.Random(torch.initial_seed())
     return [rng.uniform(0.4, 3) for _ in range(count)]
 
 
 @pytest.mark.parametrize(("samples", "accumulated"), [(58, 2)])
-def test_any_batch_under_any_shares_trains_one_process_s_weights(samples, accumulated):
-    """Of 350 images the last batch has two, each of which is accumulated alone: of three replicas two have none."""
-    given = {"data": {"global_batch_size": samples}, "max_epochs": 1}
-    one = train("one", **given)
-    given |= {"callbacks": [DealAtRandom(torch.initial_seed() % 1000)], "accumulate_grad_batches": accumulated}
-    assert_same_run(train("dealt", piped(drawn(4)), 4, **given), one, 1e-12)
+def test_any_shares_of_replicas_train_the_weights_of_one_process(samples, accumulated):
+    """The last batch of 350 images has two images, accumulated one by one, so two of three replicas have no image."""
+    common = {"data": {"global_batch_size": samples}, "max_epochs": 1}
+    single = train("one", **common)
+    common |= {"callbacks": [DealAtRandom(torch.initial_seed() % 1000)], "accumulate_grad_batches": accumulated}
+    assert_same_run(train("dealt", piped(drawn(4)), 4, **common), single, 1e-12)
     validated = [[row["val_loss"] for row in logged(name) if "val_loss" in row] for name in ("dealt", "one")]
     assert validated[0] == pytest.approx(validated[1], rel=1e-6)
     assert validated[0]
 
 
-def test_a_run_stops_and_goes_on_under_other_shares():
-    # Lightning loads a checkpoint into the network as it was made, and makes it float64 afterwards.
-    given = {"data": {"global_batch_size": 50}, "max_epochs": 2, "limit_val_batches": 0}
-    given["network"] = lambda: PlainCNN().double()
+def test_a_run_resumes_under_different_shares_and_replicas():
+    # Lightning loads a checkpoint before it converts the network to float64, so the network must be in float64 already.
+    common = {"data": {"global_batch_size": 50}, "max_epochs": 2, "limit_val_batches": 0}
+    common["network"] = lambda: PlainCNN().double()
     saved = ModelCheckpoint("cut", "cut", every_n_train_steps=4)
     dealt = DealAtRandom(torch.initial_seed() % 1000)
-    train("cut", piped([3, 1, 2], (1, 2)), 3, callbacks=[saved, dealt], max_steps=4, **given)
+    train("cut", piped([3, 1, 2], (1, 2)), 3, callbacks=[saved, dealt], max_steps=4, **common)
     last = {"ckpt_path": Path("cut/cut.ckpt").resolve(), "callbacks": [dealt]}
-    gone_on = train("gone on", piped([1, 1, 3, 1], (3, 1)), 4, **last, **given)
-    assert_same_run(gone_on, train("one", **given), 1e-12)
+    gone_on = train("gone on", piped([1, 1, 3, 1], (3, 1)), 4, **last, **common)
+    assert_same_run(gone_on, train("one", **common), 1e-12)
 
 
 class SlowReplica(SlowRank):
-    """The same of a replica of the first stage; the second stage is quick."""
+    """A callback that makes one replica of the first stage slow.
+
+    The second stage takes no time that depends on samples.
+    """
 
     def on_train_start(self, trainer, pl_module):
         super().on_train_start(trainer, SimpleNamespace(network=trainer.strategy.pipeline.module))
@@ -73,55 +76,58 @@ class SlowReplica(SlowRank):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         now = torch.tensor(self.now, dtype=torch.float64)
         torch.distributed.all_reduce(now, op=torch.distributed.ReduceOp.MAX)
-        self.now = now.item()  # All wait for the slowest.
+        self.now = now.item()  # All ranks wait for the slowest rank.
 
 
-def test_a_slow_replica_loses_microbatches_and_gets_them_back(tmp_path):
-    """Within twelve steps; and a run that goes on in mid-epoch deals from the very batch on as one that was not cut."""
-    data = {"global_batch_size": 20, "num_workers": 1}  # which loads ahead
-    given = {"data": data, "max_epochs": 2, "limit_train_batches": 12, "limit_val_batches": 0}
-    given["network"] = lambda: PlainCNN().double()
+def test_a_slow_replica_gets_fewer_microbatches_until_it_is_fast_again(tmp_path):
+    """Shares follow within twelve steps. A run that resumes in mid-epoch has the shares of an uninterrupted run."""
+    data = {"global_batch_size": 20, "num_workers": 1}  # A loading worker loads ahead.
+    common = {"data": data, "max_epochs": 2, "limit_train_batches": 12, "limit_val_batches": 0}
+    common["network"] = lambda: PlainCNN().double()
 
     def run(name, *more, **options):
         slow = SlowReplica(tmp_path, lambda step: step < 12)
-        trained = train(name, piped("auto", (2, 1)), 3, callbacks=[slow, *more], **{**given, **options})
+        trained = train(name, piped("auto", (2, 1)), 3, callbacks=[slow, *more], **{**common, **options})
         return trained, json.loads((tmp_path / "dealt-1.json").read_text())
 
     whole, dealt = run("whole", ModelCheckpoint("cut", "cut", every_n_train_steps=13))
     assert dealt[0] == [4, 9]
     assert dealt[11] == [2, 4], dealt
-    told = [row for row in logged("whole") if "shares/rank_1" in row]
-    assert [told[0][f"shares/rank_{rank}"] for rank in range(3)] == [7, 2, 9]
-    assert told[0]["shares/predicted_gain"] > 0.03
+    share_rows = [row for row in logged("whole") if "shares/rank_1" in row]
+    assert [share_rows[0][f"shares/rank_{rank}"] for rank in range(3)] == [7, 2, 9]
+    assert share_rows[0]["shares/predicted_gain"] > 0.03
     assert any(row["shares/gain"] > 0.03 for row in logged("whole") if "shares/gain" in row)
     assert dealt[-2] == [4, 9], dealt
-    assert_same_run(whole, train("one", **given), 1e-12)
+    assert_same_run(whole, train("one", **common), 1e-12)
     gone_on, rest = run("gone on", ckpt_path=Path("cut/cut.ckpt").resolve())
     assert rest[0] == dealt[13] == [2, 4]
     assert_same_run(gone_on, whole, 1e-12)
 
 
 class Deals(Callback):
-    """Sees that samples are dealt as microbatches are, of which replicas with shares 3 and 1 run 7 and 2 of 9."""
+    """A callback that checks that samples are divided like microbatches.
 
-    def __init__(self, said):
-        self.said = said
+    Replicas with shares 3 and 1 run 7 and 2 of 9 microbatches.
+    """
+
+    def __init__(self, suffix):
+        self.suffix = suffix
 
     def on_train_start(self, trainer, pl_module):
         assert dealt(trainer).counts(0) == (47, 13)
-        assert ("shares", f"of the microbatches: [3, 1, 1]{self.said}") in trainer.strategy.panel_rows(None)
+        assert ("shares", f"of the microbatches: [3, 1, 1]{self.suffix}") in trainer.strategy.panel_rows(None)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "said"),
+    ("strategy", "suffix"),
     [
         (partial(piped, [3, 1, 1]), ", rank by rank"),
         (partial(piped, "auto", initial_shares=[3, 1, 1]), " at first, then by each rank's own time"),
     ],
 )
-def test_a_loader_of_the_user_is_dealt_by_shares_too(monkeypatch, strategy, said):
+def test_a_users_loader_is_also_divided_by_shares(monkeypatch, strategy, suffix):
     monkeypatch.setattr(digit_runs, "Digits", PlainDigits)
-    given = {"data": {"batch_size": 20, "global_batch_size": None}, "max_epochs": 1, "limit_val_batches": 0}
+    common = {"data": {"batch_size": 20, "global_batch_size": None}, "max_epochs": 1, "limit_val_batches": 0}
     assert_same_run(
-        train("dealt", strategy(replicas=(2, 1)), 3, callbacks=[Deals(said)], **given), train("one", **given)
+        train("dealt", strategy(replicas=(2, 1)), 3, callbacks=[Deals(suffix)], **common), train("one", **common)
     )

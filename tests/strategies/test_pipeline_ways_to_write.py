@@ -1,4 +1,4 @@
-"""LightningModules as people write them, each trained by a pipeline to the weights that one device gives."""
+"""Tests of LightningModules written in common ways: a pipeline trains the weights of one device."""
 
 import itertools
 import os
@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from cnnstrategies.strategies import HybridPipelineStrategy
 
-SAMPLES = 15  # Steps of 6, 6 and 3.
+SAMPLES = 15  # The three steps have 6, 6 and 3 samples.
 SIZE = 8
 CLASSES = 3
 
@@ -35,7 +35,7 @@ def classifier() -> nn.Sequential:
 
 
 class Data(Dataset[Any]):
-    """Images, labels, and pixels of which some are to be ignored."""
+    """Images with labels and masks; the value 255 of a mask is ignored."""
 
     def __init__(self, kind: str) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -45,7 +45,7 @@ class Data(Dataset[Any]):
         pixels = torch.randint(CLASSES + 1, (SAMPLES, SIZE, SIZE), generator=generator)
         self.pixels = torch.where(pixels == CLASSES, 255, pixels)
         self.pixels[6:12] = self.pixels[6:12].masked_fill(torch.rand(6, SIZE, SIZE, generator=generator) < 0.8, 255)
-        self.pixels[12] = 255  # A microbatch without any.
+        self.pixels[12] = 255  # A microbatch without counted pixels.
 
     def __len__(self) -> int:
         return SAMPLES
@@ -79,7 +79,7 @@ class Meter:
 
 
 class Classifier(Module):
-    """As in Lightning's examples: a metric, a list of outputs, counters, several logs."""
+    """A module in the style of Lightning's examples, with a metric, a list of outputs, counters and several logs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Classifier(Module):
         loss = F.cross_entropy(logits, y)
         self.meters["loss"].update(float(loss))
         self.training_step_outputs.append(loss.detach())
-        # Ramps up over the steps, each of which counts once.
+        # The factor grows with the steps; each step must count once.
         return loss * self.steps
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -118,7 +118,10 @@ class Classifier(Module):
 
 
 class Heads(nn.Module):
-    """A map of the images' size and its rougher twin, as torchvision's segmentation networks, and others beside."""
+    """A network with several outputs: a map of the images' size, a coarser map, and values of single samples.
+
+    torchvision's segmentation networks return such maps.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,13 +136,13 @@ class Heads(nn.Module):
         result: dict[str, Any] = OrderedDict()
         result["pixels"] = self.pixels(x).contiguous(memory_format=torch.channels_last)
         result["rough"] = F.interpolate(self.rough(F.avg_pool2d(x, 2)), size=shape, mode="bilinear")
-        # One number for each sample.
+        # These have one row or one number for each sample.
         result["others"] = self.classes(pooled), self.angle(pooled)[:, 0], self.unused(pooled)
         return result
 
 
 class MultiTask(Module):
-    """Losses that are divided by different numbers, an output that none takes, and other sizes in each batch."""
+    """A module with losses of different divisors, an unused output, and images of a different size in each batch."""
 
     kind = "tasks"
     cut = "trunk.1"
@@ -150,11 +153,11 @@ class MultiTask(Module):
         self.loss = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64), ignore_index=255)
 
     def batches(self) -> DataLoader[Any]:
-        data, found = Data("tasks"), []
+        data, loaded = Data("tasks"), []
         for start, size in ((0, 8), (6, 6), (12, 4)):
             image, targets = default_collate([data[index] for index in range(start, min(start + 6, SAMPLES))])
-            found.append((image[..., :size], {**targets, "pixels": targets["pixels"][..., :size]}))
-        return DataLoader(found, batch_size=None)
+            loaded.append((image[..., :size], {**targets, "pixels": targets["pixels"][..., :size]}))
+        return DataLoader(loaded, batch_size=None)
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         x, targets = batch
@@ -183,7 +186,7 @@ class Pair(nn.Module):
 
 
 class Siamese(Module):
-    """A batch is a dict, with two images and a name for each sample; samples without a label do not count."""
+    """A module for batches that are dicts of two images and a name for each sample; some samples do not count."""
 
     kind = "dict"
     cut = "embed"
@@ -209,9 +212,9 @@ class Siamese(Module):
 
 
 class Normalised(Classifier):
-    """Batch normalisation, which one sample cannot train: one microbatch takes all of a last batch of 3.
+    """A module with batch normalisation, which needs at least two samples: one microbatch takes a last batch of 3.
 
-    And a stage without parameters, which has a backward, too.
+    The first stage has no parameters, but still has a backward.
     """
 
     cut = "flat"
@@ -227,9 +230,9 @@ class Normalised(Classifier):
 
 
 class Shared(nn.Module):
-    """A layer in two places, under two names, as CoaT's position encodings; and two layers with one weight.
+    """A network with one layer under two names, like CoaT's position encodings, and two layers that share a weight.
 
-    Of these the one that runs first was registered last.
+    Of the two layers, the layer that runs first was registered last.
     """
 
     def __init__(self) -> None:
@@ -265,7 +268,7 @@ class SharesLayers(Module):
 
 
 class Probed(nn.Module):
-    """A linear probe, with a second head on what is before it."""
+    """A linear probe, and a second head whose gradient reaches the body."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +280,11 @@ class Probed(nn.Module):
 
 
 class Probe(Module):
-    """What no gradient reaches in a step is left as it was, though one has reached it in a step before."""
+    """A module in which gradients reach the body and the second head in some steps only.
+
+    The other steps must not change body and second head. Weight decay and momentum would change them if their gradients
+    were zero instead of missing.
+    """
 
     cut = "body.1"
     epochs = 2
@@ -296,7 +303,7 @@ class Probe(Module):
 
 
 class Thawing(Classifier):
-    """Both convolutions are trained in the second epoch alone."""
+    """A module that trains its convolutions in the second epoch only."""
 
     cut = "0.1"
     epochs = 2
@@ -309,9 +316,9 @@ class Thawing(Classifier):
 
 
 class OwnForward(Module):
-    """Several submodules that ``forward`` calls, with a method, a parameter and a buffer of its own; and others beside.
+    """A module whose ``forward`` calls several submodules and uses a method, a parameter and a buffer of the module.
 
-    The order in which they are made is not that in which they are called.
+    The submodules are not called in the order in which they are made, and some submodules are not called at all.
     """
 
     cut = "encoder.2"
@@ -356,10 +363,17 @@ class OwnForward(Module):
 def fit(
     kind: type[Module], strategy: Any, devices: int, loading: int = 1
 ) -> tuple[Any, dict[str, Tensor], dict[str, Any], list[Any]]:
-    """The trained module, its weights, what it has logged, and what it predicts."""
+    """Return the trained module, its weights, its logged values and its predictions.
+
+    Args:
+        kind: Class of the module.
+        strategy: Strategy of the Trainer.
+        devices: Number of ranks.
+        loading: Number of ranks that load samples.
+    """
     torch.manual_seed(0)
     model = kind().double()
-    # Where one loads, a sampler has no use, and changes nothing.
+    # If a single rank loads samples, a distributed sampler must change nothing.
     options = {"max_epochs": kind.epochs, "precision": "64-true", "use_distributed_sampler": loading == 1}
     trainer = quiet_trainer(strategy, devices, **options)
     data = Data(kind.kind)
@@ -377,10 +391,10 @@ def fit(
 
 
 def trained(kinds: Any, replicas: list[int], microbatches: int) -> list[Any]:
-    """What comes of each module on one rank, or of one device if there are no replicas."""
+    """Return the results of training each module on this rank, or on one device if there are no replicas."""
     os.environ |= {"LOCAL_RANK": str(dist.get_rank() if replicas else 0), "NODE_RANK": "0"}
     os.environ["WORLD_SIZE"] = str(max(sum(replicas), 1))
-    found = []
+    results = []
     for kind in kinds:
         strategy: Any = "auto"
         if replicas:
@@ -388,21 +402,23 @@ def trained(kinds: Any, replicas: list[int], microbatches: int) -> list[Any]:
         model, weights, logged, predicted = fit(kind, strategy, max(sum(replicas), 1), *replicas[:1])
         names = [batch.pop("name") for batch in predicted]
         counted = model.counted() if hasattr(model, "counted") else {}
-        found.append((weights, (logged, predicted, counted), names))
-    return found
+        results.append((weights, (logged, predicted, counted), names))
+    return results
 
 
 def differ(kinds: Any, replicas: list[int], microbatches: int) -> dict[str, str]:
-    """What is different from one device, by name of the module."""
+    """Return the differences from one device by name of the module."""
     expected = run_apart(trained, kinds, [], 0)
     actual = run_ranks(sum(replicas), trained, kinds, replicas, microbatches)[0]
     wrong = {}
-    for kind, (weights, told, names), (divided, also_told, also_names) in zip(kinds, expected, actual, strict=True):
+    for kind, (weights, values, names), (divided, divided_values, divided_names) in zip(
+        kinds, expected, actual, strict=True
+    ):
         assert list(weights) == list(divided)
-        assert names == also_names
+        assert names == divided_names
         try:
             torch.testing.assert_close(divided, weights, rtol=1e-12, atol=1e-14)
-            torch.testing.assert_close(also_told, told, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(divided_values, values, rtol=1e-12, atol=1e-14)
         except AssertionError as error:
             wrong[kind.__name__] = str(error)
     return wrong
@@ -417,5 +433,5 @@ def differ(kinds: Any, replicas: list[int], microbatches: int) -> dict[str, str]
     ],
     ids=["two stages", "replicas of the first", "replicas of the last"],
 )
-def test_modules_as_people_write_them_train_as_on_one_device(kinds: Any, replicas: Any, microbatches: int) -> None:
+def test_ordinary_modules_train_the_weights_of_one_device(kinds: Any, replicas: Any, microbatches: int) -> None:
     assert differ(kinds, replicas, microbatches) == {}

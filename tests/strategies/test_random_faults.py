@@ -1,8 +1,8 @@
-"""A process of a run is killed or stopped at a random moment, set-up, checkpoints and the end included.
+"""Tests in which a process of a run is killed or stopped at a random moment, also in set-up, checkpoints and the end.
 
-What must follow depends on the strategy, its options and how far the run was: see `promised`. More runs, about 5 s
-each: ``make faults RUNS=200``; ``FIRST`` is the seed of the first. Each adds a line to the file that
-``CNNSTRATEGIES_FAULTS_LOG`` names; none begins after ``CNNSTRATEGIES_FAULTS_UNTIL``, in seconds of the epoch.
+The expected result depends on the strategy, its options and the progress of the run: see `promised`. For more runs,
+about 5 s each, use ``make faults RUNS=200``; ``FIRST`` is the seed of the first run. Each run appends a line to the
+file that ``CNNSTRATEGIES_FAULTS_LOG`` names. No run starts after ``CNNSTRATEGIES_FAULTS_UNTIL``, in seconds since 1970.
 """
 
 import json
@@ -25,21 +25,31 @@ from lightning.pytorch import Callback
 from cnnstrategies.callbacks import summary
 from cnnstrategies.runtime.processes import one_refusal
 
-pytestmark = [pytest.mark.cluster, pytest.mark.warm]  # They wait for time-outs, and train meanwhile.
+pytestmark = [pytest.mark.cluster, pytest.mark.warm]  # These tests wait for time-outs.
 
 RUNS = int(os.environ.get("CNNSTRATEGIES_FAULTS", "2"))
 FIRST = int(os.environ.get("CNNSTRATEGIES_FAULTS_FROM", "0"))
 UNTIL = float(os.environ.get("CNNSTRATEGIES_FAULTS_UNTIL", "inf"))
-EPOCHS, STEPS = 3, 6  # of each epoch
-PASSING = 0.05  # seconds: helpers of an import, such as uname, are gone by then
-LATEST = 3.0  # seconds after the coordinator's start; a run takes two to four
-EQUAL = ("sync", "local")  # modes whose result does not depend on the timing
+EPOCHS, STEPS = 3, 6  # Number of epochs, and of steps in an epoch.
+PASSING = 0.05  # Seconds after which helper processes of an import, such as uname, have ended.
+LATEST = 3.0  # Seconds after the coordinator's start. A run takes two to four seconds.
+EQUAL = ("sync", "local")  # Modes whose result does not depend on timing.
 GOES_ON, ENDS = "goes on", "ends and says who died"
 
 
 @dataclass
 class Fault:
-    """After so many seconds one of the processes of a run, in the order of their starts, gets a signal."""
+    """A signal to one process of a run.
+
+    Attributes:
+        strategy: Registered name of the strategy.
+        start: Start method of the processes.
+        options: Options of the strategy.
+        processes: Names of the run's processes in the order of their starts.
+        victim: Name of the process that gets the signal.
+        how: The signal.
+        after: Seconds from the start of the run's processes to the signal.
+    """
 
     strategy: str
     start: str
@@ -51,7 +61,7 @@ class Fault:
 
     @property
     def words(self):
-        """For the command line."""
+        """Command-line arguments of the strategy."""
         kind = {"parameter_server": "ParameterServer", "hybrid_pipeline": "HybridPipeline", "ddp": "DDP"}
         options = {**self.options, "start_method": self.start}
         return [
@@ -96,8 +106,8 @@ def draw_for_servers(chance, start):
 
 
 def children(parent):
-    """Number and name of the processes that a process has started, in order."""
-    found = []
+    """Return id and name of each child of a process, in the order of their starts."""
+    processes = []
     for process in filter(str.isdigit, os.listdir("/proc")):
         try:
             number, _, rest = Path(f"/proc/{process}/stat").read_text().partition(" (")
@@ -105,8 +115,8 @@ def children(parent):
             continue
         name, _, rest = rest.rpartition(") ")
         if int(rest.split()[1]) == parent:
-            found.append((int(rest.split()[19]), int(number), name))
-    return [(number, name) for _, number, name in sorted(found)]
+            processes.append((int(rest.split()[19]), int(number), name))
+    return [(number, name) for _, number, name in sorted(processes)]
 
 
 def incarnations(process):
@@ -117,7 +127,7 @@ def incarnations(process):
 
 
 class Marks(Callback):
-    """Says by files how far each rank is, and has none draw pictures, which takes longer than most of these runs."""
+    """A callback that records each rank's progress in files, and turns off plots, which take longer than most runs."""
 
     def setup(self, trainer, pl_module, stage):
         summary.draw_curves = lambda *_: None
@@ -130,7 +140,14 @@ class Marks(Callback):
 
 
 class Moment:
-    """How far the run is when a process gets its signal."""
+    """Progress of the run when a process gets the signal.
+
+    Attributes:
+        process: Id of the process.
+        training: Whether both ranks have started the first epoch.
+        last: Whether a rank has started the last epoch.
+        over: Whether a rank has finished training.
+    """
 
     def __init__(self, process):
         self.process = process
@@ -140,14 +157,14 @@ class Moment:
 
 
 class Sender(threading.Thread):
-    """Finds the run below this process, and sends the signal."""
+    """A thread that finds the run among this process's children and sends the signal."""
 
     def __init__(self, fault):
         super().__init__(daemon=True)
         self.fault = fault
         self.moment = None
         self.looked = self.over = False
-        self._seen = {}  # when each process was seen first
+        self._seen = {}  # By process id: the time at which the process was first seen.
         self._all = []
 
     def run(self):
@@ -168,18 +185,18 @@ class Sender(threading.Thread):
             time.sleep(0.01)
 
     def of(self, run):
-        """Numbers of a run's processes, so far; once all are there, who ends keeps its place."""
+        """Return the ids of a run's processes so far. Once all have started, an ended process keeps its position."""
         if len(self._all) < len(self.fault.processes):
             self._all = self._children(run)
         return self._all
 
     def _children(self, run):
         now = time.monotonic()
-        found = [one for one in children(run) if now - self._seen.setdefault(one[0], now) >= PASSING]
-        found = [(number, name) for number, name in found if name != warm.HELPER]
-        numbers = [number for number, _ in found]
+        processes = [entry for entry in children(run) if now - self._seen.setdefault(entry[0], now) >= PASSING]
+        processes = [(number, name) for number, name in processes if name != warm.HELPER]
+        numbers = [number for number, _ in processes]
         if self.fault.strategy == "parameter_server":
-            names = [name for _, name in found]
+            names = [name for _, name in processes]
             if "ps-coordinator" not in names:
                 return []
             numbers = numbers[names.index("ps-coordinator") :]
@@ -189,7 +206,10 @@ class Sender(threading.Thread):
 
 
 def promised(fault, moment):
-    """What docs/parameter-server.md says follows; both only where the moment may have been before or after a border."""
+    """Return the results that docs/parameter-server.md allows.
+
+    Both results are allowed only if the progress of the run is not known exactly enough to tell.
+    """
     options, victim = fault.options, fault.victim
     if moment is None:
         return {GOES_ON}
@@ -209,7 +229,7 @@ def promised(fault, moment):
 
 
 def keeps_everything(options, victim, moment):
-    """Whether nothing may be lost that was acknowledged."""
+    """Whether no acknowledged update may be lost."""
     return moment is None or victim == "coordinator" or (victim.startswith("server") and options["replication"] > 1)
 
 
@@ -219,7 +239,7 @@ def test_a_run_keeps_what_its_options_promise(run_cli, quick, seed, tmp_path):
         return
     fault = draw(seed)
     print(fault)
-    resource_tracker.ensure_running()  # The run uses it, and starts none of its own, which would be taken for a rank.
+    resource_tracker.ensure_running()  # If the run started its own tracker, it would be taken for a rank.
 
     def fit(name):
         marks = "--trainer.callbacks+=test_random_faults.Marks"
@@ -233,7 +253,7 @@ def test_a_run_keeps_what_its_options_promise(run_cli, quick, seed, tmp_path):
         sender.over = True
         sender.join()
         with one_refusal():
-            pass  # What a starter that was killed has left, the next run removes.
+            pass  # A killed launcher leaves a link that the next run removes.
     moment = sender.moment
     print(moment and vars(moment), output, sep="\n")
     log_how(fault, moment, code)
@@ -258,7 +278,7 @@ def log_how(fault, moment, code):
 def is_named(fault, moment, output):
     if fault.strategy == "parameter_server":
         assert f"{fault.victim} (process {moment.process}" in output
-    elif (fault.start, fault.victim) != ("popen", "rank 0"):  # Whose shell says so.
+    elif (fault.start, fault.victim) != ("popen", "rank 0"):  # The shell reports the death of this process.
         lightning = f"[{fault.victim.replace(' ', ': ')}] Child process with PID {moment.process} terminated"
         assert f"{fault.victim} was ended by SIGKILL" in output or lightning in output
 

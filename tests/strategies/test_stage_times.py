@@ -1,4 +1,4 @@
-"""After twenty batches it is said where other cuts would be quicker; in a time of its own, which layers spend."""
+"""Tests of the warning that other cuts would be faster, after twenty batches; layers advance a simulated clock."""
 
 import os
 import time
@@ -22,7 +22,7 @@ from cnnstrategies.planning import measure
 from cnnstrategies.strategies import HybridPipelineStrategy, balancing
 
 LOSS = 6
-seconds = [100.0] * 6 + [0.0]  # of each layer and of the loss for a sample; against them no real one counts
+seconds = [100.0] * 6 + [0.0]  # Seconds of each layer, and of the loss, for a sample; real seconds are negligible.
 now = 0.0
 
 
@@ -51,7 +51,7 @@ class Spending(nn.Module):
 
 
 class Own(HybridPipelineStrategy):
-    """A user's own, which the line does not replace."""
+    """A user's subclass, which the proposed configuration must not replace."""
 
 
 class Classifier(ImageClassifier):
@@ -64,43 +64,52 @@ class Classifier(ImageClassifier):
 
 
 def fit(then: dict[int, float], batches: int = 21, **options: Any) -> list[str]:
-    """The warnings that name cuts, on one rank, where layers take another time from the start of the training on.
+    """Train on one rank and return the warnings that name cuts.
 
-    Of an epoch's three batches the last one has fewer samples.
+    The last of an epoch's three batches has fewer samples.
+
+    Args:
+        then: By number of the layer, its seconds from the start of the training on.
+        batches: Number of steps.
+        options: Options of the strategy.
     """
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world)}
     measure.time = balancing.time = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)  # type: ignore[assignment]
     strategy = (Own if LOSS in then else HybridPipelineStrategy)(microbatches=8, **options)
-    begin = LambdaCallback(on_train_start=lambda *_: [seconds.__setitem__(*one) for one in then.items()])
+    begin = LambdaCallback(on_train_start=lambda *_: [seconds.__setitem__(*item) for item in then.items()])
     trainer = quiet_trainer(strategy, world, max_epochs=-1, max_steps=batches, callbacks=[begin])
     network = nn.Sequential(*map(Spending, range(LOSS)), nn.Flatten(), nn.Linear(16, 2))
     images = TensorDataset(torch.randn(22, 1, 4, 4), torch.randint(2, (22,)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(Classifier(network, 2), DataLoader(images, 8 // strategy.placement.replicas[0]))
-    return [text for one in caught if "cuts: [" in (text := str(one.message))]
+    return [text for item in caught if "cuts: [" in (text := str(item.message))]
 
 
 @pytest.mark.parametrize(
     ("then", "options", "cuts"),
     [
-        ({1: 700}, {}, "layer_1"),  # Three layers and three become 9 and 3, and by other cuts 6 and 6.
-        ({LOSS: 1200}, {}, "layer_4"),  # It is as four layers, and stays where it is.
-        ({5: 300}, {"replicas": [2, 1], "shares": "auto"}, "layer_4"),  # Whose clocks run beside.
+        ({1: 700}, {}, "layer_1"),  # The stages' times become 9 and 3; with other cuts they are 6 and 6.
+        ({LOSS: 1200}, {}, "layer_4"),  # The loss takes as long as four layers and stays in the last stage.
+        (
+            {5: 300},
+            {"replicas": [2, 1], "shares": "auto"},
+            "layer_4",
+        ),  # The balancing of shares measures times as well.
         ({}, {}, None),
-        (dict.fromkeys(range(LOSS), 200), {"activation_checkpointing": "always"}, None),  # All are slower alike.
+        (dict.fromkeys(range(LOSS), 200), {"activation_checkpointing": "always"}, None),  # All layers are slower.
         ({1: 700}, {"batches": 19}, None),
         ({1: 700}, {"cuts": ["layer_1"]}, None),
     ],
 )
-def test_better_cuts_are_said_as_fit_takes_them(
+def test_better_cuts_are_reported_as_options_of_fit(
     run_cli: Any, then: dict[int, float], options: dict[str, Any], cuts: str | None
 ) -> None:
-    said, *others = run_ranks(sum(options.get("replicas", [1, 1])), partial(fit, then, **options))
-    assert (len(said), any(others)) == (cuts is not None, False), "rank 0 says it, once"
+    texts, *others = run_ranks(sum(options.get("replicas", [1, 1])), partial(fit, then, **options))
+    assert (len(texts), any(others)) == (cuts is not None, False), "only rank 0 warns, and only once"
     if cuts is not None:
-        Path("cuts.yaml").write_text(said[0].splitlines()[-1])
+        Path("cuts.yaml").write_text(texts[0].splitlines()[-1])
         strategy = "--trainer.strategy=hybrid_pipeline" if options else "--config=strategy/hybrid_pipeline"
         code, output = run_cli("fit", "--config=quickstart", strategy, "--config=cuts.yaml", "--print_config")
         assert code == 0, output

@@ -1,4 +1,4 @@
-"""When workers that make steps of their own make an outer one."""
+"""Tests of the moments at which workers with local steps make an outer step."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from cnnstrategies.strategies.parameter_server.step import Stepper
 
 
 class Servers:
-    """In the place of a worker's connection: keeps what it is told, and brings no values."""
+    """A replacement for a worker's connection that records its calls and pulls no values."""
 
     codecs, late, step, leader = ("none", "none"), False, 0, 0
 
@@ -41,23 +41,23 @@ def local(own_steps: int) -> tuple[Stepper, Servers]:
 
 
 @pytest.mark.light
-def test_a_newcomer_makes_outer_steps_with_the_others() -> None:
-    """They have made one own step since the last: the second of the newcomer is the third."""
+def test_a_joiner_makes_outer_steps_with_the_other_workers() -> None:
+    """The other workers have made one local step since the last outer step: the joiner's second step is their third."""
     stepper, servers = local(own_steps=1)
     for _ in range(2):
         stepper.count(4)
         stepper.after_step()
     ((options, samples),) = servers.begun
     assert (options[0]["lr"], options[0]["momentum"], options[0]["nesterov"], samples) == (0.7, 0.9, True, 8)
-    assert servers.pushed == 4, "each parameter once"
+    assert servers.pushed == 4, "an outer step pushes each parameter once"
     for _ in range(3):
         stepper.after_step()
     assert len(servers.begun) == 2
 
 
 @pytest.mark.light
-def test_there_is_no_outer_step_without_own_ones() -> None:
-    """A validation and then a checkpoint at the same moment: the momentum must not move the weights in between."""
+def test_there_is_no_outer_step_without_local_steps() -> None:
+    """A validation and a checkpoint may follow each other without a step; the momentum must not move weights then."""
     stepper, servers = local(own_steps=0)
     stepper.outer_step()
     assert not servers.begun

@@ -1,4 +1,4 @@
-"""A Trainer on a simulated GPU trains what it trains on the CPU, whatever the strategy, and no step waits for it."""
+"""Tests of a Trainer on a simulated GPU: all strategies train the CPU's values, and no step waits for the device."""
 
 import contextlib
 import os
@@ -25,11 +25,11 @@ from cnnstrategies.planning import measure
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 
 STEPS = 3
-PROFILE = partial(measure.profile, warm_up=0, repeats=1)  # It is to run; what it measures here says nothing.
+PROFILE = partial(measure.profile, warm_up=0, repeats=1)  # The profile must run, but its times are irrelevant here.
 
 
 class Scaled(nn.Module):
-    """Takes images as they are loaded."""
+    """A layer that scales images of bytes to the range from 0 to 1."""
 
     def forward(self, images: Tensor) -> Tensor:
         return images.float() / 255
@@ -45,7 +45,7 @@ def network(dropout: float) -> nn.Sequential:
 
 
 class OwnModule(LightningModule):
-    """A user's: with a loss of its own, and nothing that belongs to the package."""
+    """A user's module with its own loss, which uses nothing of the package."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -62,21 +62,21 @@ class OwnModule(LightningModule):
 
 
 class BuiltLate(OwnModule):
-    """The same, whose network is on no rank as a whole."""
+    """A user's module that builds its network in `configure_model`, so that each rank builds only its stage."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__(nn.Identity())
-        self.start = net.state_dict()  # Lightning builds on the device, by its random numbers.
+        self.start = net.state_dict()  # Lightning builds on the device, with the device's random numbers.
 
     def configure_model(self) -> None:
         if isinstance(self.network, nn.Identity):
             self.network = network(0.0)
             self.network.load_state_dict(self.start)
-            torch.manual_seed(3)  # Nor has it drawn the host's.
+            torch.manual_seed(3)  # On the device, building does not draw from the host's random numbers.
 
 
 class Waits(Callback):
-    """Notes where the host waits in each step, from a batch's start to the next one's."""
+    """A callback that notes the host's waits in each step, from the start of a batch to the start of the next batch."""
 
     def __init__(self) -> None:
         self.steps: dict[str, list[Counter[str]]] = {"training": [], "validation": []}
@@ -94,23 +94,32 @@ class Waits(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         DEVICE.waits = Counter()
         validation = self.steps["validation"]
-        found = [self.steps["training"][-2], validation[1] if validation else Counter()]
-        torch.save(found, f"waits{trainer.global_rank}")  # A parameter server's worker is another process.
+        waits = [self.steps["training"][-2], validation[1] if validation else Counter()]
+        torch.save(waits, f"waits{trainer.global_rank}")  # A parameter server's worker is another process.
 
 
 class Case(NamedTuple):
-    """How a Trainer is run, and how often a step's host may wait."""
+    """Options of a training.
+
+    Attributes:
+        strategy: Function that makes the strategy.
+        options: Options of the package's module.
+        module: A user's class, in place of the package's module.
+        precision: Precision of the Trainer.
+        has_length: Whether the dataset has a length.
+        waits: Number of times that the host may wait in a step.
+    """
 
     strategy: Callable[[], Any]
     options: dict[str, Any] | None = None
-    own: type[OwnModule] | None = None
+    module: type[OwnModule] | None = None
     precision: str = "32-true"
     has_length: bool = True
     waits: int = 0
 
 
 class Endless(IterableDataset[tuple[Tensor, Tensor]]):
-    """A dataset of which nobody knows the length."""
+    """A dataset without a length."""
 
     def __init__(self, data: TensorDataset) -> None:
         self._data = data
@@ -120,7 +129,14 @@ class Endless(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class Trained(NamedTuple):
-    """What came of it on one rank, and where the host waited in the last step but one, and in a second evaluation."""
+    """Result of a training on one rank.
+
+    Attributes:
+        state: State dict of the module.
+        metrics: Logged values.
+        waits: The host's waits in the last step but one.
+        evaluating: The host's waits in the second batch of validation.
+    """
 
     state: dict[str, Tensor]
     metrics: dict[str, Tensor]
@@ -129,16 +145,20 @@ class Trained(NamedTuple):
 
 
 def fit(case: Case, kind: str, world: int) -> Trained:
-    # Of a device's own random numbers nothing is drawn where the host's are drawn, too.
-    net = network(0.0 if case.own or case.options else 0.2)
-    model: Any = case.own(net) if case.own else ImageClassifier(net, 4, **(case.options or {}))
+    # Dropout draws from the device's generator, so it is off in cases that also draw from the host's generator.
+    net = network(0.0 if case.module or case.options else 0.2)
+    model: Any = case.module(net) if case.module else ImageClassifier(net, 4, **(case.options or {}))
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(256, (8 * STEPS * world, 3, 8, 8), generator=generator, dtype=torch.uint8)
-    images = images.float() if case.options else images  # Mixup takes no others.
+    images = images.float() if case.options else images  # Mixup needs floating-point images.
     data = TensorDataset(images, torch.randint(4, (len(images),), generator=generator))
-    os.environ["PL_GLOBAL_SEED"] = "2"  # Each step draws from it: a loader draws from the host's numbers, too.
+    os.environ["PL_GLOBAL_SEED"] = (
+        "2"  # Steps draw from this seed, because a loader also draws from the host's random numbers.
+    )
     scaler = torch.amp.GradScaler(kind, init_scale=1024.0) if case.precision == "16-mixed" else None
-    graceful_stop.CHECK_SECONDS = 1000.0  # It looks about twice a second, which may be each of such slow steps.
+    graceful_stop.CHECK_SECONDS = (
+        1000.0  # Otherwise it would check twice a second, possibly in each of these slow steps.
+    )
     measure.profile = PROFILE
     trainer = quiet_trainer(
         case.strategy(),
@@ -184,18 +204,18 @@ def served(mode: Any) -> ParameterServerStrategy:
 
 ALONE = [
     Case(lambda: "auto", RECIPE, precision="bf16-mixed"),
-    # It waits for the last gradient, and looks whether a callback, such as the one that counts, has changed a weight.
+    # The host waits for the last gradient, and checks whether a callback, here `Waits`, has changed a weight.
     Case(partial(served, "sync"), waits=2),
     Case(partial(served, "local"), waits=2 * len(list(network(0.0).parameters()))),
 ]
 TOGETHER = [
     Case(partial(piped, cuts=None), RECIPE, precision="bf16-mixed"),
-    # In half precision torch's own loss scale asks whether a step is to be skipped.
+    # In half precision, torch's loss scaler reads whether a step must be skipped.
     Case(
-        partial(piped, activation_checkpointing="except_last"), own=OwnModule, precision="16-mixed", has_length=False,
-        waits=2,
+        partial(piped, activation_checkpointing="except_last"), module=OwnModule, precision="16-mixed",
+        has_length=False, waits=2,
     ),
-    Case(piped, own=BuiltLate, waits=1),
+    Case(piped, module=BuiltLate, waits=1),
 ]  # fmt: skip
 THREE = [
     Case(partial(piped, replicas=[2, 1], schedule="gpipe", activation_checkpointing="always")),
@@ -204,7 +224,7 @@ THREE = [
 
 
 @pytest.mark.parametrize(("world", "cases"), [(1, ALONE), (2, TOGETHER), (3, THREE)])
-def test_trains_what_the_cpu_trains_and_no_step_waits(world: int, cases: list[Case]) -> None:
+def test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits(world: int, cases: list[Case]) -> None:
     ranks = [run_apart(on_both, cases, world)] if world == 1 else run_ranks(world, on_both, cases, world)
     for rank, (host, device) in enumerate(ranks):
         for case, expected, actual in zip(cases, host, device, strict=True):
@@ -224,7 +244,7 @@ def from_the_command_line() -> Counter[str]:
     return waits
 
 
-def test_no_callback_of_the_command_line_waits() -> None:
-    """But twice a second for signals, where something is logged, and at an epoch's end."""
+def test_callbacks_of_the_command_line_do_not_wait_for_the_device() -> None:
+    """The exceptions are a check for signals twice a second, logging, and the end of an epoch."""
     waits = run_apart(from_the_command_line)
     assert not waits

@@ -1,1 +1,1 @@
-"""The declared commands, their parsing and their help; fast to import, because every start imports them."""
+"""Declarations of all commands, with their parser and their help. Importing this package must not take long."""

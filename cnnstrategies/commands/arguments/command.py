@@ -1,6 +1,6 @@
-"""Declarations of commands. One dataclass with documented fields gives a command its parser and its help.
+"""The machinery for declaring commands: a dataclass with documented fields gives a command its parser and its help.
 
-Parsing and help need neither torch nor Lightning. A command's code is imported only when the command runs.
+Parsing and help need neither torch nor Lightning. A command's own module is imported only when the command runs.
 """
 
 import atexit
@@ -27,32 +27,34 @@ from cnnstrategies.old_names import is_now, renamed
 from cnnstrategies.quantities import Duration, Size
 
 Kind = TypeVar("Kind", bound=type[Any])
-# Names of the options that LightningCLI accepts without a dot.
+# Names of LightningCLI's options that contain no dot.
 CONFIGURATION_WORDS = ("config", "print_config", *ROOTS)
+# By type of an option's value: the name of the value in the help.
 VALUE_NAMES = {bool: "", int: "N", float: "NUMBER", Path: "FILE", Duration: "TIME", Size: "BYTES"}
-TRUTH = {"true": True, "false": False}
+TRUTH = {"true": True, "false": False}  # By text: the value of a switch.
+# A command-line argument that begins with an option: `--name`, `--name=value` or `--name+=value`.
 _WORD = re.compile(r"--([A-Za-z][\w-]*)\+?(?:=(.*))?", re.DOTALL)
 
 
 class Configuration(Enum):
-    """How a command uses a configuration."""
+    """Whether and how a command reads a training configuration."""
 
-    NONE = "none"  # The command has only options of its own.
-    BESIDE = "beside"  # `main` gets the options, and a list of the configuration's command-line arguments.
-    LIGHTNING = "lightning"  # LightningCLI reads the options and the configuration with one parser.
+    NONE = "none"  # The command has only its own options. `main` gets the options.
+    BESIDE = "beside"  # `main` gets the command's own options, and the configuration's command-line arguments.
+    LIGHTNING = "lightning"  # LightningCLI parses the options and the configuration. `main` gets all arguments.
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a command, from a field of the command's class.
+    """An option of a command, from a field of the command's dataclass.
 
     Attributes:
         name: Name of the field.
-        kind: Type of the value, or of each element if the option takes a list.
-        nullable: Whether ``null`` is accepted.
-        many: Whether the option takes a list: ``1,2,4``, ``[1, 2, 4]``, or the option several times.
-        required: Whether the option must be given.
-        default: Value if the option is not given.
+        kind: Type of the value, or type of each element if the option takes a list.
+        nullable: Whether the option accepts ``null``.
+        many: Whether the option takes a list. The user writes ``1,2,4`` or ``[1, 2, 4]``, or repeats the option.
+        required: Whether the user must give the option.
+        default: Value if the user does not give the option.
         text: The field's entry in the docstring, in one line.
         metavar: Name of the value in the help; empty for a switch.
         positional: Whether the user types the value without the option's name.
@@ -71,27 +73,27 @@ class Option:
     @property
     def flag(self) -> str:
         """The option as the user types it."""
-        # A field cannot be called `try`, so its name is `try_`.
+        # The field of the option --try is named `try_`, because `try` is a keyword of Python.
         return self.metavar if self.positional else f"--{self.name.removesuffix('_')}"
 
     @property
     def meaning(self) -> str:
-        """The option's documentation, for an error message."""
+        """The option's documentation without the full stop, for an error message."""
         return self.text.removesuffix(".")
 
     @property
     def row(self) -> tuple[str, str]:
-        """The option's line in the help: name with the value's name, and text with default."""
+        """The option's line in the help as a pair: the option with the name of its value, and its documentation."""
         has_default = self.default not in (None, False, [], dataclasses.MISSING) and "default" not in self.text
         shown = f"{self.default:g}" if isinstance(self.default, float) else self.default
         text = f"{self.text.removesuffix('.')} (default: {shown})" if has_default else self.text
         return self.flag if self.positional else f"{self.flag} {self.metavar}".rstrip(), text
 
     def read(self, text: str) -> Any:
-        """Return the value of a command-line argument.
+        """Convert the text of a command-line argument to the option's type.
 
         Raises:
-            ConfigurationError: The argument is not a value of the option's type.
+            ConfigurationError: The text is not a value of the option's type.
         """
         if self.nullable and text == "null":
             return None
@@ -127,24 +129,25 @@ def option(
     choices: Callable[[], Sequence[str]] | None = None,
     **arguments: Any,
 ) -> Any:
-    """Return a field of a command's class.
+    """Declare an option: return a field for a command's dataclass.
 
     Args:
-        default: Value if the option is not given.
-        metavar: Name of the value in the help, such as ``FOLDER``; by default the type gives a name.
-        choices: Function that imports a registry and returns the accepted values, called when the command is parsed.
+        default: Value if the user does not give the option.
+        metavar: Name of the value in the help, such as ``FOLDER``. By default the name depends on the type.
+        choices: Function that returns the accepted values, called when the options are parsed. It may import a
+            registry, which the declaration itself cannot import.
         arguments: Other arguments of :func:`dataclasses.field`.
     """
     return field(default=default, metadata={"metavar": metavar, "choices": choices}, **arguments)
 
 
 def positional(default: Any = dataclasses.MISSING, metavar: str = "", **arguments: Any) -> Any:
-    """Return a field for a positional argument, such as the folder in ``pack FOLDER``."""
+    """Declare a positional argument, such as the folder in ``pack FOLDER``: return a field for the dataclass."""
     return field(default=default, metadata={"metavar": metavar, "positional": True}, **arguments)
 
 
 def options_of(declaration: type[Any]) -> list[Option]:
-    """Return the options that a dataclass declares."""
+    """Return the options that the fields of a dataclass declare, in the order of the fields."""
     kinds = get_type_hints(declaration)
     texts = {
         entry.arg_name: _in_one_line(entry.description)
@@ -194,13 +197,15 @@ class Command:
 
     Attributes:
         name: Name of the command, as the user types it.
-        summary: Line that describes the command in the list of commands, beginning with a verb.
-        example: Arguments of a useful call, without the command's name.
-        module: Name of the module below ``cnnstrategies.commands`` whose ``main`` runs the command.
-        declaration: Dataclass whose fields are the command's options. The dataclass's docstring describes the command.
-        configuration: How the command uses a configuration.
-        keys: Pairs of a configuration's key and a description, for keys that the command's help shows first.
-        sections: Pairs of a section's name and its dataclass, for sections that only this command reads.
+        summary: Description of the command in the list of commands. It begins with a verb.
+        example: Command-line arguments of an example call, without the command's name.
+        module: Module in ``cnnstrategies.commands`` whose function ``main`` runs the command.
+        declaration: Dataclass whose fields are the command's options, and whose docstring describes the command.
+        configuration: Whether and how the command reads a training configuration.
+        keys: Keys of the configuration that the help lists with the command's own options, as pairs of a key and a
+            description.
+        sections: Sections of the configuration that only this command reads, as pairs of the section's name and its
+            dataclass.
     """
 
     name: str
@@ -214,7 +219,7 @@ class Command:
 
     @property
     def call(self) -> str:
-        """The beginning of a call: ``cnnstrategies`` and the command's name."""
+        """Text that the user types to call the command, without arguments, such as ``cnnstrategies fit``."""
         return self.name if self.name.startswith("cnnstrategies") else f"cnnstrategies {self.name}"
 
     @property
@@ -224,7 +229,7 @@ class Command:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """The help's lines about the command's own options, keys and sections: pairs of a name and a description."""
+        """The lines of the help about the command's options, keys and sections, as pairs of a name and a text."""
         rows = [option.row for option in self.options]
         rows += self.keys
         for section, declaration in self.sections:
@@ -238,10 +243,17 @@ class Command:
         return _in_one_line(f"{parsed.short_description or ''} {parsed.long_description or ''}")
 
     def parse(self, words: Sequence[str]) -> tuple[Any, list[str]]:
-        """Return an instance of the declaration with the command's options, and the configuration's arguments.
+        """Parse command-line arguments.
+
+        Args:
+            words: Command-line arguments after the command's name.
+
+        Returns:
+            An instance of the declaration with the values of the command's options, and the other arguments, which
+            belong to the configuration.
 
         Raises:
-            ConfigurationError: An option does not exist, is missing, or has no value or a wrong value.
+            ConfigurationError: An option is unknown, is missing, or has no value or a wrong value.
         """
         options = self.options
         by_name = {option.flag.removeprefix("--"): option for option in options if not option.positional}
@@ -270,7 +282,12 @@ class Command:
         return self.declaration(**values), rest
 
     def _check_rest(self, words: Sequence[str], flags: Sequence[str]) -> None:
-        """Refuse arguments that belong neither to this command nor to a configuration."""
+        """Raise a ConfigurationError for an argument that belongs neither to this command nor to a configuration.
+
+        Args:
+            words: Command-line arguments without the command's own options.
+            flags: The command's own options, for the error message.
+        """
         for word in words:
             match = _WORD.fullmatch(word)
             if self.configuration is Configuration.NONE:
@@ -289,10 +306,10 @@ class Command:
         if self.configuration is not Configuration.NONE:
             keys = " and a configuration's keys (--config, --trainer.KEY, ...)"
         guess = closest(name.replace("-", "_").replace("__", "--", 1), known)
-        raise ConfigurationError(f"{self.name}: no option {name}{guess} accepted: {', '.join(flags)}{keys}")
+        raise ConfigurationError(f"{self.name}: unknown option {name}{guess} accepted: {', '.join(flags)}{keys}")
 
     def show_all_options(self) -> None:
-        """Print the help of LightningCLI's parser, which has every key of a configuration."""
+        """Print the help of LightningCLI's parser, which describes all keys of a configuration."""
         sys.argv = ["cnnstrategies", self.name]
         module = importlib.import_module("cnnstrategies.commands.run.lightning_cli")
         if self.configuration is Configuration.LIGHTNING:
@@ -303,7 +320,7 @@ class Command:
     def run(self, words: Sequence[str]) -> None:
         """Run the command with the command-line arguments after its name."""
         if self.configuration is not Configuration.NONE:
-            # Configurations may name classes of modules in the working directory.
+            # A configuration may name classes of the user's modules in the working directory.
             if os.getcwd() not in sys.path:
                 sys.path.insert(0, os.getcwd())
             words = recipes.with_files(with_underscores(words))
@@ -312,23 +329,30 @@ class Command:
             arguments = list(self.parse(words))
             if self.configuration is Configuration.NONE:
                 del arguments[1:]
-        # Imported objects live until the end. Collecting garbage among them would take a sixth of the start's time.
+        # Garbage collection during the imports would take a sixth of the start-up time and free nothing, because
+        # imported objects live until the process ends.
         gc.disable()
         module = importlib.import_module(f"cnnstrategies.commands.{self.module}")
         gc.freeze()
-        atexit.register(gc.unfreeze)  # Bindings such as triton's report frozen objects as leaks at exit.
+        atexit.register(gc.unfreeze)  # Some extension modules, such as triton's, report frozen objects as leaks.
         gc.enable()
         module.main(*arguments)
 
 
 def _value(option: Option, text: str | None, waiting: deque[str]) -> str:
-    """Return the value of an option: the text after ``=``, or the next waiting argument, which is removed."""
+    """Return the value of an option as text.
+
+    Args:
+        option: The option.
+        text: The text after ``=``; None if the argument has no ``=``.
+        waiting: The next command-line arguments. If the first one is the option's value, it is removed.
+    """
     if text is not None:
         return text
     if option.kind is bool:
         return waiting.popleft() if waiting and waiting[0] in TRUTH else "true"
     if not waiting or waiting[0].startswith("--"):
-        raise ConfigurationError(f"{option.flag}: a value must follow: {option.meaning}")
+        raise ConfigurationError(f"{option.flag} needs a value: {option.meaning}")
     return waiting.popleft()
 
 
@@ -351,15 +375,17 @@ def declare(
 ) -> Callable[[Kind], Kind]:
     """Return a decorator that registers a dataclass as the declaration of a command.
 
+    The arguments after `registry` are the attributes of :class:`Command`, which describes them.
+
     Args:
         registry: Dictionary of commands by name, to which the decorator adds the command.
-        name: See :class:`Command`, as for the arguments below.
-        summary: Line for the list of commands.
-        example: Arguments of a useful call.
-        module: By default the command's name.
-        configuration: How the command uses a configuration.
-        keys: Keys to show first.
-        sections: Sections that only this command reads.
+        name: Name of the command.
+        summary: Description of the command in the list of commands.
+        example: Command-line arguments of an example call.
+        module: Module that runs the command; by default the module with the command's name.
+        configuration: Whether and how the command reads a training configuration.
+        keys: Keys of the configuration that the help lists.
+        sections: Sections of the configuration that only this command reads.
     """
 
     def enter(declaration: Kind) -> Kind:

@@ -1,6 +1,6 @@
-"""The help: the list of commands, and for each command the options from its declaration.
+"""The texts of ``--help``: the list of commands, and the options of each command from its declaration.
 
-``--help`` shows what most users need. ``--help_full`` shows every option of LightningCLI's parser.
+``--help`` shows the options that most users need. ``--help_full`` shows all options, from LightningCLI's parser.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ CONFIGURATION = (
         "a YAML file, or the name of a recipe (`cnnstrategies configs`); later files override earlier ones",
     ),
     ("--trainer.strategy NAME", "how the work is divided: auto, ddp, hybrid_pipeline, parameter_server, ..."),
-    ("--trainer.strategy.OPTION VALUE", "an option of it, as in --trainer.strategy.stages 2 after hybrid_pipeline"),
+    ("--trainer.strategy.OPTION VALUE", "an option of the strategy; hybrid_pipeline has --trainer.strategy.stages"),
     ("--trainer.devices N", "processes or GPUs on each machine"),
     ("--trainer.num_nodes N", "machines"),
     ("--trainer.accelerator NAME", "auto, cpu or gpu"),
     ("--trainer.precision NAME", "32-true, bf16-mixed, 16-mixed or 64-true"),
-    ("--model CLASS", "a LightningModule by its import path; ours is ImageClassifier"),
+    ("--model CLASS", "import path of a LightningModule, or ImageClassifier, which is part of this package"),
     ("--model.init_args.network CLASS", "the CNN, such as torchvision.models.resnet50"),
     ("--data CLASS", "a LightningDataModule, such as DigitsDataModule or ImageFolderDataModule"),
-    ("--data.init_args.global_batch_size N", "images of a step over all devices"),
+    ("--data.init_args.global_batch_size N", "number of images in a step, over all devices"),
 )
 EVERYTHING = (
-    ("--help_full [SECTION]", f"all options, or those of {', '.join(name for name in ROOTS)}"),
-    ("--data.help CLASS", "options of a class; --model.help CLASS and --trainer.strategy.help NAME do the same"),
+    ("--help_full [SECTION]", f"all options, or the options of one section: {', '.join(name for name in ROOTS)}"),
+    ("--data.help CLASS", "options of a class; also --model.help CLASS and --trainer.strategy.help NAME"),
     ("--print_config", "print the whole configuration, and do nothing else"),
 )
 
@@ -46,7 +46,7 @@ def overview() -> str:
     lines = ["cnnstrategies: train any CNN on several devices; one line of YAML says how the work is divided", ""]
     lines += [*_table([(name, command.summary) for name, command in COMMANDS.items()]), ""]
     lines += ["The first run, with nothing to download:", "", "  cnnstrategies fit --config quickstart", ""]
-    lines += ["`cnnstrategies COMMAND --help` shows the options of each."]
+    lines += ["`cnnstrategies COMMAND --help` shows the options of a command."]
     return "\n".join(lines)
 
 
@@ -60,7 +60,13 @@ def of_command(command: Command) -> str:
 
 
 def in_full(command: Command, section: str) -> str:
-    """Return the help for every option of a command, or only for the options of one section of a configuration."""
+    """Return the text of ``cnnstrategies COMMAND --help_full``, which describes all options.
+
+    Args:
+        command: The command.
+        section: A section of the configuration, such as ``trainer``, to describe only the options of this section;
+            empty for all options.
+    """
     if command.configuration is Configuration.NONE:
         return of_command(command)
     printed = io.StringIO()

@@ -1,4 +1,7 @@
-"""The keys of a configuration, from command-line arguments and configuration files, before a parser reads them."""
+"""Reading of a configuration's keys from command-line arguments and files, without LightningCLI's parser.
+
+Checks and error messages use the keys, because the parser may fail on a configuration with mistakes.
+"""
 
 import difflib
 import functools
@@ -13,8 +16,8 @@ import yaml
 from cnnstrategies.commands.arguments.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 
-# By root key of a configuration: the class that the key configures. None if the key names its class, or has a plain
-# value.
+# By each key at the root of a configuration: the class whose parameters are below the key. None if the configuration
+# itself names a class there, or if the key has a plain value.
 ROOTS: dict[str, str | None] = {
     "trainer": "lightning.pytorch.Trainer",
     "model": None,
@@ -28,21 +31,28 @@ ROOTS: dict[str, str | None] = {
     "ckpt_path": None,
     "run_name": None,
 }
-# By key below the root: the class that the key configures.
+# By keys below the root: the class whose parameters are below the key.
 NESTED = {
     "cluster.kubernetes": "cnnstrategies.cluster.options.KubernetesOptions",
     "cluster.ray": "cnnstrategies.cluster.options.RayOptions",
 }
-OF_CLASS = ("class_path", "init_args", "dict_kwargs")  # keys with which a configuration describes an object
-# Options whose values are mappings: the keys below them are the user's own.
+OF_CLASS = ("class_path", "init_args", "dict_kwargs")  # Keys with which a configuration describes an object.
+# Options whose values are mappings. The user chooses the keys of these mappings.
 MAPPINGS = ("dict_kwargs", "env", "pod", "resources", "server_resources", "volumes")
-MOST_NAMES = 20  # largest number of accepted names that an error message lists after a suggestion
+# An error message with a suggested name also lists all accepted names, unless there are more names than this number.
+MOST_NAMES = 20
 
 
 def with_underscores(words: Sequence[str]) -> list[str]:
-    """Return a command line in which options are spelt with underscores: ``--run-name`` becomes ``--run_name``.
+    """Replace dashes in the names of options by underscores: ``--run-name`` becomes ``--run_name``.
 
-    Values stay as they are, and so do the keys of mappings (:data:`MAPPINGS`), which are values as well.
+    Values do not change. The keys of mappings (:data:`MAPPINGS`) do not change either, because the user chooses them.
+
+    Args:
+        words: Command-line arguments.
+
+    Returns:
+        The changed command-line arguments.
     """
     return [_with_underscores(word) for word in words]
 
@@ -62,9 +72,9 @@ class ConfiguredKey:
     """A key of a configuration, with its value.
 
     Attributes:
-        path: The key from the root, with dots.
-        value: Value from YAML, or text from the command line.
-        owner: Name of the class whose parameter the key is, as the configuration spells it; None if no class is known.
+        path: The key with all keys above it, joined by dots, such as ``trainer.max_epochs``.
+        value: The value from YAML, or the text from the command line.
+        owner: Name, as in the configuration, of the class that has the key as a parameter; None if it is not known.
     """
 
     path: str
@@ -73,12 +83,12 @@ class ConfiguredKey:
 
 
 def configured_keys(args: Sequence[str]) -> list[ConfiguredKey]:
-    """Return every key of a configuration.
+    """Return all keys of a configuration, from the command line and from the files that ``--config`` names.
 
-    Keys from the command line come before keys from files, because mistakes are more likely on the command line.
+    Keys from the command line come first, because a mistake is more likely on the command line than in a file.
 
     Args:
-        args: Command-line arguments, which may name configuration files.
+        args: Command-line arguments.
     """
     tree: dict[str, Any] = {}
     for position, argument in enumerate(args):
@@ -105,15 +115,17 @@ def _read(file: Path) -> Mapping[str, Any]:
         reason = in_one_line(str(error).replace(' in "<unicode string>",', ""))
         raise ConfigurationError(f"config: {file} is not YAML: {reason}") from error
     if not isinstance(content, Mapping):
-        raise ConfigurationError(f"config: {file} has no keys: a configuration has, as in `trainer: {{max_epochs: 3}}`")
+        raise ConfigurationError(
+            f"config: {file} has no keys: write a configuration as keys and values, as in `trainer: {{max_epochs: 3}}`"
+        )
     return content
 
 
 def read_yaml(text: str) -> Any:
     """Return the content of a YAML text.
 
-    libyaml is ten times as fast as PyYAML's own parser. PyYAML's parser reads a faulty text again, because its error
-    messages are more exact.
+    The function uses libyaml, which is ten times as fast as PyYAML's own parser. If libyaml finds an error, PyYAML's
+    parser reads the text again, because its error messages are more exact.
     """
     try:
         return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -121,11 +133,16 @@ def read_yaml(text: str) -> Any:
         return yaml.safe_load(text)
 
 
-_read_cached = functools.cache(read_yaml)  # `configured_keys` reads the same files several times in a start.
+_read_cached = functools.cache(read_yaml)  # One start of a command reads the same files several times.
 
 
 def accepted(value: str, names: Sequence[str]) -> str:
-    """Return the end of an error message for a wrong name: a suggestion if a name is similar, and accepted names."""
+    """Return the end of an error message about a wrong name, with a suggestion and the accepted names.
+
+    Args:
+        value: The wrong name.
+        names: The accepted names. If there are many, and one is similar to the wrong name, they are not listed.
+    """
     if not names:
         return ""
     guess = closest(value, names)
@@ -133,13 +150,18 @@ def accepted(value: str, names: Sequence[str]) -> str:
 
 
 def closest(value: str, names: Sequence[str]) -> str:
-    """Return ``; did you mean 'NAME'?`` with the most similar name, or ``;`` if no name is similar."""
+    """Return ``; did you mean 'NAME'?`` with the name that is most similar to a value; ``;`` if no name is similar."""
     close = difflib.get_close_matches(value, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else ";"
 
 
 def misspelt(name: str, known: Sequence[str] = OF_CLASS) -> str:
-    """Return ``did you mean 'NAME'?`` for a misspelt name, or an empty text if no known name is similar."""
+    """Return ``did you mean 'NAME'?`` if a name is very similar to a known name, or else an empty text.
+
+    Args:
+        name: The name that may be misspelt.
+        known: The known names.
+    """
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     return f"did you mean {close[0]!r}?" if close else ""
 
@@ -150,7 +172,7 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             base = old if isinstance(old, dict) else _as_class(old)
             if "class_path" in value and value["class_path"] != base.get("class_path"):
-                base = {}  # The earlier arguments belong to a different class.
+                base = {}  # The earlier arguments belong to another class, so they are dropped.
             into[key] = _merge(base, value)
         elif isinstance(old, dict) and "class_path" in old and isinstance(value, str):
             into[key] = old if old["class_path"] == value else _as_class(value)
@@ -171,7 +193,7 @@ def _walk(tree: Any, path: str, owner: str | None) -> Iterator[ConfiguredKey]:
         return
     for key, value in tree.items():
         inner = f"{path}.{key}" if path else str(key)
-        # A key directly beside class_path, without init_args, is an argument of the class.
+        # A key at the same level as class_path, instead of below init_args, counts as an argument of the class.
         yield ConfiguredKey(inner, value, owner if key in OF_CLASS else tree.get("class_path", owner))
         below = tree.get("class_path") if key == "init_args" else {**ROOTS, **NESTED}.get(inner)
         yield from _walk(value, inner, below)

@@ -1,7 +1,7 @@
-"""Every command of the command line, with its options: what is declared here is parsed, and shown as help.
+"""Declarations of all commands with their options. The parser and the help are made from these declarations.
 
-A declaration is a dataclass. Its docstring describes the command, its fields are the options, and ``Attributes`` has a
-sentence for each option. This module imports neither torch nor Lightning, because every start imports it.
+Each declaration is a dataclass. The docstring of the class describes the command, its fields are the options, and its
+section ``Attributes`` describes each option. Every start imports this module, so it must not import torch or Lightning.
 """
 
 import os
@@ -15,8 +15,8 @@ from cnnstrategies.commands.arguments.command import Command, Configuration, dec
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.quantities import Duration, Size
 
-COMMANDS: dict[str, Command] = {}  # in the order of the help
-PROGRAMS: dict[str, Command] = {}  # programs beside `cnnstrategies`
+COMMANDS: dict[str, Command] = {}  # Commands by name. The help lists them in this order.
+PROGRAMS: dict[str, Command] = {}  # Programs of this package other than `cnnstrategies`, by name.
 command = partial(declare, COMMANDS)
 
 
@@ -34,14 +34,14 @@ def _process_number() -> int:
 
 @command(
     "fit",
-    "train, as a configuration says",
+    "train a network, as a configuration describes",
     "--config quickstart",
     "run.lightning_cli",
     Configuration.LIGHTNING,
     keys=(
-        ("--trainer.max_epochs N", "passes over the data"),
+        ("--trainer.max_epochs N", "number of passes over the training data"),
         ("--trainer.fast_dev_run true", "train on one batch, and write nothing"),
-        ("--run_name NAME", "the same command again goes on from the run's last checkpoint"),
+        ("--run_name NAME", "name of the run; the same command again continues from the run's last checkpoint"),
         ("--seed_everything N", "seed of all random numbers (default: 1)"),
     ),
 )
@@ -50,7 +50,7 @@ class FitOptions:
     """Train a network.
 
     Attributes:
-        ckpt_path: Checkpoint to go on from: a file, or the `last` or `best` of this run's name.
+        ckpt_path: Checkpoint to continue from: a file, or `last` or `best` for a checkpoint of the run with this name.
     """
 
     ckpt_path: str | None = option(None, metavar="FILE")
@@ -89,7 +89,7 @@ class EvaluationOptions:
     """Evaluate a network, or predict with it, without training.
 
     Attributes:
-        ckpt_path: Checkpoint with the weights: a file, or the `best` or `last` of this run's name.
+        ckpt_path: Checkpoint with the weights: a file, or `best` or `last` for a checkpoint of the run with this name.
     """
 
     ckpt_path: str | None = option(None, metavar="FILE")
@@ -97,19 +97,19 @@ class EvaluationOptions:
 
 @command(
     "quantize",
-    "turn a trained network into int8",
+    "quantise a trained network to int8",
     "--config run.yaml --ckpt_path best.ckpt",
     "run.lightning_cli",
     Configuration.LIGHTNING,
 )
 @dataclass
 class QuantizeOptions:
-    """Quantise a trained network to int8, and print quality, size and time before and after.
+    """Quantise a trained network to int8, and print quality, size and time before and after quantisation.
 
     Attributes:
-        ckpt_path: The trained checkpoint, or `best` or `last`.
-        output: File to write; ``cnnstrategies.deploy.quantize.load_quantized`` loads it.
-        calibration_batches: Number of training batches that set the ranges of the activations.
+        ckpt_path: Checkpoint of the trained network: a file, `best` or `last`.
+        output: File to write. ``cnnstrategies.deploy.quantize.load_quantized`` loads it.
+        calibration_batches: Number of training batches from which the ranges of the activations are measured.
     """
 
     ckpt_path: Path
@@ -126,12 +126,12 @@ class QuantizeOptions:
 )
 @dataclass
 class ExportOptions:
-    """Write a trained network for use without this package, and print how far its logits are from the original's.
+    """Export a trained network for use without this package, and print the largest difference of its logits.
 
     Attributes:
-        ckpt_path: The trained checkpoint, or `best` or `last`.
-        output: Folder to make, for the network and export.json.
-        format: Format of the network.
+        ckpt_path: Checkpoint of the trained network: a file, `best` or `last`.
+        output: Folder to create for the exported network and export.json.
+        format: File format of the exported network.
     """
 
     ckpt_path: Path
@@ -141,7 +141,7 @@ class ExportOptions:
 
 @command(
     "plan",
-    "price the strategies before a run",
+    "predict step times and costs of the strategies before a run",
     "--config quickstart --trainer.devices 4",
     "plan.command",
     Configuration.BESIDE,
@@ -150,24 +150,25 @@ class ExportOptions:
 class PlanOptions:
     """Predict for each strategy how long a step takes and what it costs.
 
-    The network is the configuration's, measured on this machine, or that of a profile in a file.
+    The command measures the network of a configuration on this machine, or reads a profile of a network from a file.
 
     Attributes:
-        profile: CSV file with the costs of the network's nodes, in place of a configuration.
-        profile_batch: Samples of the batch that the profile was taken with.
-        cluster: YAML file that describes the machines. By default ``trainer.devices`` and ``trainer.num_nodes`` are
-            equal devices with the same connection between any two.
-        bandwidth: Bandwidth of that connection, in Mbit/s; by default it is measured between two processes of this
-            machine.
-        latency: Latency of that connection, in ms.
-        batch_size: Samples of a step over all devices; by default the data's global_batch_size, or its batch_size for
-            each device.
-        batch_per_device: Samples of a step on each device, in place of batch_size.
-        search: Also choose the hybrid pipeline's stages, replicas and microbatches if the configuration names them.
-        optimizer_states: Copies of the parameters that the optimizer holds: 2 for Adam, 1 for SGD with momentum. By
-            default those of the configuration's optimizer, and 2 without a configuration.
-        write: YAML file for the best strategy, which ``fit`` takes as one more ``--config``.
-        timetable: PNG file for a picture of the hybrid pipeline's predicted timetable.
+        profile: CSV file with the costs of the network's nodes. With this option no configuration is needed.
+        profile_batch: Number of samples in the batch with which the profile was measured.
+        cluster: YAML file that describes the machines. By default all ``trainer.devices`` on ``trainer.num_nodes``
+            machines have the same speed, and all connections between them are equal.
+        bandwidth: Bandwidth of the connections in Mbit/s, without ``--cluster``. By default it is measured between two
+            processes on this machine.
+        latency: Latency of the connections in ms, used with ``--bandwidth``.
+        batch_size: Number of samples in a step over all devices. By default the data module's global_batch_size is
+            used, or else its batch_size for each device.
+        batch_per_device: Number of samples in a step on each device, instead of ``--batch_size``.
+        search: Choose the stages, replicas and microbatches of the hybrid pipeline, even if the configuration sets
+            them.
+        optimizer_states: Number of values that the optimizer stores for each parameter: 2 for Adam, 1 for SGD with
+            momentum. The default is read from the configuration's optimizer; without a configuration it is 2.
+        write: YAML file to write the best strategy to. Pass it to ``fit`` as an additional ``--config``.
+        timetable: PNG file to draw the predicted timetable of the hybrid pipeline to.
     """
 
     profile: Path | None = None
@@ -183,31 +184,31 @@ class PlanOptions:
     timetable: Path | None = None
 
     def samples_of_a_step(self, devices: int) -> int | None:
-        """Return the samples of a step over all devices; None if the options leave them open."""
+        """Return the number of samples in a step over all devices; None if no option sets it."""
         if self.batch_size is not None and self.batch_per_device is not None:
-            raise ConfigurationError("batch_size and batch_per_device say the same: leave one of them out")
+            raise ConfigurationError("batch_size and batch_per_device set the same number: leave one of them out")
         return self.batch_size if self.batch_per_device is None else self.batch_per_device * devices
 
 
 @command(
     "verify",
-    "see that a strategy trains the same model as one device",
+    "check that a strategy trains the same weights as one device",
     "--config quickstart --steps 8",
     configuration=Configuration.BESIDE,
 )
 @dataclass
 class VerifyOptions:
-    """Train a few steps under the configuration's strategy and on one device, and compare.
+    """Train for a few steps under the configuration's strategy and on one device, and compare the results.
 
     Attributes:
-        steps: Optimizer steps of each run.
+        steps: Number of optimizer steps of each run.
     """
 
     steps: int = 8
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise ConfigurationError(f"steps={self.steps}: nothing is trained; give at least 1")
+            raise ConfigurationError(f"steps={self.steps}: nothing is trained; use 1 or more")
 
 
 @command(
@@ -219,12 +220,12 @@ class VerifyOptions:
 )
 @dataclass
 class TuneOptions:
-    """Find the settings with which this machine trains a configuration fastest, by measurement.
+    """Measure which settings make the training of a configuration fastest on this machine.
 
     Attributes:
-        allow: Settings that may be changed although they change what is learned: ``precision`` (bf16, TF32).
-        minutes: Longest time.
-        output: YAML file for the settings: ``fit --config X --config tuned.yaml`` takes it.
+        allow: Kinds of settings to try although they change the trained weights: ``precision`` tries bf16 and TF32.
+        minutes: Largest duration of the command.
+        output: YAML file to write the settings to. Use it as in ``fit --config X --config tuned.yaml``.
     """
 
     allow: list[Literal["precision"]] = field(default_factory=list)
@@ -234,21 +235,24 @@ class TuneOptions:
 
 @command(
     "scaling",
-    "see why more devices are not faster, and what would mend it",
+    "find out why training on more devices is not faster, and what helps",
     "--config quickstart --devices 1,2",
     "scaling.command",
     Configuration.BESIDE,
 )
 @dataclass
 class ScalingOptions:
-    """Train for some minutes on one device and on more, and list the causes of lost speed, largest possible gain first.
+    """Train for some minutes on one device and on more devices, and list the causes of lost speed.
+
+    The cause with the largest possible gain comes first.
 
     Attributes:
-        devices: Numbers of devices to train on; by default 1, and the configuration's or else 2.
-        minutes: Longest time, and as long again with ``--try``.
-        picture: PNG file for the samples/s and the parts of a step.
-        try_: Measure the proposed settings, and write those that are faster.
-        output: YAML file for these settings: ``fit --config X --config scaling.yaml`` takes it.
+        devices: Numbers of devices to train on. By default they are 1 and the configuration's number of devices, but at
+            least 2.
+        minutes: Largest duration of the measurement. With ``--try`` it is also the largest duration of the trials.
+        picture: PNG file to draw the samples/s and the parts of a step to.
+        try_: Measure the proposed settings, and write the settings that are faster to a file.
+        output: YAML file to write these settings to. Use it as in ``fit --config X --config scaling.yaml``.
     """
 
     devices: list[int] = option(default_factory=list, metavar="1,2,4")
@@ -266,7 +270,7 @@ class ScalingOptions:
 
 @command(
     "submit",
-    "send a run to a cluster's queue",
+    "submit a run to a cluster",
     "fit --config run.yaml --cluster.time 2:00:00",
     "submit.command",
     Configuration.BESIDE,
@@ -274,12 +278,12 @@ class ScalingOptions:
 )
 @dataclass
 class SubmitOptions:
-    """Check a configuration, and send its run to a cluster.
+    """Check a configuration, and submit its run to a cluster.
 
     Attributes:
-        command: Command of the job; it is always ``fit``.
-        to: The launcher that the run is sent to.
-        dry_run: Print the job, and submit nothing.
+        command: Command of the job. It must be ``fit``.
+        to: Launcher to which the run is submitted.
+        dry_run: Print the job instead of submitting it.
     """
 
     command: str = positional(metavar="fit")
@@ -287,17 +291,17 @@ class SubmitOptions:
     dry_run: bool = False
 
 
-@command("watch", "see how a run with a parameter server goes", "--run runs/digits")
+@command("watch", "show the progress of a run with a parameter server", "--run runs/digits")
 @dataclass
 class WatchOptions:
-    """Show the members of a run with a parameter server, their speeds and waiting times, and what has failed.
+    """Show the workers and servers of a run with a parameter server, their speeds and waiting times, and failures.
 
-    The run is not slowed down. Ctrl-C ends the display.
+    The display does not slow the run down. Ctrl-C ends the display.
 
     Attributes:
-        run: The run's folder, or its coordinator's address: tcp://HOST:PORT or ipc://PATH.
-        key_file: File with the run's keys; by default the one that the run's folder names.
-        once: Print the table once, and end.
+        run: Folder of the run, or address of its coordinator: tcp://HOST:PORT or ipc://PATH.
+        key_file: File with the run's keys. By default its path is read from the run's folder.
+        once: Print the table once, and exit.
     """
 
     run: str = option(metavar="RUN")
@@ -307,34 +311,35 @@ class WatchOptions:
 
 @command(
     "join",
-    "help a run with a parameter server",
+    "add a worker to a run with a parameter server",
     "--run runs/digits --config run.yaml",
     configuration=Configuration.BESIDE,
 )
 @dataclass
 class JoinOptions:
-    """Add this process to a run with a parameter server, as one more worker, with the run's own configuration.
+    """Join a running run with a parameter server as an additional worker, with the run's own configuration.
 
     Attributes:
-        run: The run's folder, or its coordinator's address: tcp://HOST:PORT or ipc://PATH.
-        key_file: File with the run's keys; by default the one that the run's folder names.
+        run: Folder of the run, or address of its coordinator: tcp://HOST:PORT or ipc://PATH.
+        key_file: File with the run's keys. By default its path is read from the run's folder.
     """
 
     run: str = option(metavar="RUN")
     key_file: Path | None = None
 
 
-@command("doctor", "check the machines before training on them", "")
+@command("doctor", "check the machines of a cluster before training", "")
 @dataclass
 class DoctorOptions:
-    """Check versions, connections and the shared directory of a cluster.
+    """Check the versions, the connections and the shared directory of a cluster.
 
-    Start it as the training will be started, with srun, torchrun or mpirun, one process on each machine.
+    Start the command with the launcher that will start the training (srun, torchrun or mpirun), one process on each
+    machine.
 
     Attributes:
-        shared: Directory on shared storage, for checkpoints; by default the working directory.
-        interface: Network interface, by name or subnet; by default that of the route.
-        wait: How long to wait for the other hosts, in seconds or as 1:30.
+        shared: Directory on shared storage where checkpoints will be saved; by default the working directory.
+        interface: Name or subnet of the network interface; by default the interface on the route to the other hosts.
+        wait: Time to wait for the other hosts, in seconds or as 1:30.
     """
 
     shared: Path = option(Path(), metavar="FOLDER")
@@ -342,19 +347,23 @@ class DoctorOptions:
     wait: Duration = 60.0
 
 
-@command("pack", "put images into shards", "datasets/imagenet shards/imagenet --size 256")
+@command("pack", "pack a folder of images into shards", "datasets/imagenet shards/imagenet --size 256")
 @dataclass
 class PackOptions:
-    """Put images into tar files (shards) with an index, for ShardedImageDataModule. WebDataset's tools read them too.
+    """Pack a folder of images into tar files (shards) with an index, for ShardedImageDataModule.
+
+    WebDataset can also read the shards.
 
     Attributes:
-        source: Folder of images, as ImageFolderDataModule reads it.
-        out: Folder to make.
-        size: Shrink larger images to this shorter side, as JPEGs; by default images stay as they are.
-        quality: Make every image a JPEG of this quality, 1 to 95; by default 90 with ``--size``.
-        shard_size: Approximate size of a shard, measured in files of the source: bytes, or such as 256MB or 1GiB.
-        workers: Number of shards that are written at the same time; by default one per core.
-        check: Compare packed shards with their checksums, and do nothing else.
+        source: Folder of images, with the subfolders that ImageFolderDataModule needs.
+        out: Folder to create for the shards and the index.
+        size: Shrink larger images so that their shorter side has this number of pixels, and encode them as JPEG. By
+            default images do not change.
+        quality: Encode all images as JPEG with this quality, from 1 to 95. With ``--size`` it is 90 by default.
+        shard_size: Approximate size of the images in a shard before they are shrunk: a number of bytes, or a size such
+            as 256MB or 1GiB.
+        workers: Number of processes that write shards at the same time; by default one for each core.
+        check: Folder of shards whose contents are compared with their checksums. Nothing is packed.
     """
 
     source: Path | None = positional(None, metavar="SOURCE")
@@ -366,27 +375,29 @@ class PackOptions:
     check: Path | None = option(None, metavar="FOLDER")
 
 
-@command("configs", "list the recipes, or print one", "quickstart", "arguments.recipes")
+@command("configs", "list the recipes, or print a recipe", "quickstart", "arguments.recipes")
 @dataclass
 class ConfigsOptions:
-    """List the configurations that come with the package, with a line each, or print those that are named.
+    """List the recipes, which are configuration files that are part of the package, or print some of them.
 
     Attributes:
-        names: Recipes to print.
+        names: Names of the recipes to print. Without a name all recipes are listed.
     """
 
     names: list[str] = positional(default_factory=list, metavar="NAME")
 
 
-@declare(PROGRAMS, "cnnstrategies-server", "serve a run's parameters", "--config run.yaml --index 0", "server")
+@declare(PROGRAMS, "cnnstrategies-server", "start a dedicated server", "--config run.yaml --index 0", "server")
 @dataclass
 class ServerOptions:
-    """Start a dedicated server of a parameter server, on a machine of its own.
+    """Start a dedicated server for the strategy ``parameter_server``.
 
     Attributes:
-        config: The run's configuration, whose strategy names ``endpoints`` and ``coordinator``; later files add to it.
-        index: Number of the endpoint that this server is; by default the number that srun or mpirun gives it, or 0.
-        make_keys: File for a new pair of keys for a run; nothing is served.
+        config: The run's configuration file, whose strategy has ``endpoints`` and ``coordinator``. The option may be
+            repeated; later files override earlier files.
+        index: Position of this server's address in ``endpoints``, from 0. By default it is the process number from srun
+            or mpirun, or else 0.
+        make_keys: File to write the keys of a new run to. No server is started.
     """
 
     config: list[Path] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Recipes: configurations that come with the package. ``cnnstrategies configs`` lists and prints them."""
+"""Recipes: configuration files that are part of the package. ``cnnstrategies configs`` lists and prints them."""
 
 import re
 from collections.abc import Sequence
@@ -16,15 +16,17 @@ FOLDER = Path(__file__).parents[2] / "configs"
 
 
 def names() -> list[str]:
-    """Return the names of all recipes. A name is the recipe's path without ``.yaml``."""
+    """Return the names of all recipes, sorted. A name is the file's path in the folder of recipes without ``.yaml``."""
     return sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml"))
 
 
 def find(file_or_name: str) -> Path:
-    """Return the file that ``--config`` means: an existing file, or else the recipe of this name.
+    """Return the path of the configuration file for a value of ``--config``.
+
+    The value is the path of an existing file, or the name of a recipe.
 
     Raises:
-        ConfigurationError: Neither exists.
+        ConfigurationError: Neither a file nor a recipe has this name.
     """
     if Path(file_or_name).is_file():
         return Path(file_or_name)
@@ -32,11 +34,20 @@ def find(file_or_name: str) -> Path:
     recipe = FOLDER / f"{name}.yaml"
     if name in names():
         return recipe
-    raise ConfigurationError(f"config: no file {file_or_name!r}, and no recipe of this name{accepted(name, names())}")
+    raise ConfigurationError(
+        f"config: there is no file and no recipe with the name {file_or_name!r}{accepted(name, names())}"
+    )
 
 
 def with_files(args: Sequence[str]) -> list[str]:
-    """Return command-line arguments in which each recipe's name after ``--config`` is replaced by the recipe's file."""
+    """Replace each name of a recipe after ``--config`` by the path of the recipe's file.
+
+    Args:
+        args: Command-line arguments.
+
+    Returns:
+        The changed command-line arguments.
+    """
     result = list(args)
     for position, argument in enumerate(args):
         if match := re.fullmatch(r"(--config|-c)=(.+)", argument):
@@ -47,7 +58,7 @@ def with_files(args: Sequence[str]) -> list[str]:
 
 
 def main(options: "ConfigsOptions") -> None:
-    """List the recipes, or print the recipes that the options name."""
+    """List all recipes with their first comment line, or print the contents of the recipes that the options name."""
     if options.names:
         show("\n".join(find(name).read_text(encoding="utf-8").rstrip() for name in options.names))
         return

@@ -1,4 +1,4 @@
-"""Output of the command line: long texts, and error messages of one line."""
+"""Functions for the output of commands: long texts, and error messages in one line."""
 
 import io
 import os
@@ -6,34 +6,37 @@ import re
 import sys
 from typing import NoReturn
 
-DEBUG = "CNNSTRATEGIES_DEBUG"  # If this environment variable is set, errors are shown with their tracebacks.
+DEBUG = "CNNSTRATEGIES_DEBUG"  # Environment variable; if it is set, errors are shown with their tracebacks.
 
 
 def fail(message: str) -> NoReturn:
-    """Print one line to standard error and exit with code 2, as argparse does."""
+    """Print an error message to standard error, and exit with code 2."""
     print(f"cnnstrategies: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
 def write_anywhere() -> None:
-    """Print a question mark for each character that the terminal's encoding lacks, instead of raising an error."""
+    """Make this process print a question mark in place of each character that its output encoding does not have.
+
+    Without this setting, ``print`` raises an error for such a character.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def in_one_line(text: str) -> str:
-    """Return a text in which each line break or run of spaces is a single space."""
+    """Replace each sequence of white space in a text, including line breaks, by a single space."""
     return re.sub(r"\s+", " ", text).strip()
 
 
 def shows_tracebacks() -> bool:
-    """Whether errors are shown with their tracebacks."""
+    """Return whether errors are shown with their tracebacks, because the user has set ``CNNSTRATEGIES_DEBUG``."""
     return bool(os.environ.get(DEBUG))
 
 
 def show(text: str) -> None:
-    """Print a long text. A reader that stops early, such as ``head``, does not cause an error."""
+    """Print a long text. If the program that reads the output ends early, as ``head`` does, ignore the error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

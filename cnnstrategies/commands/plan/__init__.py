@@ -1,1 +1,1 @@
-"""``cnnstrategies plan``: predicted step times and costs of the strategies."""
+"""``cnnstrategies plan``: predict step times and costs of the strategies."""

@@ -1,6 +1,6 @@
-"""``cnnstrategies plan``: predicted step times and costs of the strategies, for a network on a cluster.
+"""``cnnstrategies plan``: predict step times and costs of the strategies, for a network on a cluster.
 
-With a profile in a file the command needs neither torch nor Lightning, and answers in a second.
+With a profile from a file, the command imports neither torch nor Lightning, and takes only a second.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,12 @@ from cnnstrategies.planning.report import ranking_table, stages_table, summary, 
 
 
 def main(options: PlanOptions, words: Sequence[str]) -> None:
-    """Print the strategies for a configuration, or for a profile on a cluster."""
+    """Print a ranking of the strategies, for the network of a configuration or of a profile.
+
+    Args:
+        options: The options of the command.
+        words: Command-line arguments of the configuration; empty if a profile is given.
+    """
     if options.profile is not None and not words:
         job = job_from_files(options)
     else:
@@ -30,15 +35,15 @@ def main(options: PlanOptions, words: Sequence[str]) -> None:
 
 
 def job_from_files(options: PlanOptions) -> Job:
-    """Return the planner's input from two files, a profile and a description of a cluster.
+    """Return the planner's input from two files: a profile of a network, and a description of a cluster.
 
     Raises:
-        ConfigurationError: An option that a profile needs is missing.
+        ConfigurationError: Another option that is needed with ``--profile`` is missing.
     """
     assert options.profile is not None
     if options.profile_batch is None or options.profile_batch < 1:
         raise ConfigurationError(
-            "profile_batch is missing: give the samples of the batch that the profile was taken with"
+            "profile_batch is missing: give the number of samples in the batch with which the profile was measured"
         )
     if options.cluster is None:
         raise ConfigurationError("cluster is missing: give a YAML file that describes the machines")
@@ -46,7 +51,7 @@ def job_from_files(options: PlanOptions) -> Job:
     samples = options.samples_of_a_step(cluster.devices)
     if samples is None:
         raise ConfigurationError(
-            "batch_size is missing: give the samples of a step, or batch_per_device for each device"
+            "batch_size is missing: give the number of samples in a step, or batch_per_device for each device"
         )
     profile = read_profile(options.profile, options.profile_batch)
     states = 2 if options.optimizer_states is None else options.optimizer_states
@@ -68,7 +73,7 @@ def show(ranking: Ranking, options: PlanOptions) -> None:
             placement = Placement(layout.replicas)
             names = {rank: placement.describe(rank) for rank in range(layout.devices)}
             draw_timeline(step.spans, options.timetable, summary(predictor, layout, step), names)
-            print(f"Drew {options.timetable}")
+            print(f"Wrote the picture {options.timetable}")
     if options.write is not None:
         write_overlay(options.write, ranking)
-        print(f"Wrote {options.write}: cnnstrategies fit --config YOURS --config {options.write}")
+        print(f"Wrote {options.write}; use it as in cnnstrategies fit --config YOURS --config {options.write}")

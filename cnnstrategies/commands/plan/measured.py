@@ -1,4 +1,4 @@
-"""Measurement of a configuration's network for ``cnnstrategies plan``, on the device that will train it."""
+"""Measurement of a configuration's network for ``cnnstrategies plan``, on this machine."""
 
 import inspect
 import os
@@ -29,19 +29,32 @@ from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 
 
 def job_from_configuration(options: PlanOptions, words: Sequence[str]) -> Job:
-    """Return the planner's input for a configuration, which the command-line arguments describe."""
+    """Measure the network of a configuration, and return the planner's input.
+
+    Args:
+        options: The options of the command.
+        words: Command-line arguments of the configuration.
+    """
     cli = ModelAndData("plan", words)
     return job_for(cli.model, cli.data(), cli.config.trainer, options)
 
 
 def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, options: PlanOptions) -> Job:
-    """Measure the model's network on this machine, and return the planner's input.
+    """Measure a module's network on this machine, and return the planner's input.
+
+    Args:
+        model: The module.
+        data: The data module. Its images are used for the measurement.
+        trainer: The configuration's section ``trainer``.
+        options: The options of the command.
 
     Raises:
-        ConfigurationError: The configuration and the options disagree, or leave something open.
+        ConfigurationError: The options contradict the configuration, or a number that the planner needs is missing.
     """
     if options.profile is not None:
-        raise ConfigurationError("profile: the network of a configuration is measured; leave out --profile or --config")
+        raise ConfigurationError(
+            "profile: the network comes either from a configuration or from a profile; leave out --profile or --config"
+        )
     submodule = getattr(getattr(trainer.strategy, "init_args", None), "submodule", None)
     network = network_at(model, find_network(model, submodule))
     device = device_of(trainer.accelerator)
@@ -73,15 +86,22 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
 def _samples(
     data: LightningDataModule, options: PlanOptions, devices: int, loading: int, accumulated: int
 ) -> int | None:
-    """Return the number of samples in a step; None if neither the options nor the data give this number.
+    """Return the number of samples in a step over all devices; None if neither the options nor the data set it.
 
-    A trainer would divide the global batch among the processes. Here no trainer runs, so this function sets the data's
-    batch size to the batch size of one process.
+    Afterwards the data module's batch size is the batch size of one process. Usually a trainer divides the global batch
+    among the processes, but no trainer runs here.
+
+    Args:
+        data: The data module.
+        options: The options of the command.
+        devices: Number of devices.
+        loading: Number of processes that load data.
+        accumulated: Number of batches whose gradients are accumulated for a step.
     """
     samples = options.samples_of_a_step(devices)
     if isinstance(data, ImageDataModule) and data.global_batch_size is not None:
         global_batch = data.global_batch_size
-        # `share` refuses a global batch that the configuration's strategy would refuse.
+        # `share` raises an error for a global batch that the configuration's strategy would refuse.
         batch = share(global_batch, loading, accumulated) if samples is None else samples // loading
         data.global_batch_size = max(1, batch)
         return samples if samples is not None else global_batch // accumulated
@@ -92,14 +112,15 @@ def _measure(
     traced: fx.GraphModule, images: Tensor, size: int, device: torch.device, model: LightningModule, trainer: Any
 ) -> Profile:
     if device.type == "cpu":
-        # The measurement uses as many threads as each process has if all processes share this machine.
+        # In a training on this machine, the cores are divided among the processes. The measurement uses as many threads
+        # as one of these processes would have.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // _device_count(trainer.devices)))
     channels_last = bool(getattr(model, "channels_last", False))
     return measure_profile(traced, images, size, device, str(trainer.precision), channels_last)
 
 
 def _states(model: LightningModule, options: PlanOptions) -> int:
-    """Return the number of copies of the parameters that the optimizer holds, from the options or the configuration."""
+    """Return the number of values that the optimizer stores for each parameter, from the options or the module."""
     if options.optimizer_states is not None:
         return options.optimizer_states
     try:
@@ -111,7 +132,11 @@ def _states(model: LightningModule, options: PlanOptions) -> int:
 
 
 def _request(strategy: Any) -> LayoutRequest | None:
-    """Return the layout that a configuration's hybrid pipeline requests, with defaults; None for another strategy."""
+    """Return the layout options of the strategy ``hybrid_pipeline`` in a configuration; None for other strategies.
+
+    Args:
+        strategy: The configuration's value of ``trainer.strategy``. Options that it leaves out have their defaults.
+    """
     if isinstance(strategy, str):
         if strategy not in StrategyRegistry:
             return None
@@ -129,7 +154,7 @@ def _device_count(devices: Any) -> int:
         return len(devices)
     if not str(devices).isdigit() or int(devices) < 1:
         raise ConfigurationError(
-            f"trainer.devices={devices}: a plan needs the number of devices, for example --trainer.devices 2"
+            f"trainer.devices={devices}: a plan needs the number of devices; give it, for example --trainer.devices 2"
         )
     return int(devices)
 
@@ -149,7 +174,7 @@ def _link(options: PlanOptions, device: torch.device, devices: int) -> Link:
         return Link(1.0, 0.0)  # Nothing is sent, so the values do not matter.
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         raise ConfigurationError(
-            "measuring the connection between GPUs needs two GPUs, and this machine has one: give --bandwidth (Mbit/s) "
+            "measuring the connection between GPUs needs two GPUs, but this machine has one: give --bandwidth (Mbit/s) "
             "and --latency (ms), or describe the machines with --cluster"
         )
     return measure_local_link(device, "gloo" if device.type == "cpu" else "nccl")

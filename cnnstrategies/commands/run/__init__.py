@@ -1,1 +1,1 @@
-"""The commands that run a configuration: fit, validate, test, predict, quantize, export."""
+"""The commands that LightningCLI runs from a configuration: fit, validate, test, predict, quantize, export."""

@@ -1,4 +1,4 @@
-"""Error messages for mistakes in a configuration: one line with the key, the value, and the accepted values."""
+"""Checks of a configuration, and error messages of one line with the key, its value and the accepted values."""
 
 import contextlib
 import inspect
@@ -19,34 +19,40 @@ from cnnstrategies.commands.run.strategy_names import explain_nested
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import ROOT, is_now, renamed
 
-# The beginning of the lines in which jsonargparse lists the other types of a key, which is usually null.
+# Start of the lines that jsonargparse adds about the other types of a key, usually null. Our messages omit these lines.
 _OTHER_TYPES = re.compile(r"\n\s*-? ?(?:Expected an? <class|Given value)")
-SECTIONS = {"model", "data"}  # sections that most runs need
+SECTIONS = {"model", "data"}  # Sections of a configuration that most runs need.
 OF_LIGHTNING = " (of lightning.pytorch, and not of pytorch_lightning)"
-SHARDED = (".metadata", "meta.pt", "checkpoint")  # A folder with one of these files is a checkpoint.
-CHECKPOINT_WORDS = ("best", "last", "hpc")
+SHARDED = (".metadata", "meta.pt", "checkpoint")  # A folder that contains one of these files is a checkpoint.
+CHECKPOINT_WORDS = ("best", "last", "hpc")  # Values of ckpt_path that are not paths.
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
-# Modules whose classes a configuration may name without the module.
+# Modules whose classes a configuration may name by the name of the class alone.
 HOMES = (
     *("cnnstrategies", "cnnstrategies.data", "cnnstrategies.callbacks", "cnnstrategies.strategies"),
     *("lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lightning.pytorch.strategies"),
     *("torch.optim", "torch.optim.lr_scheduler"),
 )
-FROM_ELSEWHERE = ("params", "optimizer")  # Arguments that a configuration leaves out, because the module passes them.
+# Arguments of optimizers and schedules that a configuration must not contain, because the module passes them.
+FROM_ELSEWHERE = ("params", "optimizer")
 
 
 def check_trainer_names(trainer: Any) -> None:
-    """Refuse a strategy or accelerator that is not registered."""
+    """Raise a ConfigurationError if the name of the strategy or of the accelerator is unknown.
+
+    Args:
+        trainer: The configuration's section ``trainer``.
+    """
     names = {"strategy": ("auto", *StrategyRegistry.available_strategies()), "accelerator": ACCELERATORS}
     for field, value in (("strategy", trainer.strategy), ("accelerator", trainer.accelerator)):
         if isinstance(value, str) and value not in names[field] and re.fullmatch(r"\w+", value):
-            raise ConfigurationError(f"trainer.{field}: no {field} {value!r}{accepted(value, names[field])}")
+            raise ConfigurationError(f"trainer.{field}: unknown {field} {value!r}{accepted(value, names[field])}")
 
 
 def located(name: Any) -> Any:
-    """Return what a configuration names: by import path, as a well-known class, or as a registered strategy.
+    """Return the class, function or other object that a name in a configuration refers to; None if there is none.
 
-    Returns None if there is nothing of this name.
+    Args:
+        name: An import path, the name of a class in `HOMES`, or the registered name of a strategy.
     """
     if isinstance(name, str) and name in StrategyRegistry:
         return StrategyRegistry[name]["strategy"]
@@ -57,10 +63,10 @@ def located(name: Any) -> Any:
 
 
 def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a class or function by name.
+    """Return the parameters of a function, or of the constructor of a class, by name.
 
-    If a constructor has ``**kwargs``, the parameters of the base class's constructor are included. The result is empty
-    for an object that cannot be called.
+    If a constructor has ``**kwargs``, the parameters of the base class's constructor are included. If `target` is not
+    callable, the result is empty.
     """
     parameters: dict[str, inspect.Parameter] = {}
     for function_or_class in target.__mro__ if isinstance(target, type) else (target,):
@@ -69,7 +75,7 @@ def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
             continue
         try:
             signature = inspect.signature(function).parameters
-        except ValueError:  # The function is written in C.
+        except ValueError:  # Functions that are written in C may have no signature.
             break
         parameters = {**signature, **parameters}
         if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.values()):
@@ -79,7 +85,7 @@ def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
 
 
 def check_names(keys: Sequence[ConfiguredKey]) -> None:
-    """Refuse keys that have been renamed; the error gives the new name."""
+    """Raise a ConfigurationError if a key has been renamed. The error message gives the new name."""
     for key in keys:
         root, _, name = key.path.rpartition(".")
         owner = located(key.owner) if root else ROOT
@@ -90,7 +96,10 @@ def check_names(keys: Sequence[ConfiguredKey]) -> None:
 
 
 def check_nulls(keys: Sequence[ConfiguredKey]) -> None:
-    """Refuse null where a class needs a value: jsonargparse would pass it on, and the class would fail or misbehave."""
+    """Raise a ConfigurationError if a configuration sets a parameter to null, and the parameter's type excludes None.
+
+    jsonargparse accepts null for such a parameter. The class would then fail, or work incorrectly.
+    """
     for key in keys:
         if key.value not in (None, "null"):
             continue
@@ -103,36 +112,39 @@ def check_nulls(keys: Sequence[ConfiguredKey]) -> None:
         if not needed or NoneType in options or (key.value == "null" and str in options):
             continue
         names = " or ".join(re.sub(r"[\w.]+\.", "", inspect.formatannotation(option)) for option in options)
-        raise ConfigurationError(f"{key.path}: null is not accepted; it must be {names}, or be left out")
+        raise ConfigurationError(f"{key.path}: null is not accepted; use a value of type {names}, or leave the key out")
 
 
 def check_checkpoint(path: Any, words: Sequence[str] = CHECKPOINT_WORDS) -> None:
-    """Refuse a ``ckpt_path`` that does not exist.
+    """Raise a ConfigurationError if the checkpoint in ``ckpt_path`` does not exist.
 
     Args:
-        path: A path, or a word.
-        words: Accepted words. If there are any, ``registry:...`` is accepted as well.
+        path: The value of ``ckpt_path``: a path, or one of `words`, or None.
+        words: Accepted values that are not paths, such as ``best``. If `words` is not empty, values that begin with
+            ``registry:`` are also accepted.
     """
     if path is None or str(path) in words:
         return
-    if "://" in str(path):  # The file system behind a URL reports a missing file when the checkpoint is loaded.
+    if "://" in str(path):  # If the file of a URL is missing, an error is raised later, when the checkpoint is loaded.
         return
     if Path(path).is_dir() and not any((Path(path) / name).exists() for name in SHARDED):
-        raise ConfigurationError(f"ckpt_path: {str(path)!r} is a folder; give a file, such as last.ckpt in it")
+        raise ConfigurationError(f"ckpt_path: {str(path)!r} is a folder; give a file, such as last.ckpt in this folder")
     if Path(path).exists():
         return
     if words and re.match(r"registry(:|$)", str(path), re.IGNORECASE):
         return
     beside = ", ".join(sorted(file.name for file in Path(path).parent.glob("*.ckpt")))
-    hint = f"its directory has {beside}" if beside else "its directory has none"
-    raise ConfigurationError(f"ckpt_path: no checkpoint {str(path)!r}; {hint}; give {' or '.join((*words, 'a path'))}")
+    hint = f"the folder contains {beside}" if beside else "the folder contains no checkpoints"
+    raise ConfigurationError(
+        f"ckpt_path: there is no checkpoint {str(path)!r}; {hint}; give {' or '.join((*words, 'a path'))}"
+    )
 
 
 def explain_parse_error(message: str, args: Sequence[str]) -> str:
-    """Return the line that explains why a configuration could not be parsed.
+    """Return an error message of one line for a configuration that cannot be parsed.
 
     Args:
-        message: The parser's own message.
+        message: jsonargparse's error message.
         args: Command-line arguments.
     """
     if match := re.search(r"ption '([\w.]+)'(?: is not accepted)?$", message):
@@ -152,14 +164,15 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
         reason = in_one_line(_OTHER_TYPES.split(match[2])[0])
         return f"{where}cannot use {match[1]!r}: {reason}"
     match = re.search(r"Expected a dot import path string: (\S+)", message)
-    if match and not re.search(r"Expected an? <class '(?!NoneType)", message):  # The key takes no plain value.
+    # If the key also accepts plain values, the value need not be the name of a class, and this explanation is wrong.
+    if match and not re.search(r"Expected an? <class '(?!NoneType)", message):
         strategies = StrategyRegistry.available_strategies() if key == "trainer.strategy" else []
         meant = _meant(match[1], strategies)
         return f"{where}no class {match[1]!r}; {meant}give its import path, for example package.module.ClassName"
     if match := re.search(r"Given value: (.*)$", message, re.DOTALL):
         types = re.search(r"Subtypes: \[(.*)\]\s*\n", message)
         value, expected = in_one_line(match[1]), _types(types[1] if types else "")
-        # An import raised an error, for example because the file is not valid Python.
+        # Importing a module has raised an error, for example because the module is not valid Python.
         if raised := re.search(r"Errors:\n\s*- (?!Expected|Does not|Import path)(.*)", message):
             why = raised[1].removeprefix("Not of type timedelta: ")
             return f"{where}cannot use {value!r}: {why}"
@@ -172,29 +185,41 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
 
 
 def _meant(name: str, others: Sequence[str] = ()) -> str:
-    """Return a suggestion with the most similar well-known class or other name; empty if none is similar."""
+    """Return the part of an error message that suggests a name instead of a wrong one.
+
+    The suggestion is the most similar class in `HOMES`, or the most similar name in `others`. The result is empty if no
+    name is similar.
+    """
     members = [item for home in HOMES for item in vars(import_module(home)).items()]
     known = [class_name for class_name, kind in members if isinstance(kind, type)]
     return f"{hint} Or " if (hint := misspelt(name, [*known, *others])) else ""
 
 
 def _types(text: str) -> str:
-    """Turn ``typing.Literal['a', 'b'], <class 'int'>, <class 'NoneType'>`` into ``'a', 'b', int or null``."""
+    """Return a list of types in plain words.
+
+    For example, ``typing.Literal['a', 'b'], <class 'int'>, <class 'NoneType'>`` becomes ``'a', 'b', int or null``.
+    """
     text = re.sub(r"(?:typing\.)?Literal\[([^\]]*)\]", r"\1", text)
     text = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", text).replace("typing.", "").replace("NoneType", "null")
     return " or ".join(text.rsplit(", ", 1))
 
 
 def _explain_unknown(key: str, args: Sequence[str]) -> str:
-    """Return the line for an unknown key, with the key from the root and the parameters that its class has."""
+    """Return the error message for an unknown key.
+
+    Args:
+        key: The key as in jsonargparse's error message, which may leave out the keys above it.
+        args: Command-line arguments.
+    """
     keys = configured_keys(args)
-    if key == "class_path":  # The mistake is a key beside class_path.
+    if key == "class_path":  # The actual mistake is another key at the same level as class_path.
         parents = {configured.path.removesuffix(key) for configured in keys if configured.path.endswith(key)}
         beside = (configured.path.rpartition(".") for configured in keys)
         parent, _, name = next(
             configured for configured in beside if f"{configured[0]}." in parents and configured[2] not in OF_CLASS
         )
-        return f"{parent}.{name} stands beside class_path: arguments of a class go under {parent}.init_args"
+        return f"{parent}.{name} is beside class_path: put the arguments of a class below {parent}.init_args"
     for configured in keys:
         if configured.path == key or configured.path.endswith("." + key):
             return _unknown_key(configured.path, configured.owner, args)
@@ -205,7 +230,13 @@ def _explain_unknown(key: str, args: Sequence[str]) -> str:
 
 
 def _unknown_key(path: str, owner: str | None, args: Sequence[str]) -> str:
-    """Return the line for a key that does not exist, with the names that are accepted in its place."""
+    """Return the error message for an unknown key, with the names that are accepted instead.
+
+    Args:
+        path: The key with all keys above it.
+        owner: Name of the class that should have the key as a parameter; None if it is not known.
+        args: Command-line arguments.
+    """
     parts = path.split(".")
     for depth, part in enumerate(parts, start=1):
         if part not in OF_CLASS and (hint := misspelt(part)):
@@ -219,7 +250,14 @@ def _unknown_key(path: str, owner: str | None, args: Sequence[str]) -> str:
 
 
 def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
-    """Return the line for missing arguments: it names the class that needs them, or the sections that are missing."""
+    """Return the error message for missing arguments.
+
+    The message names the class that needs the arguments, or the sections of the configuration that are missing.
+
+    Args:
+        names: Names of the missing arguments.
+        args: Command-line arguments.
+    """
     keys, missing = configured_keys(args), " and ".join(names)
     roots = {key.path.partition(".")[0] for key in keys}
     if "model" in names and "model" not in roots:
@@ -227,23 +265,30 @@ def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
     needs = f"needs {missing}"
     takers = [taker for taker in keys if set(names) <= parameters_of(located(taker.value)).keys()]
     functions = [taker for taker in takers if inspect.isfunction(located(taker.value))]
-    if functions and set(names) <= {*FROM_ELSEWHERE}:  # If this were a class, the module would pass these arguments.
+    # The module passes these arguments to a class, but a function as class_path does not get them.
+    if functions and set(names) <= {*FROM_ELSEWHERE}:
         return _of_function(functions[0].path.removesuffix(".class_path"), functions[0].value)
     for taker in takers:
         key = taker.path.removesuffix(".class_path")
         return f"{key}: {taker.value} {needs}: give {' and '.join(f'--{key}.{name}' for name in names)}"
-    return f"a class in the configuration {needs}: add this to its init_args"
+    return f"a class in the configuration {needs}: add {missing} to its init_args"
 
 
 def none_given(sections: Set[str]) -> str:
-    """Return the line for a configuration without some of its sections."""
+    """Return the error message for a configuration in which some sections are missing."""
     missing = " and ".join(sorted(sections))
     classes = " and ".join(f"--{name} CLASS" for name in sorted(sections))
     return f"no {missing}: give {classes}, or a configuration that has {missing}, as in --config quickstart"
 
 
 def check_functions(model: Any) -> None:
-    """Refuse a function as ``class_path`` of a model's optimizer or schedule, where jsonargparse needs a class."""
+    """Raise a ConfigurationError if the ``class_path`` of a model's optimizer or schedule names a function.
+
+    jsonargparse needs a class there.
+
+    Args:
+        model: The configuration's section ``model``.
+    """
     for name in ("optimizer", "lr_scheduler"):
         path: Any = getattr((getattr(model, "init_args", None) or {}).get(name), "class_path", None)
         if inspect.isfunction(located(path)):
@@ -252,13 +297,13 @@ def check_functions(model: Any) -> None:
 
 def _of_function(key: str, name: str) -> str:
     return (
-        f"{key}: {name} is a function, and class_path is for classes: name it alone, --{key}={name}, and have it say "
-        "what it returns (-> LRScheduler); its other arguments keep their defaults"
+        f"{key}: {name} is a function, and class_path is for classes: write --{key}={name} without class_path, and "
+        "annotate the type that the function returns (-> LRScheduler); its other arguments keep their defaults"
     )
 
 
 def _full_key(key: str, args: Sequence[str]) -> str:
-    """Return a key from the root. jsonargparse's error messages give only the end of some keys."""
+    """Return a key with all keys above it. Some of jsonargparse's error messages leave out the keys above."""
     return next(
         (
             configured.path

@@ -1,4 +1,4 @@
-"""Error messages of one line for failures while a run is built or runs."""
+"""Error messages of one line for failures that occur while a run is built or while it runs."""
 
 import errno
 import os
@@ -21,38 +21,38 @@ ELSEWHERE = (
     "change its permissions, or choose another folder with --trainer.logger.init_args.save_dir or "
     "--trainer.default_root_dir"
 )
-# Pairs of a pattern and a format: the format replaces an error message of torch, Lightning or jsonargparse that matches
-# the pattern, and gets the pattern's groups.
+# Pairs of a pattern for an error message of torch, Lightning or jsonargparse, and a text that replaces the message. The
+# groups of the pattern are inserted into the text.
 IN_OTHER_WORDS = tuple(
     (re.compile(pattern, re.DOTALL), text)
     for pattern, text in (
         (r"^File is not creatable since parent directory not writ\w+: '(.+)'$", f"cannot write {{}}: {ELSEWHERE}"),
         (
             r"expected input\[[\d, ]+\] to have ([134]) channels, but got ([134]) channels",
-            "the network takes images with {} channels, but the data's images have {}: use a network or data that fit",
+            "the network takes images with {} channels, but the data's images have {}: change the network or the data",
         ),
         (
             r"^Error\(s\) in loading state_dict for \w+:\s*([^\n]+)",
-            "ckpt_path: the checkpoint is of another network than `model` describes: {}",
+            "ckpt_path: the checkpoint does not fit the network of `model`: {}",
         ),
         (
             r"The parameter 'num_classes' expected value (\d+) but got (\d+) instead",
-            "weights: trained for {} classes, and num_classes={}: class_path: cnnstrategies.pretrained.pretrained "
-            "with the network's name keeps the weights and makes the last layer new",
+            "weights: trained for {} classes, but num_classes={}: to keep the weights and replace the last layer, use "
+            "class_path: cnnstrategies.pretrained.pretrained with the network's name",
         ),
         (r"^(Early stopping conditioned on metric .*)", "{}"),
     )
 )
 _NOT_FOUND = re.compile(r"Interpolation key '([^']*)' not found(?: \(resolved to '([^']*)'\))?")
 _CLASS = re.compile(r"Problem with given class_path '([^']+)'")
-# Error messages do not name lines of these packages, because the user's mistake is not in their code.
+# Packages that contain no code of the user. If possible, an error message names a line outside of these packages.
 OF_OTHERS = ("cnnstrategies", "lightning", "torch", "jsonargparse")
-# Errors that a mistake in code raises. Their text does not help the author of a configuration.
+# Errors that usually mean a mistake in code. Their text alone does not help a user who wrote a configuration.
 OF_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError)
 
 
 def explain_build_error(error: BaseException) -> str:
-    """Return the line that explains why a class or function in a configuration could not be built."""
+    """Return an error message of one line for an error while the objects of a configuration were built."""
     chain = list(causes(error))
     for link in chain:
         if isinstance(link, ConfigurationError):
@@ -64,20 +64,23 @@ def explain_build_error(error: BaseException) -> str:
             return f"{where}{in_one_line(missing_package(link))}"
         if (line := _in_other_words(str(link))) is not None:
             return line
-    # For a union of types, jsonargparse lists an error message for each type. The constructor's error names the
-    # mistake.
+    # For a union of types, jsonargparse lists an error message for each type. The message that does not begin with
+    # "Expected a <class" comes from a constructor, and describes the actual mistake.
     for link in chain:
         reasons = re.findall(r"^\s+- (?!Expected an? <class)(.+[^:\n])$", str(link), re.MULTILINE)
         if reasons and not isinstance(chain[-1], OF_CODE):
             return in_one_line(reasons[0])
     if isinstance(chain[-1], MisconfigurationException):
-        remedy = ": with --trainer.accelerator=cpu it runs here" * ("No supported gpu" in str(chain[-1]))
+        remedy = ": to run on this machine, use --trainer.accelerator=cpu" * ("No supported gpu" in str(chain[-1]))
         return in_one_line(str(chain[-1])).removesuffix("!") + remedy
     return f"{where}{described(chain[-1])}"
 
 
 def described(error: BaseException) -> str:
-    """Return a description of an error with the line of code that raised it, preferably a line of the user's code."""
+    """Return a text with an error's class and message, and with a line of code from its traceback.
+
+    The line is the innermost line of the user's own code, or else the line that has raised the error.
+    """
     frames = list(traceback.walk_tb(error.__traceback__))
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
     user_frames = [entry for entry, package in zip(frames, packages, strict=True) if package not in OF_OTHERS]
@@ -89,7 +92,7 @@ def described(error: BaseException) -> str:
 
 
 def missing_package(error: ImportError) -> str:
-    """Return a line that says which package to install."""
+    """Return an error message of one line that names the missing package and the command to install it."""
     asked = re.search(r"pip install (?:-U )?'?([^'`]+)", str(error))
     name = asked[1] if asked else (error.name or "").partition(".")[0]
     remedy = f"pip install '{name}'" if name else str(error)
@@ -97,7 +100,7 @@ def missing_package(error: ImportError) -> str:
 
 
 def explain_run_error(error: BaseException) -> str | None:
-    """Return the line that explains a run's failure to the user; None if the user needs the traceback instead."""
+    """Return an error message of one line for a failure of a run; None if the user needs the traceback instead."""
     message = str(error)
     if isinstance(error, ProcessRaisedException):
         return refusal_in(message)
@@ -108,7 +111,7 @@ def explain_run_error(error: BaseException) -> str | None:
     for link in causes(error):
         file = f": {os.fsdecode(link.filename)}" if isinstance(link, OSError) and link.filename else ""
         if isinstance(link, OSError) and link.errno in FULL:
-            return f"{link.strerror}{file}; make room, and go on with --ckpt_path=last"
+            return f"{link.strerror}{file}; free some space, and continue with --ckpt_path=last"
         if isinstance(link, OSError) and link.errno in FORBIDDEN and file:
             return f"{link.strerror}{file}; {ELSEWHERE}"
     if isinstance(error, ModuleNotFoundError) and "Requirement" in message:
@@ -124,7 +127,11 @@ def _in_other_words(message: str) -> str | None:
 
 
 def refusal_in(traceback: str) -> str | None:
-    """Return the line that explains the last error in a spawned or forked rank's traceback; None if no line does."""
+    """Return an error message of one line for the last error in a traceback; None if the user needs the traceback.
+
+    Args:
+        traceback: Text of the traceback from a spawned or forked rank.
+    """
     raised = list(re.finditer(r"^([A-Za-z_][\w.]*): ", traceback, re.MULTILINE))
     errors = [match for match in raised if match[1].endswith(("Error", "Exception"))]
     if not errors:
@@ -137,10 +144,10 @@ def refusal_in(traceback: str) -> str | None:
 
 
 def _explain_reference(error: OmegaConfBaseException) -> str:
-    """Return the line that explains why a reference, ``${...}``, could not be followed."""
+    """Return an error message of one line for a reference (`${...}`) in a configuration that cannot be resolved."""
     key = re.sub(rf"^({'|'.join(COMMANDS)})\.", "", str(error.full_key))
     reason = in_one_line(str(error.msg).split("\n")[0])
     if match := _NOT_FOUND.match(reason):
         target = match[2].partition(".")[2] if match[2] else match[1]
-        return f"{key}: refers to {target}, which is not there: give {key} a value, or refer to an existing key"
+        return f"{key} refers to {target}, which does not exist: give {key} a value, or refer to an existing key"
     return f"{key}: {reason}"

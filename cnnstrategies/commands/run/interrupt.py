@@ -1,4 +1,8 @@
-"""Handling of Ctrl-C and SIGTERM while the main thread executes C++ code, during which Python cannot run handlers."""
+"""Handling of Ctrl-C and SIGTERM while the main thread runs C++ code.
+
+Python runs signal handlers in the main thread, and only between instructions of Python code. While the main thread
+waits in C++ code, no handler can run.
+"""
 
 import contextlib
 import os
@@ -14,15 +18,15 @@ _parents_descriptor = -1
 
 @contextlib.contextmanager
 def heeds_signals(end: Callable[[], None], seconds: float = 2.0) -> Iterator[None]:
-    """End this process after a signal that its main thread does not notice within a time.
+    """Make sure that a signal ends this process, even if the main thread runs C++ code inside this context.
 
-    While a rank waits for other ranks to start, its main thread executes torch's C++ code, and Python's handlers cannot
-    run until the other ranks have finished their imports. If another handler has been installed, as in training, that
-    handler has its own time limit.
+    A rank that waits for other ranks to start is in torch's C++ code until the other ranks have finished their imports.
+    If Python's signal handler has not run after `seconds`, a second thread calls `end` and ends the process. The second
+    thread does nothing if another handler was installed inside the context, as in training.
 
     Args:
-        end: Called before the process ends.
-        seconds: Time for the main thread to notice the signal.
+        end: Function that is called before the process ends.
+        seconds: Time in seconds that the main thread has to run the signal handler.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -47,9 +51,10 @@ def heeds_signals(end: Callable[[], None], seconds: float = 2.0) -> Iterator[Non
     with reader, writer:
         writer.setblocking(False)
         for signum, handler in before.items():
-            if callable(handler):  # Other signals are ignored, or end the process immediately.
+            # Without a Python handler, a signal is ignored or ends the process at once, so nothing needs to be done.
+            if callable(handler):
                 signal.signal(signum, heed)
-        # The interpreter writes a signal's number to this descriptor immediately, wherever the main thread is.
+        # When a signal arrives, the interpreter writes the signal's number here at once, even if no handler can run.
         previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         watcher = threading.Thread(target=watch, args=(reader,), daemon=True)
         watcher.start()
@@ -65,7 +70,10 @@ def heeds_signals(end: Callable[[], None], seconds: float = 2.0) -> Iterator[Non
 
 
 def _detach_socket() -> None:
-    """Stop writing signals to the socket before a fork: the child would write its signals to the parent's socket."""
+    """Stop writing signals to the socket before a fork. Otherwise the child would write signals to its parent's socket.
+
+    After the fork the parent writes signals to the socket again; see `_attach_socket`.
+    """
     global _parents_descriptor
     if threading.current_thread() is threading.main_thread():
         _parents_descriptor = signal.set_wakeup_fd(-1)

@@ -1,4 +1,4 @@
-"""The command line of configurations: LightningCLI with this package's defaults, and errors of one line."""
+"""The command line that runs a configuration: LightningCLI with this package's defaults and error messages."""
 
 import contextlib
 import os
@@ -41,7 +41,7 @@ from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.commands.run.start_from import WORDS, check_trained, checkpoint_of
 from cnnstrategies.commands.run.strategy_names import check_recipe_names, with_help_of_class
 from cnnstrategies.commands.run.trainer import Trainer, add_sections, all_callbacks, all_plugins
-from cnnstrategies.data import ImageDataModule  # The whole package: jsonargparse finds imported classes by short names.
+from cnnstrategies.data import ImageDataModule  # All data modules are imported, so that short names work for them.
 from cnnstrategies.data.image_folder import images_of_folder
 from cnnstrategies.deploy.inference import give_predict_step
 from cnnstrategies.errors import ConfigurationError
@@ -51,22 +51,23 @@ from cnnstrategies.pretrained import trained_with
 from cnnstrategies.runtime.processes import ended_by
 
 NUM_CLASSES = "model.init_args.num_classes"
-FROM_WEIGHTS = ("quantize", "export")  # subcommands that load a checkpoint's weights, and neither train nor evaluate
+FROM_WEIGHTS = ("quantize", "export")  # Subcommands that load a checkpoint's weights, and neither train nor evaluate.
 
 
 class SavedConfiguration(SaveConfigCallback):
-    """Lightning's callback that saves the configuration, changed so that loggers without a folder do not make it fail.
+    """Lightning's callback that saves the configuration, except that it saves nothing if there is no log directory.
 
-    A logger that sends runs to an MLflow server has no folder, for example.
+    A logger that sends runs to an MLflow server, for example, has no log directory. Lightning's callback would fail.
     """
 
     @override
     def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
-        # `log_dir` is a broadcast, so that every rank must read it.
+        # Lightning broadcasts the value of `log_dir`, so every rank must read it.
         self.save_to_log_dir = self.save_to_log_dir and trainer.log_dir is not None
         super().setup(trainer, pl_module, stage)
 
 
+# By command: the method of a module that loads data, if there is no data module.
 LOADERS = {
     "fit": "train_dataloader",
     "validate": "val_dataloader",
@@ -76,24 +77,24 @@ LOADERS = {
 
 
 class CLI(LightningCLI):
-    """``fit``, ``validate``, ``test``, ``predict``, ``quantize`` and ``export`` from YAML.
+    """Command line of ``fit``, ``validate``, ``test``, ``predict``, ``quantize`` and ``export``.
 
-    In addition to Lightning's command line: atomic checkpoints, a stop at a step boundary on Ctrl-C and SIGTERM, a
-    panel at the start in place of ModelSummary, samples/s, a summary with curves, and predictions as CSV. A callback in
-    ``trainer.callbacks`` replaces the default callback of its class.
+    It has more defaults than LightningCLI: atomic checkpoints, a stop between two steps after Ctrl-C or SIGTERM, a
+    start panel instead of ModelSummary, samples/s, a summary with curves, and predictions as a CSV file. To change a
+    default callback, add a callback of its class to ``trainer.callbacks``.
 
     Args:
-        run: Whether the command line has subcommands; false for commands that build no trainer.
+        run: Whether the command line has subcommands and runs a trainer; False for commands that build no trainer.
 
     Attributes:
-        named: Name of the run, if it can be restarted.
+        named: Name of the run; None if the run has no name and cannot be restarted.
     """
 
     named: str | None = None
 
     def __init__(self, run: bool = True) -> None:
         super().__init__(
-            LightningModule,  # The class of the data is left out, because a module may have its own loaders.
+            LightningModule,  # There is no class for the data module, because a module may load its own data.
             subclass_mode_model=True,
             auto_configure_optimizers=False,
             parser_class=ArgumentParser,
@@ -112,16 +113,16 @@ class CLI(LightningCLI):
             name: skipped | {option.name for option in COMMANDS[name].options}
             for name, skipped in skipped_arguments.items()
         }
-        # Building parsers takes much of a start, so only the requested subcommand gets a parser.
+        # Building parsers takes much of the start-up time, so only the requested subcommand gets a parser.
         requested = [name for name in sys.argv[1:2] if name in skipped_arguments]
         return {name: skipped_arguments[name] for name in requested or skipped_arguments}
 
     @override
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        """Add the options that the command declares.
+        """Return the parser of a subcommand, with the options from the command's declaration.
 
-        The trainer's method of the same name gets them, as it gets its other arguments. The name is private, and mypy
-        watches it.
+        The values of these options are passed to the trainer's method with the name of the subcommand. This method's
+        name is private in Lightning. If Lightning renames it, mypy reports an error.
         """
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         added = parser.add_class_arguments(COMMANDS[subcommand].declaration, None, instantiate=False)
@@ -130,7 +131,7 @@ class CLI(LightningCLI):
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        # With allow_abbrev, argparse takes --trainer.max_epoch for --trainer.max_epochs.
+        # With allow_abbrev, argparse would accept --trainer.max_epoch as an abbreviation of --trainer.max_epochs.
         return super().init_parser(**{**kwargs, "parser_mode": "omegaconf+", "allow_abbrev": False})
 
     @override
@@ -145,11 +146,11 @@ class CLI(LightningCLI):
         check_names(keys)
         check_nulls(keys)
         if leaves_out_classes(words):
-            # The data must be built to know their number of classes, and must be parsed before: with a provisional
-            # number, because other keys may refer to the number.
+            # The number of classes comes from the data module, which is built from the parsed configuration. The
+            # first parsing uses a provisional number, because other keys may refer to the number.
             sys.argv[1:] = [*words, f"--{NUM_CLASSES}=2"]
             super().parse_arguments(parser, args)
-            # Ranks that are started as programs inherit these words, and so the number.
+            # Ranks that are started as programs inherit these command-line arguments, and so the number of classes.
             with _explains_failure():
                 sys.argv[1:] = [*words, f"--{NUM_CLASSES}={self._built_alone('data').num_classes}"]
         super().parse_arguments(parser, args)
@@ -159,7 +160,7 @@ class CLI(LightningCLI):
         check_functions(config.get("model"))
 
     def _built_alone(self, section: str) -> Any:
-        """Return the object that one section of the configuration describes, built without the other sections."""
+        """Build and return the object that a section of the configuration describes, without the other sections."""
         command, kind = self.config.get("subcommand"), type(self.config)
         alone = kind({section: (self.config[command] if command else self.config)[section]})
         built = self.parser.instantiate_classes(kind({"subcommand": command, command: alone}) if command else alone)
@@ -167,17 +168,18 @@ class CLI(LightningCLI):
 
     @override
     def _parse_ckpt_path(self) -> None:
-        """Do nothing: the configuration decides.
+        """Do nothing, so that the model is built from the configuration only.
 
-        Lightning's method silently replaces the model's configuration, and even options of the command line, by the
-        checkpoint's hyperparameters. The name is private, and `tests/test_lightning_private.py` watches it.
+        Lightning's method would replace the model's configuration by the hyper-parameters in the checkpoint, without a
+        message, even if the user has set them on the command line. The method's name is private, and
+        `tests/test_lightning_private.py` tests that it exists.
         """
 
     @override
     def _dump_config(self) -> None:
-        """Store the arguments of modules, as Lightning does, but without validating the configuration a second time.
+        """Store the configuration that Lightning saves with the module, without validating it a second time.
 
-        The name is private, and mypy watches it.
+        This method's name is private in Lightning. If Lightning renames it, mypy reports an error.
         """
         if not hasattr(self, "config_dump"):
             text = self.parser.dump(
@@ -202,7 +204,7 @@ class CLI(LightningCLI):
     @override
     def after_instantiate_classes(self) -> None:
         self._prepare_as_trained()
-        # Each rank repeats these checks in `setup`. A failure here comes before any process is started.
+        # Each rank repeats these checks in `setup`. Here they fail before any process is started.
         if self.trainer is not None:
             check_world(self.trainer)
         if self.datamodule is None and not is_overridden(self._own_loader(), self.model):
@@ -213,11 +215,11 @@ class CLI(LightningCLI):
             self.datamodule.check_trainer(self.trainer)
 
     def _own_loader(self) -> str:
-        """Return the method with which a module may load its own data; empty if this command has none."""
+        """Return the name of the module's method that loads data for this command; empty if there is no such method."""
         return LOADERS.get(str(self.subcommand), "")
 
     def _prepare_as_trained(self) -> None:
-        """Give the data module the preprocessing with which the network's pretrained weights were trained, if any."""
+        """Make the data module use the preprocessing of the network's pretrained weights, if there are any."""
         if not isinstance(self.model, NetworkModule) or not isinstance(self.datamodule, ImageDataModule):
             return
         config = self.config[self.subcommand] if self.subcommand else self.config
@@ -250,20 +252,25 @@ class CLI(LightningCLI):
         self._run(self.trainer.test, **kwargs)
 
     def predict(self, **kwargs: Any) -> None:
-        """Predict; the rows are written to a file and not kept in memory."""
+        """Write predictions to a file, without keeping them in memory."""
         give_predict_step(self.model)
         if (folder := self.config_init[self.subcommand].predictions.images) is not None:
-            # Each rank looks for the images again. A failure here comes before any process is started.
+            # Each rank searches for the images again. Here the search fails before any process is started.
             images_of_folder(self.datamodule, folder)
         self._run(self.trainer.predict, **{**kwargs, "return_predictions": False})
 
     def _run(self, function: Callable[..., Any], **kwargs: Any) -> None:
-        """Run a trainer's function; if the function fails in this process, end the processes that it started."""
+        """Run a function of the trainer, from the right checkpoint. If it fails, end all processes that it has started.
+
+        Args:
+            function: The trainer's function, such as ``fit``.
+            **kwargs: The arguments of the function from the configuration.
+        """
         training = self.subcommand == "fit"
         ckpt_path = kwargs["ckpt_path"]
         config = self.config[self.subcommand]
         kwargs["ckpt_path"] = path = checkpoint_of(self.trainer, ckpt_path, training, self.named)
-        # The saved configuration names the file instead of the word.
+        # The saved configuration gets the path of the checkpoint, because `last` or `best` may be another file later.
         if ckpt_path in WORDS:
             config.ckpt_path = path
         if local_rank() == 0 and path is not None:
@@ -271,7 +278,7 @@ class CLI(LightningCLI):
         elif local_rank() == 0 and not training:
             check_trained(str(self.subcommand), self.model, partial(self._built_alone, "model"))
         if local_rank() == 0 and self.datamodule is not None:
-            # Missing data are found before any process starts. Lightning's own call later has nothing left to do.
+            # This call raises an error for missing data before any process starts. Lightning calls the method again.
             self.datamodule.prepare_data()
         with ends_together(self.trainer, self.config_init[self.subcommand].interconnect):
             function(**kwargs)
@@ -286,13 +293,17 @@ def _explains_failure() -> Iterator[None]:
 
 
 def leaves_out_classes(words: Sequence[str]) -> bool:
-    """Whether a configuration leaves out the model's number of classes, so that the data must give it.
+    """Return whether the model's number of classes must come from the data module.
 
-    This holds for this package's modules and subclasses of them, with this package's data modules. The data's own
-    number of classes may not be a reference, as in a recipe for masks.
+    This is so if the configuration does not set it, and if both the module and the data module are classes of this
+    package or subclasses. The data module's own number of classes must not be a reference (`${...}`), as it is in a
+    recipe for segmentation.
+
+    Args:
+        words: Command-line arguments of the command.
     """
-    # Each file and option is read by itself: a number of classes counts even if a later file replaces the model's
-    # class.
+    # Each file and option is read separately, because a number of classes in an earlier file counts even if a later
+    # file replaces the model's class.
     alone = [key.path for place in range(len(words)) for key in configured_keys(words[place : place + 2])]
     if {NUM_CLASSES, "model.num_classes"} & {*alone} or any(word.startswith("--print_config") for word in words):
         return False
@@ -305,20 +316,25 @@ def leaves_out_classes(words: Sequence[str]) -> bool:
 
 
 def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
-    """Run ``fit``, ``validate``, ``test``, ``predict``, ``quantize`` or ``export``."""
-    # LightningCLI reads sys.argv, and so does the explanation of errors.
+    """Run ``fit``, ``validate``, ``test``, ``predict``, ``quantize`` or ``export``.
+
+    Args:
+        args: Command-line arguments, beginning with the command's name.
+        kind: Class or function that makes the command line.
+    """
+    # LightningCLI and the error messages read sys.argv.
     sys.argv[1:] = args
     quieten()
     try:
         kind()
     except (RunEnded, ServersUnreachableError, RemovedError, ProcessExitedException) as ended:
-        if getattr(ended, "clean", False):  # This worker was killed, and the run ended before the worker was restarted.
+        if getattr(ended, "clean", False):  # The run ended regularly before this restarted worker could join again.
             print(f"Nothing is left to do: {ended}", file=sys.stderr)
             sys.exit(0)
         words = str(ended)
         if isinstance(ended, ProcessExitedException) and ended.signal_name is not None:
             words = ended_by(ended.error_index, ended.exit_code)
-        print(f"The run cannot go on: {_with_notes(ended, words)}", file=sys.stderr)
+        print(f"The run cannot continue: {_with_notes(ended, words)}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
         if shows_tracebacks() or isinstance(error, ConfigurationError):
@@ -327,7 +343,8 @@ def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
             raise ConfigurationError(line) from error
         if not isinstance(error, ProcessRaisedException):
             raise
-        # The text has the traceback of a spawned or forked rank; this process's own shows only where it waited.
+        # The error message contains the traceback of a spawned or forked rank. The traceback of this process is not
+        # printed, because this process was only waiting.
         print(_with_notes(error, str(error)), file=sys.stderr)
         sys.exit(1)
 
@@ -337,15 +354,15 @@ def _with_notes(error: Exception, words: str) -> str:
 
 
 class ModelAndData(CLI):
-    """Command line that parses what ``fit`` parses, and builds the model and the data but no trainer.
+    """Command line that parses a configuration like ``fit``, and builds the model and the data module but no trainer.
 
     Args:
-        command: Name of the command.
+        command: Name of the command, for error messages.
         words: Command-line arguments of the configuration, without the command's own options.
     """
 
     def __init__(self, command: str, words: Sequence[str]) -> None:
-        # LightningCLI reads sys.argv, and so does the explanation of errors.
+        # LightningCLI and the error messages read sys.argv.
         sys.argv = [f"cnnstrategies {command}", *words]
         quieten()
         super().__init__(run=False)
@@ -353,13 +370,13 @@ class ModelAndData(CLI):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
-        parser.add_argument("--ckpt_path", type=Path | None, default=None, help="A checkpoint to start from.")
+        parser.add_argument("--ckpt_path", type=Path | None, default=None, help="Checkpoint to start from.")
 
     def data(self) -> LightningDataModule:
         """Return the data module.
 
         Raises:
-            ConfigurationError: The configuration has no data; the command cannot use a module's own loaders.
+            ConfigurationError: The configuration has no section ``data``. A module's own loaders are not enough.
         """
         if not isinstance(self.datamodule, LightningDataModule):
             raise ConfigurationError(none_given({"data"}))
@@ -371,7 +388,7 @@ class ModelAndData(CLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Check nothing, because no trainer is built."""
+        """Do nothing. The checks of the base class are for runs of a trainer."""
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Any:
@@ -379,17 +396,17 @@ class ModelAndData(CLI):
 
 
 def device_of(accelerator: Any) -> torch.device:
-    """Return the device of this machine that a configuration's accelerator means.
+    """Return the device of this machine for a value of ``trainer.accelerator``.
 
     Raises:
-        ConfigurationError: This machine has no such device.
+        ConfigurationError: This machine has no accelerator.
     """
     accelerator_device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator == "cpu" or (accelerator == "auto" and accelerator_device is None):
         return torch.device("cpu")
     if accelerator_device is None:
         raise ConfigurationError(
-            f"trainer.accelerator={accelerator}: this machine has none, and this command measures on the real device: "
-            "run the command where the device is, or give --trainer.accelerator cpu"
+            f"trainer.accelerator={accelerator}: this machine has no accelerator, but this command measures on the "
+            "real device: run the command on a machine with an accelerator, or give --trainer.accelerator cpu"
         )
     return accelerator_device

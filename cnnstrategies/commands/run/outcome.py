@@ -1,4 +1,4 @@
-"""The start and the end of a run's processes: ranks find each other, one rank reports a failure, and all ranks end."""
+"""The start and the end of a run's processes: after a failure, one rank reports the failure, and all ranks end."""
 
 import contextlib
 import os
@@ -39,17 +39,23 @@ from cnnstrategies.runtime.processes import (
 )
 from cnnstrategies.strategies.protocol import facts_of
 
-PATIENCE = 20.0  # seconds that a rank gets to notice another rank's failure and end by itself
+PATIENCE = 20.0  # Time in seconds within which a rank should notice another rank's failure and end by itself.
 
 
 @contextlib.contextmanager
 def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]:
-    """End the processes that a trainer's function started if the function fails here, and report the failure once.
+    """Return a context for a trainer function. If the function fails, all ranks end, and one rank reports the failure.
+
+    Inside the context, the ranks can also find each other on several hosts.
+
+    Args:
+        trainer: The trainer that runs the function.
+        interconnect: The configuration's settings for connections between hosts.
 
     Raises:
-        ConfigurationError: This rank is the first to refuse something.
-        RunEnded: A rank was killed, and this rank lost its connection to it.
-        SystemExit: Another rank has reported the failure; the exit code is that rank's.
+        ConfigurationError: This rank is the first rank that has refused the configuration.
+        RunEnded: Another rank was killed, and this rank has lost the connection to that rank.
+        SystemExit: Another rank has reported the failure. The exit code is the code of the reporting rank.
     """
     with one_refusal(), own_temporary_folder(trainer.strategy.launcher):
         try:
@@ -71,28 +77,32 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
             code = failed_elsewhere(launcher) if silent else 0
             if launcher is not None:
                 launcher.kill(signal.SIGKILL)
-            # A rank that reported a lost connection may not know which rank was killed. torch aborts ranks that lost a
-            # connection, so an abort after a report is not the cause.
+            # This error names the killed rank. A rank that has reported a lost connection may not know about the kill.
+            # An abort (SIGABRT) after such a report is not the cause, because torch aborts ranks that have lost a
+            # connection.
             if killed is not None and not (silent and "SIGABRT" in killed):
                 raise RunEnded(killed) from error
             if silent:
                 sys.exit(code)
             if ranks_are_children(launcher) and cannot_be_sent(error):
                 raise ConfigurationError(
-                    "trainer.strategy spawns its ranks, and therefore pickles model, data and callbacks, which failed: "
-                    f"{error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
+                    "trainer.strategy spawns its ranks, but the model, the data or the callbacks cannot be pickled for "
+                    f"them: {error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
                 ) from error
             if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
-                raise KeyboardInterrupt from None  # Lightning has turned the interrupt into a SystemExit.
+                raise KeyboardInterrupt from None  # Lightning has replaced the KeyboardInterrupt by a SystemExit.
             raise
 
 
 @contextlib.contextmanager
 def own_temporary_folder(launcher: Any) -> Iterator[None]:
-    """Give spawned and forked ranks a temporary folder of their own, and remove it at the end.
+    """Make spawned and forked ranks use a separate temporary folder inside this context, and then remove the folder.
 
-    Killed ranks leave files in the temporary folder, their own and torch's. If this process is killed as well, the next
-    run removes the folder.
+    Ranks that are killed leave files in the temporary folder. If this process is killed too, the next run removes the
+    folder.
+
+    Args:
+        launcher: The strategy's launcher.
     """
     if not ranks_are_children(launcher):
         yield
@@ -102,9 +112,9 @@ def own_temporary_folder(launcher: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for rank in launcher.procs:  # A rank that was killed a moment ago may still write to the folder.
+        for rank in launcher.procs:  # A rank that is being killed may still write to the folder.
             rank.join(PATIENCE)
-        tempfile.tempdir = None  # `tempfile` determines the folder again.
+        tempfile.tempdir = None  # The module `tempfile` then determines its folder again.
         os.environ.pop("TMPDIR")
         if before is not None:
             os.environ["TMPDIR"] = before
@@ -113,10 +123,11 @@ def own_temporary_folder(launcher: Any) -> Iterator[None]:
 
 
 class FirstToFail(Callback):
-    """Callback that records the first rank to fail, before other ranks notice, so that only the first rank reports.
+    """Callback that records which rank is the first to fail, so that only this rank reports the failure.
 
-    On the rank that started the other ranks, the callback also replaces Lightning's observer of these ranks: this rank
-    gets time to notice a failure before all ranks are killed.
+    Rank 0 may have started the other ranks as programs. On rank 0, Lightning then kills all ranks as soon as one of
+    them fails. This callback replaces that observer by :func:`end_all_after_one`, which first gives the ranks time to
+    report.
     """
 
     @override
@@ -132,10 +143,13 @@ class FirstToFail(Callback):
 
 
 def end_all_after_one(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Kill all ranks and this process some time after a rank has failed, and name a rank that had been killed.
+    """Wait until a rank fails, and `PATIENCE` seconds later kill all ranks and this process.
 
-    This process may wait for the failed rank at a place where it does not learn of the failure: in a store, for
-    instance.
+    This process usually notices the failure and ends earlier. It can miss the failure, for example while it waits for
+    the failed rank in a torch store. If the rank was killed, a line of output says so.
+
+    Args:
+        ranks: The processes of the ranks that this process has started.
     """
     while not any(rank.poll() for rank in ranks):
         if all(rank.returncode == 0 for rank in ranks):
@@ -144,8 +158,8 @@ def end_all_after_one(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     time.sleep(PATIENCE)
     for number, rank in enumerate(ranks, start=1):
         if rank.poll() == -signal.SIGKILL:
-            words = f"The run cannot go on: {ended_by(number, rank.returncode)}"
-            print(f"{words}, and rank 0 waited for it for {PATIENCE:.0f} s", file=sys.stderr, flush=True)
+            words = f"The run cannot continue: {ended_by(number, rank.returncode)}"
+            print(f"{words}, and rank 0 has waited {PATIENCE:.0f} s for this rank", file=sys.stderr, flush=True)
     for rank in ranks:
         rank.kill()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -159,15 +173,16 @@ def _end_others(trainer: Trainer) -> None:
 
 
 def _names_the_cause(error: Exception) -> bool:
-    """Whether torch's error about a forked or spawned rank describes the first failure.
+    """Return whether torch's error about a forked or spawned rank describes the cause of the failure.
 
-    torch kills the ranks that are alive after a failure, and other ranks fail because they lose their connection.
+    Otherwise the error describes a consequence: after a failure torch kills other ranks, and ranks fail because they
+    lose their connection.
     """
     if isinstance(error, ProcessExitedException):
-        return error.exit_code == -signal.SIGKILL  # The strategy has already reported which rank was killed.
+        return error.exit_code == -signal.SIGKILL  # This error says which rank was killed.
     return isinstance(error, ProcessRaisedException) and "by peer" not in str(error)
 
 
 def _reports_failure(error: Exception) -> bool:
-    """Whether this rank reports the failure. Otherwise another rank has failed first, and reports."""
+    """Return whether this rank must report its failure: True for the first rank that fails."""
     return first_to_fail(1 if explain_run_error(error) is None else 2)

@@ -1,4 +1,4 @@
-"""The parser of configurations: LightningCLI's parser, with errors of one line."""
+"""The parser of configurations: LightningCLI's parser with error messages of one line."""
 
 import argparse
 import re
@@ -23,22 +23,29 @@ from cnnstrategies.quantities import as_timedelta
 
 
 class Instantiator:
-    """Builder of the model or the data for Lightning's command line; its copies do not refer to the command line.
+    """Function object that builds the model or the data module, and whose copies do not refer to the command line.
 
-    jsonargparse stores the builders of model and data in every factory that it makes. An object with a factory, such as
-    a model with its optimizer's, therefore refers to the command line, with its trainer, processes and locks. Without
-    this class weight averaging could not copy the model, and each spawned process would get a copy of everything.
+    jsonargparse calls such a function an instantiator, and stores the instantiators in every factory that it creates.
+    A model with an optimizer factory therefore refers to Lightning's command-line object, and so to the trainer, its
+    processes and locks. Without this class the callback WeightAveraging could not copy the model, and each spawned
+    process would get a copy of the whole command-line object.
+
+    Args:
+        build: The instantiator of Lightning's command line.
     """
 
     def __init__(self, build: Callable[..., Any]) -> None:
         self._build = build
 
     def __call__(self, class_type: type, *args: Any, applied_instantiation_links: dict[str, Any], **kwargs: Any) -> Any:
-        """Build an object. jsonargparse looks for the name ``applied_instantiation_links`` in this signature."""
+        """Build an object of a class.
+
+        jsonargparse requires that the signature has a parameter with the name ``applied_instantiation_links``.
+        """
         return self._build(class_type, *args, applied_instantiation_links=applied_instantiation_links, **kwargs)
 
     def __reduce__(self) -> tuple[type["Instantiator"], tuple[Callable[..., Any]]]:
-        """Return how to make a copy, which does not refer to the command line."""
+        """Return the class and the arguments for making a copy. The copy uses `_build` as its instantiator."""
         return type(self), (_build,)
 
 
@@ -47,26 +54,26 @@ def _build(class_type: type, *args: Any, applied_instantiation_links: dict[str, 
 
 
 def _timedelta(value: Any) -> timedelta:
-    """Return a timedelta from what a configuration has; jsonargparse knows ``hours:minutes:seconds`` only."""
+    """Convert the value of a key to a timedelta. jsonargparse itself accepts only ``hours:minutes:seconds``."""
     try:
         return as_timedelta(value, "")
     except ConfigurationError as error:
-        # jsonargparse names option and value itself.
+        # The error message must not contain option and value, because jsonargparse adds them.
         raise ValueError(f"it {str(error).partition(' ')[2]}") from None
 
 
-# So that the time-outs of Lightning's own classes are written as those of this package.
+# With this type, users write the time-outs of Lightning's classes in the same forms as the time-outs of this package.
 register_type(timedelta, deserializer=_timedelta)
-# With parser_mode="omegaconf+", references (`${...}`) see overrides, and work across several --config files.
+# This setting lets references (`${...}`) refer to keys of other --config files and to keys of the command line.
 set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
 remember()
 accept_names()
 
 
 class _ConfigurationDumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """YAML writer that quotes texts such as 1e3, which OmegaConf and other readers would take for numbers."""
+    """YAML writer that quotes texts such as 1e3, because OmegaConf and other readers would read a number otherwise."""
 
-    yaml_representers = yaml.SafeDumper.yaml_representers  # jsonargparse adds its namespaces to these.
+    yaml_representers = yaml.SafeDumper.yaml_representers  # jsonargparse registers its own classes in this dictionary.
 
 
 _ConfigurationDumper.add_implicit_resolver(
@@ -82,13 +89,14 @@ def _dump(data: Any) -> str:
 
 
 set_dumper("yaml", _dump)
-UNWRITABLE = "Unable to serialize instance "  # jsonargparse begins a text with this if YAML cannot hold a value.
+# If a value cannot be written as YAML, jsonargparse writes a text that begins with these words.
+UNWRITABLE = "Unable to serialize instance "
 
 
 class ArgumentParser(LightningArgumentParser):
-    """Parser that reports a mistake in a configuration in one line, and exits with code 2."""
+    """LightningCLI's parser, changed so that a mistake in a configuration gives one line and the exit code 2."""
 
-    _defaults_of = 0  # number of options when the defaults were cached
+    _defaults_of = 0  # Number of options that the parser had when the defaults were cached; 0 if nothing is cached.
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
@@ -98,17 +106,18 @@ class ArgumentParser(LightningArgumentParser):
 
     @override
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        # jsonargparse turns a value for a class within a class back into a word, and writes null as None.
+        # jsonargparse itself calls this method with a single argument to parse a value again, if a class is an argument
+        # of another class. It writes null as None.
         if args is not None and len(args) == 1 and args[0].startswith("--") and args[0].endswith("=None"):
             args = [f"{args[0].removesuffix('None')}null"]
         return super().parse_args(args, *rest, **kwargs)
 
     @override
     def get_defaults(self, *args: Any, **kwargs: Any) -> Namespace:
-        """Return the defaults of the present options.
+        """Return the default values of all options.
 
-        jsonargparse asks for the defaults repeatedly, so they are cached until an option is added; files do not change
-        them.
+        jsonargparse calls this method repeatedly, so the result is cached until an option is added. Configuration files
+        do not change the defaults.
         """
         options = len(self._actions)
         if self._defaults_of != options:
@@ -122,7 +131,7 @@ class ArgumentParser(LightningArgumentParser):
 
     @override
     def save(self, *args: Any, **kwargs: Any) -> None:
-        """Save a configuration without validating it again: a run was built from the same configuration."""
+        """Save a configuration. Do not validate it again, because a run was built from it already."""
         super().save(*args, **{**kwargs, "skip_validation": True})
 
     @override
@@ -131,11 +140,11 @@ class ArgumentParser(LightningArgumentParser):
 
     @override
     def _check_value_key(self, action: argparse.Action, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Check a value; a value that contains a reference is checked only after the reference has been resolved.
+        """Check whether a key accepts a value, but accept every value that contains a reference (`${...}`).
 
-        When one class replaces another, jsonargparse calls this method to find the arguments that the new class accepts
-        as well, and drops the other arguments. A number of classes that is a reference would be dropped. The name is
-        private, and `tests/commands/test_parser.py` watches it.
+        jsonargparse also calls this method when a configuration replaces a class by another class: it drops the
+        arguments that the new class does not accept. A number of classes that is written as a reference would be
+        dropped. The method's name is private, and `tests/commands/test_parser.py` tests that it exists.
         """
         try:
             return super()._check_value_key(action, value, *args, **kwargs)
@@ -146,12 +155,11 @@ class ArgumentParser(LightningArgumentParser):
 
     @override
     def _dump_cleanup_actions(self, cfg: Namespace, *args: Any, **kwargs: Any) -> None:
-        """Leave out values that YAML cannot hold: the class that takes such a value has it as its default.
+        """Remove the values that cannot be written as YAML. These values are defaults of a class's parameters.
 
-        jsonargparse resolves references in a configuration that it has written as YAML, and saves a run's configuration
-        in the same form. It writes a device, and also a name that could be a function's, as a text that begins with
-        ``UNWRITABLE``; a member of an enumeration cannot be written at all. The name is private, and
-        `tests/commands/test_parser.py` watches it.
+        jsonargparse writes a configuration as YAML to resolve references and to save it. It replaces a device, and a
+        text that may be the name of a function, by a text that begins with `UNWRITABLE`, and fails for a member of an
+        enumeration. The method's name is private, and `tests/commands/test_parser.py` tests that it exists.
         """
         original = cfg.clone()
         with warnings.catch_warnings():
@@ -167,7 +175,10 @@ class ArgumentParser(LightningArgumentParser):
 
 
 def _is_of_yaml(value: Any) -> bool:
-    """Whether YAML can hold a value; false for a text by which jsonargparse has replaced a value."""
+    """Return whether a value can be written as YAML.
+
+    The result is False for a text that jsonargparse has put in the place of a value; see `UNWRITABLE`.
+    """
     if isinstance(value, Namespace | dict | list):
         inner = value if isinstance(value, list) else (value if isinstance(value, dict) else vars(value)).values()
         return all(_is_of_yaml(item) for item in inner)

@@ -1,6 +1,6 @@
-"""Log messages of Lightning and torch that the command line hides, because they are not about the user's run.
+"""Filters that hide log messages and warnings of Lightning and torch that do not help the user.
 
-Warnings and errors about a run are printed, and so is every message that is not listed here.
+Only the messages that this module lists are hidden.
 """
 
 import logging
@@ -8,7 +8,8 @@ import re
 import threading
 import warnings
 
-# The loggers that write these messages. A logger's filter does not see messages that come from its child loggers.
+# Names of the loggers that write the hidden messages. Each logger needs its own filter, because the filter of a parent
+# logger does not see the messages of its child loggers.
 LOGGERS = (
     "lightning.fabric.utilities.distributed",
     "lightning.fabric.utilities.rank_zero",
@@ -17,7 +18,8 @@ LOGGERS = (
     "lightning.pytorch.trainer.connectors.checkpoint_connector",
     "lightning.pytorch.utilities.rank_zero",
 )
-# Advertisements, messages that repeat the start panel or the progress bar, and messages that every rank would repeat.
+# Hidden log messages: advertisements, messages with the content of the start panel or of the progress bar, and messages
+# that every rank repeats.
 NOISE = re.compile(
     "|".join(
         (
@@ -35,21 +37,25 @@ NOISE = re.compile(
         )
     )
 )
+# Patterns of hidden warnings.
 WARNINGS = (
     r"The `srun` command is available on your system but is not used",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     r"You have overridden `on_(before|after)_batch_transfer` in `LightningModule` but have passed in a",
     r"torch.distributed.nn.functional.all_gather is deprecated",
     r"Grad strides do not match bucket view strides",
-    r"The dirpath has changed from ",  # Each run has its own folder, which the panel names.
+    r"The dirpath has changed from ",  # Each run has its own folder, and the start panel shows it.
 )
 
 
 def quieten() -> None:
-    """Hide these log messages in this process and in processes forked later. A second call has no effect."""
+    """Hide the listed messages and warnings, in this process and in all processes that it forks later.
+
+    A second call has no effect.
+    """
     for name in LOGGERS:
         logging.getLogger(name).addFilter(is_news)
-    # This logger lists the ranks that are ended after a rank was killed.
+    # After a rank was killed, this logger lists all other ranks that torch ends.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
@@ -57,14 +63,15 @@ def quieten() -> None:
 
 
 def show_unless_kept(failure: threading.ExceptHookArgs) -> None:
-    """Print why a thread failed, unless the thread has stored its exception for another thread to raise.
+    """Print the traceback of a thread's exception, unless the thread has stored the exception in an attribute.
 
-    When the disk is full, for example, TensorBoard's writer thread stores its exception.
+    Another thread then raises the stored exception. TensorBoard's writer thread does this, for example if the disk is
+    full.
     """
     if getattr(failure.thread, "exception", None) is not failure.exc_value:
         threading.__excepthook__(failure)
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether a log message is printed. Warnings and errors always are."""
+    """Return whether a log message is printed. Warnings and errors are always printed."""
     return record.levelno > logging.INFO or NOISE.match(record.getMessage().lstrip()) is None

@@ -1,6 +1,6 @@
-"""The checkpoint that a run starts from: given by a path or a word, or the last checkpoint of a restarted run.
+"""The checkpoint from which a run starts: the file in ``ckpt_path``, or the last checkpoint of a restarted run.
 
-``last`` and ``best`` as ``ckpt_path`` are files of the newest version of the run's name.
+If ``ckpt_path`` is ``last`` or ``best``, this module searches for the file in the folders of runs with the same name.
 """
 
 import os
@@ -22,26 +22,28 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.loggers import KeptCSVLogger
 from cnnstrategies.runtime.processes import starter_variable
 
-WORDS = ("best", "last")
-FOUND = "CNNSTRATEGIES_CHECKPOINT"  # environment variable with the checkpoint that the rank which starts others chose
+WORDS = ("best", "last")  # Values of ckpt_path that are not paths; this module searches for their files.
+# Environment variable with the chosen checkpoint, for the ranks that the choosing rank starts as programs.
+FOUND = "CNNSTRATEGIES_CHECKPOINT"
 
 
 def checkpoint_of(
     trainer: Trainer, ckpt_path: Path | str | None, training: bool, name: str | None
 ) -> Path | str | None:
-    """Return the checkpoint to load, and give the trainer the callbacks that a restarted run needs.
+    """Return the checkpoint to load; None if no checkpoint is loaded.
 
-    ``last`` and ``best`` become a file. A restarted run takes its own last checkpoint. A rank that another rank started
-    as a program takes the checkpoint that the starting rank chose: the rank may be restarted in the middle of the run,
-    when newer checkpoints exist.
+    ``last`` and ``best`` are replaced by a file. A restarted run uses its own last checkpoint. A rank that another rank
+    has started as a program uses the checkpoint that the starting rank has chosen, because the started rank may be
+    restarted later, when newer checkpoints exist.
 
-    The trainer gets a :class:`SameCheckpoint`, and a :class:`RunRecord` if the run has a name.
+    The function adds callbacks to the trainer: a :class:`SameCheckpoint` if a rank must search for the checkpoint,
+    and a :class:`RunRecord` if the run has a name.
 
     Args:
         trainer: Trainer of the run.
         ckpt_path: The configuration's ``ckpt_path``.
         training: Whether the command trains.
-        name: Name of a run that may be restarted.
+        name: Name of the run, which makes it possible to restart the run; None without a name.
     """
     path = ckpt_path
     starters_path = starter_variable(FOUND)
@@ -53,7 +55,7 @@ def checkpoint_of(
     if path in WORDS:
         path = starters_path or str(find_checkpoint(str(path), trainer))
     if path != ckpt_path and starters_path is None:
-        rank_zero_info(f"Going on from {path}" if training else f"Weights: {path}")
+        rank_zero_info(f"Continuing from {path}" if training else f"Weights: {path}")
     if name is not None or ckpt_path in WORDS:
         os.environ[FOUND] = str(path or "")
         trainer.callbacks.append(SameCheckpoint(path))  # type: ignore[attr-defined]
@@ -61,18 +63,22 @@ def checkpoint_of(
 
 
 def find_checkpoint(word: str, trainer: Trainer) -> Path:
-    """Return ``last.ckpt`` or ``best.ckpt`` of the version whose checkpoints are the newest.
+    """Return the file ``last.ckpt`` or ``best.ckpt`` from the folder with the newest checkpoints.
 
-    Lightning looks only in the new run's folder, which is usually a new version without checkpoints, and then starts
-    from scratch.
+    Lightning's own search considers only the folder of the new run. This folder is usually a new version without
+    checkpoints, so Lightning would start from scratch.
+
+    Args:
+        word: ``last`` or ``best``.
+        trainer: Trainer of the run, whose callbacks and loggers determine the folders to search.
 
     Raises:
-        ConfigurationError: No such checkpoint exists on the disk.
+        ConfigurationError: There is no such file, or the folders are not on a disk.
     """
     places = _places(trainer)
     for folder, _ in places:
         if "://" in folder:
-            raise ConfigurationError(f"ckpt_path={word}: {folder} is not on a disk; give the checkpoint's path")
+            raise ConfigurationError(f"ckpt_path={word}: {folder} is not on a disk; give the checkpoint's path instead")
     files = [
         file for folder, pattern in places for name in WORDS for file in Path(folder).glob(f"{pattern}{name}.ckpt")
     ]
@@ -85,16 +91,16 @@ def find_checkpoint(word: str, trainer: Trainer) -> Path:
     checkpoint = newest.with_name(f"{word}.ckpt")
     if not checkpoint.exists():
         raise ConfigurationError(
-            f"ckpt_path={word}: {newest} is the newest checkpoint, and its folder has no {word}.ckpt; give a "
+            f"ckpt_path={word}: {newest} is the newest checkpoint, but its folder contains no {word}.ckpt; give a "
             "checkpoint's path"
         )
     return checkpoint
 
 
 def _places(trainer: Trainer) -> list[tuple[str, str]]:
-    """Return the folders to which runs of this name write, with the pattern of the subfolders that have checkpoints.
+    """Return where runs with the name of this run write checkpoints, as pairs of a folder and a pattern.
 
-    The rules are those of ModelCheckpoint.
+    The pattern describes the subfolders that contain checkpoints. Lightning's ModelCheckpoint chooses the same folders.
     """
     if trainer.loggers and not isinstance(trainer.loggers[0], DummyLogger):  # fast_dev_run uses a DummyLogger.
         logger = trainer.loggers[0]
@@ -107,10 +113,13 @@ def _places(trainer: Trainer) -> list[tuple[str, str]]:
 
 
 class SameCheckpoint(Callback):
-    """Callback that refuses a run whose ranks chose different checkpoints, before a checkpoint is loaded.
+    """Callback that checks whether all ranks have chosen the same checkpoint, before a checkpoint is loaded.
 
-    Ranks that a launcher starts each look for the checkpoint. A rank may see an older state of the file system, or
-    another run of the same name may have written a checkpoint in between.
+    If a launcher starts the ranks, each rank searches for the checkpoint. The results can differ: a rank may see an
+    older state of the file system, or another run with the same name may have written a checkpoint in the meantime.
+
+    Args:
+        path: The checkpoint that this rank has chosen.
     """
 
     def __init__(self, path: Path | str | None) -> None:
@@ -121,16 +130,19 @@ class SameCheckpoint(Callback):
         first: Any = trainer.strategy.broadcast(self.path)
         if not trainer.strategy.reduce_boolean_decision(first == self.path):
             raise ConfigurationError(
-                f"ckpt_path: rank 0 chose {first}, and another rank chose another file; give the checkpoint's path"
+                f"ckpt_path: rank 0 chose {first}, but another rank chose another file; give the checkpoint's path"
             )
 
 
 class RunRecord(Callback):
-    """Callback that lets a restarted run continue its loggers' runs and its metrics.csv.
+    """Callback for runs that can be restarted, so that a restarted run continues its logs.
 
-    The callback writes ``run.json`` beside the checkpoints, with the run's name and the ids of its loggers' runs. Logs
-    are flushed before each checkpoint, so that after a restart no lines from before the checkpoint are missing. Lines
-    of metrics.csv from after the checkpoint are removed, because the run writes them again.
+    The callback writes the run's name and the ids of the loggers' runs to the file ``run.json``, in the folder of the
+    checkpoints. It flushes all logs before each checkpoint, so that they are complete up to the checkpoint. When a run
+    continues from a checkpoint, the callback removes later lines from metrics.csv, because the run writes them again.
+
+    Args:
+        name: Name of the run.
     """
 
     def __init__(self, name: str) -> None:
@@ -148,7 +160,7 @@ class RunRecord(Callback):
         ids = {}
         for number, logger in enumerate(trainer.loggers):
             if type(logger).__name__ in IDS:
-                _ = logger.experiment  # type: ignore[attr-defined]  # This starts the logger's run, which gets an id.
+                _ = logger.experiment  # type: ignore[attr-defined]  # Starts the logger's run, so that it gets an id.
                 ids[str(number)] = str(logger.version)
         for folder in dict.fromkeys(folders):
             write_record(folder, {**read_record(folder), "run": self.name, "loggers": ids})
@@ -162,7 +174,7 @@ class RunRecord(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _flush(trainer)  # Lightning logs an epoch's means after its checkpoint.
+        _flush(trainer)  # Lightning has logged the means of the last epoch after saving that epoch's checkpoint.
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -176,15 +188,18 @@ def _flush(trainer: Trainer) -> None:
 
 
 def check_trained(command: str, model: LightningModule, again: Callable[[], LightningModule]) -> None:
-    """Refuse to evaluate untrained weights.
+    """Refuse to evaluate a module whose weights are random, because no checkpoint was given.
 
-    Weights that a module loads when it is built, such as those of ``pretrained``, are the same each time the module is
-    built; random weights are not.
+    To find random weights, the module is built a second time. Pretrained weights are equal in both modules, and random
+    weights differ.
 
     Args:
-        command: Name of the command, for the message.
+        command: Name of the command, for the error message.
         model: The module to evaluate.
         again: Function that builds the module a second time.
+
+    Raises:
+        ConfigurationError: A parameter has random values.
     """
     rebuilt = dict(again().named_parameters())
     for name, parameter in model.named_parameters():
@@ -193,4 +208,4 @@ def check_trained(command: str, model: LightningModule, again: Callable[[], Ligh
                 f"{command} without ckpt_path: {name} has random values, so this {type(model).__name__} is not "
                 "trained: add --ckpt_path best, or a checkpoint's path"
             )
-    rank_zero_info(f"Weights: no ckpt_path is given, so {type(model).__name__} keeps the weights it was built with")
+    rank_zero_info(f"Weights: no ckpt_path is given, so {type(model).__name__} uses the weights it was built with")

@@ -1,7 +1,7 @@
-"""Registered names of strategies, such as ``hybrid_pipeline``, in the place of a class in a configuration.
+"""Support for registered names of strategies with options, such as ``class_path: hybrid_pipeline``, in configurations.
 
-Lightning's Trainer looks up a name without options. A name with options is replaced by the class that is registered
-under this name, with the registered arguments, so that the configuration that a run saves names the class.
+Lightning's Trainer itself accepts a registered name without options. If there are options, this module replaces the
+name by the registered class, and adds the registered arguments. The configuration that a run saves contains the class.
 """
 
 import re
@@ -21,7 +21,7 @@ KEY = "trainer.strategy"
 
 
 def is_registered(name: Any) -> bool:
-    """Whether a strategy is registered under a name."""
+    """Return whether a strategy is registered under a name."""
     return isinstance(name, str) and name in StrategyRegistry
 
 
@@ -31,7 +31,15 @@ def class_path_of(name: str) -> str:
 
 
 def _with_class(value: Any, previous: Any) -> tuple[Any, Any]:
-    """Return a value of ``trainer.strategy``, and the value that it changes, with classes in the place of names."""
+    """Replace registered names in two values of ``trainer.strategy`` by their classes.
+
+    Args:
+        value: The value that the parser reads.
+        previous: The earlier value, which the new value changes.
+
+    Returns:
+        The two values after the replacement.
+    """
     if is_registered(previous):
         previous = _class_of(previous, {})
     if isinstance(value, NestedArg) and value.key == "class_path":
@@ -43,18 +51,30 @@ def _with_class(value: Any, previous: Any) -> tuple[Any, Any]:
 
 
 def _class_of(name: str, arguments: Any) -> dict[str, Any]:
-    """Return class and arguments of a registered name; the user's arguments replace the registered ones."""
+    """Return the registered class of a name and its arguments, as in a configuration.
+
+    Args:
+        name: The registered name.
+        arguments: The user's arguments, which override the registered arguments.
+    """
     arguments = arguments if isinstance(arguments, dict) else vars(arguments)
     return {"class_path": class_path_of(name), "init_args": {**StrategyRegistry[name]["init_params"], **arguments}}
 
 
 def accept_names() -> None:
-    """Have every parser accept registered names where a strategy's class may stand."""
+    """Make all parsers accept the registered name of a strategy as its ``class_path``."""
     pass_values_through(Strategy, _with_class)
 
 
 def with_help_of_class(words: Sequence[str]) -> list[str]:
-    """Return a command line in which ``--trainer.strategy.help`` asks for a class and not for a registered name."""
+    """Replace a registered name after ``--trainer.strategy.help`` by its class.
+
+    Args:
+        words: Command-line arguments.
+
+    Returns:
+        The changed command-line arguments.
+    """
     result = list(words)
     for position, word in enumerate(words):
         option, equals, name = word.partition("=")
@@ -68,19 +88,27 @@ def with_help_of_class(words: Sequence[str]) -> list[str]:
 
 
 def check_recipe_names(keys: Sequence[ConfiguredKey]) -> None:
-    """Refuse the name of a configuration of this package where a strategy's name belongs."""
+    """Raise a ConfigurationError if ``trainer.strategy`` is not a strategy's name but the name of a recipe."""
     for key in keys:
         if key.path in (KEY, f"{KEY}.class_path") and not is_registered(key.value):
             recipe = f"strategy/{key.value}"
             if recipe in names():
                 raise ConfigurationError(
-                    f"{KEY}: {key.value!r} is the name of a configuration and not of a strategy; give --config "
-                    f"{recipe} after the other --config"
+                    f"{KEY}: {key.value!r} is the name of a recipe and not of a strategy; add --config {recipe} after "
+                    "the other --config"
                 )
 
 
 def explain_nested(message: str, keys: Sequence[ConfiguredKey]) -> str | None:
-    """Return the line for an option of a strategy whose class is not known; None for other messages."""
+    """Return the error message for an option of a strategy that has no options or that does not exist.
+
+    Args:
+        message: jsonargparse's error message.
+        keys: The keys of the configuration.
+
+    Returns:
+        The error message of one line; None if jsonargparse's error message is about something else.
+    """
     match = re.search(rf'Parser key "{re.escape(KEY)}".*NestedArg\(key=\'([\w.]+)\'', message, re.DOTALL)
     if not match:
         return None
@@ -89,8 +117,8 @@ def explain_nested(message: str, keys: Sequence[ConfiguredKey]) -> str | None:
     if not isinstance(name, str):
         name = "auto"
     if name not in ("auto", "null"):
-        return f"{KEY}: no strategy {name!r}{accepted(name, StrategyRegistry.available_strategies())}"
+        return f"{KEY}: unknown strategy {name!r}{accepted(name, StrategyRegistry.available_strategies())}"
     return (
-        f"{KEY}.{match[1]}: strategy {name!r} takes no options; name a strategy that does, as in --{KEY} "
+        f"{KEY}.{match[1]}: strategy {name!r} has no options; choose a strategy that has this option, as in --{KEY} "
         f"hybrid_pipeline --{KEY}.stages 2"
     )

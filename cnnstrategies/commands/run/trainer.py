@@ -1,4 +1,7 @@
-"""The Trainer of the command line: Lightning's, with two more subcommands, default callbacks and default plugins."""
+"""The Trainer of the command line: Lightning's Trainer with the methods ``quantize`` and ``export``.
+
+The module also has the default callbacks and plugins of the command line.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -36,15 +39,15 @@ from cnnstrategies.commands.run.start_from import WORDS, find_checkpoint
 from cnnstrategies.deploy.export import Format, export
 from cnnstrategies.deploy.quantize import quantize
 
-# Updates of the progress bar per second. An update takes rank 0 2 ms, for which the other ranks wait; Lightning's bar
-# updates up to 100 times per second.
+# Number of updates of the progress bar per second. An update takes 2 ms on rank 0, and the other ranks wait for rank 0.
+# Lightning's own progress bar is updated up to 100 times per second.
 BAR_RATE = 4
 
 
 class Trainer(LightningTrainer):
-    """Lightning's Trainer with ``quantize`` and ``export``.
+    """Lightning's Trainer with two more methods, for the commands ``quantize`` and ``export``.
 
-    A spawned rank sets up its output when it unpickles the trainer: it hides log messages, as the command line does.
+    When a spawned rank unpickles the trainer, the rank also hides log messages, as the command line does.
     """
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -60,12 +63,14 @@ class Trainer(LightningTrainer):
         output: Path,
         calibration_batches: int,
     ) -> None:
-        """Quantise a trained checkpoint to int8 and print accuracy or mean IoU, size and time before and after.
+        """Quantise a trained network to int8, and print its quality, size and time before and after quantisation.
+
+        :class:`cnnstrategies.commands.arguments.options.QuantizeOptions` describes the other arguments.
 
         Args:
             model: Module with the network.
-            datamodule: Training data for the calibration, and validation data for the measurement.
-            ckpt_path: See :class:`cnnstrategies.commands.arguments.options.QuantizeOptions`, as for the other options.
+            datamodule: Data module with training data for the calibration, and validation data for the quality.
+            ckpt_path: Checkpoint of the trained network, or ``best`` or ``last``.
         """
         self._load(model, ckpt_path)
         report = quantize(model, datamodule, output, calibration_batches)
@@ -80,7 +85,10 @@ class Trainer(LightningTrainer):
         console = Console(soft_wrap=True)
         console.print(table)
         if not report.lowered:
-            console.print("This processor has no int8 kernels in oneDNN: the time is that of dequantised arithmetic.")
+            console.print(
+                "oneDNN has no int8 kernels for this CPU, so the time in the column int8 is the time of dequantised "
+                "arithmetic."
+            )
         console.print(f"Saved: {output}; load it with cnnstrategies.deploy.quantize.load_quantized({str(output)!r})")
 
     def export(
@@ -91,12 +99,15 @@ class Trainer(LightningTrainer):
         output: Path,
         format: Format,
     ) -> None:
-        """Write a trained checkpoint for use without this package, and print the largest difference of its logits.
+        """Export a trained network for use without this package, and print the largest difference of its logits.
+
+        :class:`cnnstrategies.commands.arguments.options.ExportOptions` describes the other arguments.
 
         Args:
             model: Module with the network.
-            datamodule: Validation data for the comparison, the preparation of images, and the names of classes.
-            ckpt_path: See :class:`cnnstrategies.commands.arguments.options.ExportOptions`, as for the other options.
+            datamodule: Data module with validation data for the comparison. Its preprocessing and its class names are
+                exported with the network.
+            ckpt_path: Checkpoint of the trained network, or ``best`` or ``last``.
         """
         self._load(model, ckpt_path)
         report = export(model, datamodule, output, format)
@@ -112,31 +123,31 @@ class Trainer(LightningTrainer):
 
 
 def add_sections(parser: LightningArgumentParser) -> None:
-    """Add the sections of a configuration that Lightning does not have."""
+    """Add this package's own sections and options to a parser of LightningCLI."""
     parser.add_class_arguments(BestCheckpoint, "checkpoint")
     parser.set_defaults(
         {
             "checkpoint.enable_version_counter": False,
-            # StartPanel shows the number of parameters.
+            # The summary is not needed, because StartPanel shows the number of parameters.
             "trainer.enable_model_summary": False,
         }
     )
     parser.add_class_arguments(PredictionWriter, "predictions")
     parser.add_class_arguments(GracefulStop, "stop")
-    # `submit` reads this section; `fit` accepts it, so that one file serves both.
+    # Only `submit` reads this section. `fit` accepts and ignores it, so that both commands can use the same file.
     parser.add_class_arguments(ClusterOptions, "cluster")
     parser.add_class_arguments(Interconnect, "interconnect")
     parser.add_argument(
         "--run_name",
         type=str | None,
         default=None,
-        help="Name of the run, and of its folder. The same name again goes on from the run's last checkpoint. By "
-        "default the launcher gives the name.",
+        help="Name of the run and of its folder. If a run with this name exists, training continues from its last "
+        "checkpoint. By default the launcher gives the name.",
     )
 
 
 def all_plugins(config: Namespace) -> list[Any]:
-    """Return the plugins of a configuration, and the default plugins."""
+    """Return the plugins of a configuration, followed by the command line's default plugins."""
     plugins = as_list(config.trainer.plugins)
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
         plugins.append(AtomicCheckpointIO())
@@ -144,7 +155,10 @@ def all_plugins(config: Namespace) -> list[Any]:
 
 
 def all_callbacks(config: Namespace) -> list[Callback]:
-    """Return the callbacks of a configuration, and the default callbacks of other classes."""
+    """Return the callbacks of a configuration, followed by the command line's default callbacks.
+
+    A default callback is left out if the configuration has a callback of the same class.
+    """
     callbacks = as_list(config.trainer.callbacks)
     defaults: list[Callback] = [
         StartPanel(),
@@ -161,7 +175,8 @@ def all_callbacks(config: Namespace) -> list[Callback]:
     if config.trainer.logger is not False and not config.trainer.fast_dev_run:
         defaults.append(LearningRateMonitor())
     if config.trainer.enable_checkpointing is not False and not _has(callbacks, ModelCheckpoint):
-        # Lightning's `save_last` writes last.ckpt only together with a new best; this callback writes it every epoch.
+        # This callback writes last.ckpt in every epoch. The option `save_last` of the other callback would write it
+        # only when there is a new best checkpoint.
         last = ModelCheckpoint(config.checkpoint.dirpath, filename="last", enable_version_counter=False)
         defaults += [config.checkpoint, last]
     if config.trainer.enable_progress_bar is not False and not any(
@@ -176,7 +191,7 @@ def _has(callbacks: list[Callback], kind: type) -> bool:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a configuration's value as a list. The value may be a list, a single object, or None for an empty list."""
+    """Return a list from a configuration's value, which may be a list, a single object, or None for an empty list."""
     if value is None:
         return []
     return list(value) if isinstance(value, list) else [value]

@@ -1,1 +1,1 @@
-"""``cnnstrategies scaling``: the causes why more devices are not faster."""
+"""``cnnstrategies scaling``: find out why training on more devices is not faster."""

@@ -1,4 +1,7 @@
-"""``cnnstrategies scaling``: find out why more devices are not faster, by short trainings with one and more devices."""
+"""``cnnstrategies scaling``: find out why training on more devices is not faster.
+
+The command measures short trainings on one device and on more devices.
+"""
 
 import os
 import tempfile
@@ -22,25 +25,31 @@ from cnnstrategies.planning.tune.contest import Contest, repeats
 from cnnstrategies.planning.tune.settings import Setting, joined, nested, write_commented
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, TrialError
 
-KEYS = ("num_workers", "batch_size", "global_batch_size")
-TRIED = 3  # largest number of remedies that `--try` measures
-BETWEEN_STEPS = "trainer.check_val_every_n_epoch"  # This setting saves time between steps, so trials cannot measure it.
+KEYS = ("num_workers", "batch_size", "global_batch_size")  # Arguments of the data module that remedies may change.
+TRIED = 3  # Largest number of remedies that `--try` measures.
+# Key of a remedy that makes validations rarer. Trials measure training steps only, so they cannot measure this remedy.
+BETWEEN_STEPS = "trainer.check_val_every_n_epoch"
 
 
 def main(options: ScalingOptions, words: Sequence[str]) -> None:
-    """Measure the steps, and print and draw the results. With ``--try``, measure remedies as well."""
+    """Measure training steps, print the causes of lost speed, and draw a picture. With ``--try``, measure remedies.
+
+    Args:
+        options: The options of the command.
+        words: Command-line arguments of the configuration.
+    """
     config = ModelAndData("scaling", words).config
     if int(config.trainer.num_nodes) > 1:
         raise ConfigurationError(
-            f"trainer.num_nodes={config.trainer.num_nodes}: scaling trains on this machine only; give 1, and measure "
-            "the connections to other machines with `cnnstrategies doctor`"
+            f"trainer.num_nodes={config.trainer.num_nodes}: scaling measures on this machine only; set it to 1, and "
+            "measure the connections to other machines with `cnnstrategies doctor`"
         )
     device = device_of(config.trainer.accelerator)
     for name in ("picture", "output"):
         if not os.access(folder := getattr(options, name).parent, os.W_OK):
             raise ConfigurationError(
-                f"{name}={getattr(options, name)}: no file can be written to {folder}: make this folder, or give "
-                "another"
+                f"{name}={getattr(options, name)}: files cannot be written to {folder}: create this folder, or choose "
+                "another folder"
             )
     counts = options.devices or sorted({1, _devices(config.trainer.devices, device)})
     strategy = _name(config.trainer.strategy)
@@ -56,7 +65,8 @@ def main(options: ScalingOptions, words: Sequence[str]) -> None:
             measurement = bench.measure()
         except TrialError as failure:
             raise ConfigurationError(
-                f"the configuration does not run ({failure}): run it with `cnnstrategies fit` first"
+                f"training with this configuration fails ({failure}): first make sure that `cnnstrategies fit` works "
+                "with it"
             ) from failure
         causes = reasons(measurement)
         status.stop()
@@ -65,7 +75,7 @@ def main(options: ScalingOptions, words: Sequence[str]) -> None:
             console.print(f"Not measured on {count} devices: {trouble}", highlight=False, markup=False)
         console.print("\n".join(report.sentences(measurement, causes)), highlight=False, markup=False)
         report.draw(measurement, options.picture)
-        console.print(f"Drew {options.picture}")
+        console.print(f"Wrote the picture {options.picture}")
         if not options.try_:
             return
         status.start()
@@ -86,17 +96,23 @@ def main(options: ScalingOptions, words: Sequence[str]) -> None:
         faster = _faster_settings(contest, causes, console)
     if faster:
         write_commented(options.output, nested(joined(faster).values), ["measured by cnnstrategies scaling"])
-        console.print(f"Wrote {options.output}: cnnstrategies fit --config YOURS --config {options.output}")
+        console.print(
+            f"Wrote {options.output}; use it as in cnnstrategies fit --config YOURS --config {options.output}"
+        )
     else:
-        console.print("Wrote nothing: no setting was faster.")
+        console.print("No file was written, because no setting was faster.")
 
 
 def _faster_settings(contest: Callable[[int], Contest], causes: Sequence[Reason], console: Console) -> list[Setting]:
-    """Measure the first remedies that are settings and do not change what is learned; return the faster settings.
+    """Measure remedies, print the results, and return the settings that were faster.
+
+    Only remedies that are settings and do not change the trained weights are measured.
 
     Args:
-        contest: Function that makes a contest for the next setting. Its argument is the number of settings that are
-            left, among which the remaining time is divided.
+        contest: Function that returns a contest, which measures one setting. Its argument is the number of settings
+            that are not measured yet; the remaining time is divided by this number.
+        causes: The causes of lost speed with their remedies, largest possible gain first.
+        console: The console to print to.
     """
     faster_settings = []
     settings = [Setting(cause.cause, cause.values, cause.effect) for cause in causes if cause.values]
@@ -104,10 +120,12 @@ def _faster_settings(contest: Callable[[int], Contest], causes: Sequence[Reason]
     tried = [setting for setting in candidates if BETWEEN_STEPS not in setting.values][:TRIED]
     for setting in settings:
         if setting.effect == Effect.LEARNING:
-            outcome = "not tried: this changes what is learned; compare the accuracy as well"
+            outcome = "not tried: this changes the trained weights; if you use it, compare the accuracy as well"
         elif setting not in tried:
             outcome = "not tried: " + (
-                "this does not make steps faster" if BETWEEN_STEPS in setting.values else f"only the first {TRIED} are"
+                "this does not make steps faster"
+                if BETWEEN_STEPS in setting.values
+                else f"only the first {TRIED} settings are tried"
             )
         else:
             outcome, is_faster = _outcome(contest(len(tried) - tried.index(setting)), setting)
@@ -122,28 +140,43 @@ def _outcome(contest: Contest, setting: Setting) -> tuple[str, bool]:
     try:
         contest.run([setting])
     except TrialError as failure:
-        return f"not tried: the configuration without this setting does not run any more ({failure})", False
+        return f"not tried: training fails now even without this setting ({failure})", False
     row = contest.rows[setting.name]
     if (verdict := row.verdict) is None:
-        return row.trouble or "not tried: no time left, give more --minutes", False
+        return row.trouble or "not tried: no time was left; give more --minutes", False
     interval = f"[{verdict.low:.2f}, {verdict.high:.2f}]"
     return f"{verdict.speed:.2f} times as fast {interval}: {verdict.outcome}", verdict.outcome == "faster"
 
 
 def _devices(devices: Any, device: torch.device) -> int:
-    """Return the number of devices in the configuration, or else of all available devices, but at least 2."""
+    """Return the number of devices of the configuration, but at least 2.
+
+    If the configuration does not give a number, all available devices count.
+
+    Args:
+        devices: The configuration's value of ``trainer.devices``.
+        device: The device that trains.
+    """
     text = str(len(devices) if isinstance(devices, list) else devices)
     available = torch.accelerator.device_count() if device.type != "cpu" else 1
     return max(2, int(text) if text.isdigit() else available)
 
 
 def _name(strategy: Any) -> str:
-    """Return a strategy's name from the configuration, or the name of its class."""
+    """Return the name of a configuration's strategy: its registered name, or the name of its class."""
     return strategy if isinstance(strategy, str) else str(strategy.class_path).rpartition(".")[2]
 
 
 def _overlay(folder: Path, count: int, strategy: str) -> Path:
-    """Write a configuration file that sets the number of devices, and return its path."""
+    """Write a configuration file that sets the number of devices, and return its path.
+
+    On one device the strategy is ``auto``. On several devices ``ddp`` replaces the strategy ``auto``.
+
+    Args:
+        folder: Folder to write to.
+        count: Number of devices.
+        strategy: Name of the configuration's strategy.
+    """
     path = folder / f"devices{count}.yaml"
     trainer: dict[str, Any] = {"devices": count}
     if count == 1:

@@ -1,4 +1,4 @@
-"""Measurements of a rank's loader, its dataset and its connection while nothing else runs."""
+"""Separate measurements of parts of a training: the all-reduce, the dataset and the data loader."""
 
 import itertools
 import time
@@ -15,22 +15,22 @@ from torch.utils.data import IterableDataset
 
 from cnnstrategies.models.samples import count_samples
 
-SUMMED = 1 << 22  # Largest number of bytes that are summed: a slow connection would take seconds for more.
-SUMS = 3
-SAMPLE_SECONDS = 0.4
-MADE = 300  # largest number of samples or batches to make
+SUMMED = 1 << 22  # Largest number of bytes in a measured all-reduce, because more would take seconds on a slow network.
+SUMS = 3  # Number of measured all-reduces.
+SAMPLE_SECONDS = 0.4  # Duration of one measurement of the dataset.
+MADE = 300  # Largest number of samples or batches to read.
 
 
 def sum_alone(module: nn.Module, accumulated: int) -> dict[str, Any]:
-    """Measure an all-reduce as large as all gradients. All ranks must call this function.
+    """Measure how long an all-reduce of all gradients takes. All ranks must call this.
 
     Args:
-        module: Module with the parameters.
-        accumulated: Number of batches whose gradients are accumulated before one all-reduce.
+        module: The module that is trained.
+        accumulated: Number of batches whose gradients are accumulated before an all-reduce.
 
     Returns:
-        ``seconds`` of the sum for each batch, None without a process group, and ``bytes`` of the gradients for each
-        batch.
+        A dictionary with two keys. ``seconds`` is the duration of the all-reduce divided by `accumulated`; it is None
+        without a process group. ``bytes`` is the size of the gradients divided by `accumulated`.
     """
     size = sum(
         parameter.numel() * parameter.element_size() for parameter in module.parameters() if parameter.requires_grad
@@ -52,17 +52,21 @@ def sum_alone(module: nn.Module, accumulated: int) -> dict[str, Any]:
 
 
 def one_sample(loader: Any) -> dict[str, Any]:
-    """Measure how long the dataset takes for a sample, in this process and without the loader's processes.
+    """Measure how long a dataset takes to return a sample, in this process and without the loader's workers.
+
+    Args:
+        loader: The DataLoader of the dataset.
 
     Returns:
-        ``seconds`` for each sample, ``processor`` seconds for each sample, and ``two``, the seconds for each sample
-        while two threads make samples. Empty if the dataset has no indices, or too few samples.
+        A dictionary with three times per sample, in seconds. ``seconds`` is the elapsed time and ``processor`` the CPU
+        time while one thread reads samples. ``two`` is the elapsed time in each of two threads that read samples at the
+        same time. The dictionary is empty if the dataset has no indices, or too few samples.
     """
     makers = _makers(loader)
     if len(makers) < 5:
         return {}
-    makers[0]()  # The first sample may open files.
-    # One thread is measured before and after the two threads, because the speed of a machine varies.
+    makers[0]()  # The first sample is not measured, because reading it may open files.
+    # One thread is measured both before and after the two threads, because the speed of a machine varies.
     before, *threads, after = (makers[place::4] for place in range(1, 5))
     without_threads = [_make(before)]
     with ThreadPoolExecutor(2) as pool:
@@ -71,7 +75,7 @@ def one_sample(loader: Any) -> dict[str, Any]:
     made, seconds, processor = (sum(totals) for totals in zip(*without_threads, strict=True))
     if not made or not with_threads[0]:
         return {}
-    # Other threads of the process may compute as well, such as a worker's threads that talk to servers.
+    # The CPU time is limited to the elapsed time, because other threads of this process may also use CPU time.
     return {
         "seconds": seconds / made,
         "processor": min(seconds, processor) / made,
@@ -79,10 +83,10 @@ def one_sample(loader: Any) -> dict[str, Any]:
     }
 
 
-def _processor_seconds() -> float:
-    """Return this process's CPU time, plus the time in which its main thread has waited for a core, in seconds.
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process plus the time that its main thread was waiting for a core, in seconds.
 
-    On a busy machine a thread waits long for a core, and this waiting is not waiting for data.
+    The waiting for a core is included, so that the difference from the elapsed time is only the waiting for data.
     """
     try:
         queued = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
@@ -92,20 +96,20 @@ def _processor_seconds() -> float:
 
 
 def _make(makers: Sequence[Callable[[], int]]) -> tuple[int, float, float]:
-    """Make samples for :data:`SAMPLE_SECONDS`; return their number, the seconds, and the CPU time in seconds."""
-    began, computed, made = time.perf_counter(), _processor_seconds(), 0
+    """Read samples for :data:`SAMPLE_SECONDS`; return their number, the elapsed time and the CPU time in seconds."""
+    began, computed, made = time.perf_counter(), _cpu_seconds(), 0
     for maker in makers:
         made += maker()
         if time.perf_counter() - began > SAMPLE_SECONDS:
             break
-    return made, time.perf_counter() - began, _processor_seconds() - computed
+    return made, time.perf_counter() - began, _cpu_seconds() - computed
 
 
 def _makers(loader: Any) -> list[Callable[[], int]]:
-    """Return functions that each make one sample and return 1, or make one batch and return its number of samples.
+    """Return functions that each read a sample or a batch from the dataset, and return the number of samples read.
 
-    The functions make batches if the dataset is indexed with the indices of whole batches. Each function has its own
-    indices, because the operating system caches files that have been read.
+    A function reads a whole batch if the sampler yields batches. Each function reads different samples, because the
+    operating system caches the files of samples that have been read.
     """
     dataset = getattr(loader, "dataset", None)
     if dataset is None or isinstance(dataset, IterableDataset):
@@ -125,18 +129,28 @@ def _makers(loader: Any) -> list[Callable[[], int]]:
 
 
 def prefetched(loader: Any) -> int:
-    """Return the number of batches that a loader's workers prepare ahead."""
+    """Return the number of batches that a loader's workers load in advance."""
     return int(getattr(loader, "num_workers", 0) or 0) * int(getattr(loader, "prefetch_factor", 0) or 0)
 
 
 def load_alone(loader: Any, seconds: float) -> dict[str, Any]:
-    """Measure a loader's samples/s without training. Iterators that the loader returned before become invalid."""
+    """Measure how many samples per second a loader loads while nothing trains.
+
+    With persistent workers, iterators that the loader has returned before become invalid.
+
+    Args:
+        loader: The DataLoader.
+        seconds: Duration of the measurement.
+
+    Returns:
+        A dictionary with the key ``rate``: samples per second, or None if there were too few batches.
+    """
     ready = 1 + prefetched(loader)
     samples, began = 0, None
     for number, batch in enumerate(loader):
         if began is not None:
             samples += count_samples(batch)
-        elif number + 1 >= ready:  # Batches that the workers had prepared do not count.
+        elif number + 1 >= ready:  # Batches that the workers have loaded in advance are not measured.
             began = time.perf_counter()
             deadline = began + seconds
         if began is not None and time.perf_counter() > deadline:

@@ -1,6 +1,8 @@
-"""The ranks of a run that ``scaling`` measures: they train as ``fit`` does, as many steps as they are ordered to.
+"""The program of a rank in a trial that trains like ``fit``, with new batches in each step.
 
-Only :class:`cnnstrategies.planning.tune.trial.Trial` runs this module, as a program.
+``scaling`` uses such trials, and ``tune`` uses them to measure loading. The measuring process orders a number of steps,
+and each rank reports how long the parts of these steps took. Only :class:`cnnstrategies.planning.tune.trial.Trial` runs
+this module.
 """
 
 import os
@@ -31,20 +33,22 @@ from cnnstrategies.models.samples import count_samples, samples_of
 from cnnstrategies.planning.scaling.figures import CALLBACK, LOGGER
 from cnnstrategies.planning.tune.trial import TRIAL
 
-STOPPING = "stopping"  # The part of a step in which the ranks agree whether to stop: fast ranks wait for slow ranks.
-VALIDATED = 4  # number of validation batches to measure
-MOST_READY = 32  # Largest number of preloaded batches that are skipped before the measurement.
+# The part of a step in which the ranks agree whether to stop. In this part, fast ranks wait for slow ranks.
+STOPPING = "stopping"
+VALIDATED = 4  # Number of validation batches to measure.
+MOST_READY = 32  # Largest number of batches to skip before a measurement, because they were loaded in advance.
 # Class names of loggers that send runs to a server.
 REMOTE = ("WandbLogger", "MLFlowLogger", "CometLogger", "NeptuneLogger")
+# Callbacks that a measured run leaves out.
 LEFT_OUT = (Checkpoint, EarlyStopping, ProgressBar, SaveConfigCallback, StartPanel, TrainingSummary)
 
 
 class ScalingControl(StepControl):
-    """Callback that runs and measures the steps which the measuring process orders, and sends reports to that process.
+    """Callback that makes the ordered number of steps, measures their parts, and reports the results.
 
     Args:
-        saving: Callbacks that save checkpoints. The callbacks do not run, but this callback reports how often they
-            would save in an epoch.
+        saving: The run's checkpoint callbacks. They do not run here. This callback reports how often they would save a
+            checkpoint in an epoch.
         configured: Class names of the callbacks in the configuration.
     """
 
@@ -84,8 +88,8 @@ class ScalingControl(StepControl):
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
         self._usual = samples_of(loader, datamodule) or 1
         steps = trainer.num_training_batches
-        # The first batch includes the start of the loader's processes. It counts only if there are too few other
-        # batches.
+        # The time of the first validation batch includes the start of the loader's workers. It is left out if there are
+        # enough other batches.
         end_times = self._validated[1:] if len(self._validated) > 2 else self._validated
         seconds = (end_times[-1] - end_times[0]) / (len(end_times) - 1) if len(end_times) > 1 else 0.0
         return {
@@ -103,17 +107,17 @@ class ScalingControl(StepControl):
         }
 
     def _validation_batches(self, trainer: Trainer) -> float:
-        """Return the number of validation batches in an epoch, on average."""
+        """Return the mean number of validation batches in a training epoch."""
         every, steps = trainer.val_check_batch, trainer.num_training_batches
         if every is None:
-            return 0.0  # The trainer validates after a time, and not after a number of batches.
+            return 0.0  # The trainer validates after a duration, not after a number of batches.
         validations = 1 if float("inf") in (every, steps) else steps / every
         return (
             sum(batches for batches in trainer.num_val_batches if batches != float("inf")) * validations / self._epochs
         )
 
     def _part(self, action: str) -> str | None:
-        """Return the part of a step that a profiled action counts towards; None if it counts towards no part."""
+        """Return the part of a step to which an action of Lightning's profiler belongs; None if it belongs to none."""
         if (part := self._meter.parts.of(action)) is not None:
             return part
         return part_of_hook(action, self._default_callbacks)
@@ -144,7 +148,8 @@ class ScalingControl(StepControl):
     def _begin(self, order: Mapping[str, Any]) -> None:
         self._meter.remove(self._trainer)
         self._meter = StepMeter(self._trainer, self._part)
-        # The current batch and the preloaded batches were loaded before the measurement, so their steps do not count.
+        # The current batch, and the batches that were loaded in advance, are not measured: their loading took place
+        # before the measurement.
         self._left, self._skipped, self._larger = order["steps"], 1 + self._ready, order.get("larger", 1)
         self._samples, self._threads = 0.0, torch.get_num_threads()
         if "threads" in order:
@@ -172,7 +177,7 @@ class ScalingControl(StepControl):
                 self._mark = time.perf_counter()
             return
         self._meter.end_step()
-        # Each rank of a pipeline sees the whole batch.
+        # In a pipeline each rank gets the whole batch, so its samples are divided among the ranks.
         seen_by = 1 if self._meter.pipeline is None else trainer.world_size
         self._samples += (count_samples(batch) or self._usual) / seen_by
         self._left -= 1
@@ -212,15 +217,25 @@ class ScalingControl(StepControl):
 
 
 def default_callbacks(callbacks: Sequence[Callback], configured: Set[str]) -> set[str]:
-    """Return the class names of this package's default callbacks, which a configuration cannot leave out."""
+    """Return the class names of this package's callbacks that are not in the configuration.
+
+    Args:
+        callbacks: All callbacks of a trainer.
+        configured: Class names of the callbacks in the configuration.
+    """
     kinds = (type(callback) for callback in callbacks)
     return {kind.__name__ for kind in kinds if kind.__module__.startswith("cnnstrategies.")} - configured
 
 
 def part_of_hook(action: str, default_callbacks: Set[str]) -> str | None:
-    """Return the name of the part for an action of a callback or of one of the module's hooks.
+    """Return the part of a step for an action of Lightning's profiler that is a callback's or a module's hook.
 
-    The result is None for default callbacks, and for other actions.
+    Args:
+        action: Name of the action, such as ``[Callback]Name.on_train_batch_end``.
+        default_callbacks: Class names of this package's default callbacks.
+
+    Returns:
+        The name of the part; None for a default callback, and for all other actions.
     """
     owner, _, hook = action.rpartition(".")
     if owner.startswith("[Callback]GracefulStop"):
@@ -234,11 +249,11 @@ def part_of_hook(action: str, default_callbacks: Set[str]) -> str | None:
 
 
 class HostReads(OperationMode):  # type: ignore[no-untyped-call]
-    """Counter of the times when the host reads a tensor's value, and therefore waits for the device.
+    """Mode that counts how often the host reads the value of a tensor, and so waits for the device.
 
     Attributes:
-        places: Number of reads for each ``file:line`` that reads.
-        seconds: Total duration of the reads.
+        places: Number of reads for each line of code, by ``file:line``.
+        seconds: Total duration of the reads, in seconds.
     """
 
     def __init__(self) -> None:
@@ -259,7 +274,7 @@ class HostReads(OperationMode):  # type: ignore[no-untyped-call]
 
 
 def larger(batch: Any, times: int) -> Any:
-    """Return a batch in which each tensor is repeated ``times`` times along its first dimension."""
+    """Return a batch that is ``times`` times as large: each tensor is repeated along its first dimension."""
     return tree_map(
         lambda value: (
             value.repeat(times, *[1] * (value.ndim - 1)) if isinstance(value, Tensor) and value.ndim else value
@@ -269,9 +284,10 @@ def larger(batch: Any, times: int) -> Any:
 
 
 class ScalingCLI(TrialCLI):
-    """Command line of a measured rank, which trains as ``fit`` does.
+    """Command line of a measured rank, which trains like ``fit``.
 
-    Progress bar, panel, checkpoints and remote loggers are left out. Files go to a temporary folder.
+    The progress bar, the start panel, checkpoints and loggers with a remote server are left out. All files are written
+    to a temporary folder.
     """
 
     @override
@@ -283,8 +299,8 @@ class ScalingCLI(TrialCLI):
         trainer.num_sanity_val_steps = VALIDATED
         arguments = getattr(trainer.strategy, "init_args", None) or {}
         if arguments.get("data_dispatch") == "dynamic":
-            # The measurement needs equally many steps on all ranks. At the end of an epoch with dynamic dispatch, a
-            # rank that gets no more batches would wait forever for steps that the other ranks have already done.
+            # All ranks must make the same number of ordered steps. With dynamic dispatch a rank may get no more batches
+            # at the end of an epoch, and could not make the rest of its ordered steps.
             arguments["data_dispatch"], arguments["max_joiners"] = "static", 0
         if not isinstance(trainer.logger, bool):
             kept = [logger for logger in as_list(trainer.logger) if logger.class_path.rpartition(".")[2] not in REMOTE]
@@ -307,7 +323,7 @@ class ScalingCLI(TrialCLI):
 
 
 def main() -> None:
-    """Run a rank of the measurement."""
+    """Run this process as a rank of a measured run."""
     run_rank(ScalingCLI)
 
 

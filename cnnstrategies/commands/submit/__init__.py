@@ -1,1 +1,1 @@
-"""``cnnstrategies submit``: send a run to a cluster."""
+"""``cnnstrategies submit``: submit a run to a cluster."""

@@ -1,4 +1,4 @@
-"""``cnnstrategies submit fit``: a job from a configuration, for SLURM or another launcher."""
+"""``cnnstrategies submit fit``: check a configuration, and submit its run to SLURM or another launcher."""
 
 import shlex
 import sys
@@ -24,7 +24,7 @@ from cnnstrategies.strategies.protocol import facts_of
 
 
 class SubmitCLI(ModelAndData):
-    """Command line that parses a configuration of ``fit`` which will run on other machines."""
+    """Command line that parses a configuration of ``fit`` for a run on other machines."""
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -34,7 +34,14 @@ class SubmitCLI(ModelAndData):
 
 
 def check(args: Sequence[str]) -> Submission:
-    """Parse a configuration as ``fit`` does, and refuse a configuration that cannot run as a job; start no process."""
+    """Parse a configuration like ``fit``, and check whether it can run as a job.
+
+    Args:
+        args: Command-line arguments of the configuration.
+
+    Raises:
+        ConfigurationError: The configuration cannot run as a job.
+    """
     cli = SubmitCLI("submit fit", args)
     options: ClusterOptions = cli.config_init.cluster
     trainer = cli.config.trainer
@@ -44,12 +51,24 @@ def check(args: Sequence[str]) -> Submission:
 
 
 def _dump(cli: SubmitCLI) -> Callable[[Namespace], str]:
-    """Return a function that writes a configuration of this command as YAML, with all of its keys."""
+    """Return a function that converts a configuration of this command to YAML, with all of its keys."""
     return lambda config: str(cli.parser.dump(config, skip_none=False))
 
 
 def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterServerOptions | None:
-    """Refuse a strategy that cannot run as the job; return the options of its parameter servers, if it has some."""
+    """Check whether a configuration's strategy can run as a job.
+
+    Args:
+        cli: The parsed configuration.
+        size: Numbers of nodes and processes of the job.
+        server_nodes: Number of additional nodes for dedicated servers.
+
+    Returns:
+        The options of the strategy's parameter servers; None for a strategy without servers.
+
+    Raises:
+        ConfigurationError: The strategy cannot run as this job.
+    """
     configured = cli.config.trainer.strategy
     if isinstance(configured, str):
         arguments = StrategyRegistry[configured]["init_params"] if configured in StrategyRegistry else {}
@@ -60,7 +79,8 @@ def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterS
         name = configured if isinstance(configured, str) else configured.class_path.rpartition(".")[2]
         raise ConfigurationError(
             f"trainer.strategy={name}: the strategy starts its processes itself ({start_method}), but in a job the "
-            "launcher starts them: use the name without _spawn, _fork or _notebook, or start_method: popen"
+            "launcher starts all processes: use the strategy's name without _spawn, _fork or _notebook, or "
+            "start_method: popen"
         )
     strategy = cli.config_init.trainer.strategy
     if isinstance(strategy, str) and strategy in StrategyRegistry:
@@ -74,22 +94,27 @@ def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterS
     if server_nodes and (isinstance(configured, str) or servers is None):
         name = configured if isinstance(configured, str) else configured.class_path.rpartition(".")[2]
         raise ConfigurationError(
-            f"cluster.server_nodes={server_nodes} with trainer.strategy={name}: server nodes need a strategy that is "
-            "written as class_path: ParameterServerStrategy"
+            f"cluster.server_nodes={server_nodes} with trainer.strategy={name}: server nodes need the strategy "
+            "parameter_server, written with class_path: set trainer.strategy.class_path to parameter_server"
         )
     if server_nodes and servers is not None and servers.endpoints:
         raise ConfigurationError(
             f"cluster.server_nodes={server_nodes} and endpoints={list(servers.endpoints)}: the servers of a job listen "
-            "on the job's nodes, which are not known before; leave out endpoints"
+            "on the job's nodes, whose addresses are not known yet; leave out endpoints"
         )
     return servers
 
 
 def main(options: SubmitOptions, words: Sequence[str]) -> None:
-    """Check a configuration and submit it; print what was queued and where its logs will be."""
+    """Check a configuration, submit its run, and print the job's id and the place of its logs.
+
+    Args:
+        options: The options of the command.
+        words: Command-line arguments of the configuration.
+    """
     if options.command != "fit":
         raise ConfigurationError(
-            f"submit {options.command}: submit takes fit, as in `cnnstrategies submit fit --config run.yaml`"
+            f"submit {options.command}: only fit can be submitted, as in `cnnstrategies submit fit --config run.yaml`"
         )
     call = shlex.join(["cnnstrategies", *sys.argv[1:]])
     submission = check(words)

@@ -1,1 +1,1 @@
-"""``cnnstrategies tune``: the fastest settings, by measurement."""
+"""``cnnstrategies tune``: measure which settings make training fastest."""

@@ -1,4 +1,4 @@
-"""``cnnstrategies tune``: find the settings with which this machine trains a configuration fastest, by measurement."""
+"""``cnnstrategies tune``: measure which settings make the training of a configuration fastest on this machine."""
 
 import os
 import statistics
@@ -22,12 +22,19 @@ from cnnstrategies.planning.tune.contest import Contest, repeats, table
 from cnnstrategies.planning.tune.settings import Setting, factorial, joined, nested, write_commented
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, ONE_BATCH, TrialError
 
-MOST_WORKERS = 4  # largest number of processes that load data for a rank
-LOADING = "loading"  # The kind of settings whose trials load data as a training does; other trials use one batch.
+MOST_WORKERS = 4  # Largest number of a DataLoader's worker processes to try, for each rank.
+# Name of the phase that tries settings of the DataLoader. Its trials load new batches like a training. The trials of
+# other phases use the same batch in all steps.
+LOADING = "loading"
 
 
 def main(options: TuneOptions, words: Sequence[str]) -> None:
-    """Find the fastest settings, print them and write them."""
+    """Measure settings, print the results, and write the fastest settings to a file.
+
+    Args:
+        options: The options of the command.
+        words: Command-line arguments of the configuration.
+    """
     cli = ModelAndData("tune", words)
     device = device_of(cli.config.trainer.accelerator)
     phases = {
@@ -42,19 +49,27 @@ def main(options: TuneOptions, words: Sequence[str]) -> None:
             search.run(phases)
         except KeyboardInterrupt:
             status.stop()
-            console.print("Stopped; the results so far:")
+            console.print("Interrupted. Results so far:")
         except TrialError as failure:
             raise ConfigurationError(
-                f"the configuration does not run ({failure}): run it with `cnnstrategies fit` first"
+                f"training with this configuration fails ({failure}): first make sure that `cnnstrategies fit` works "
+                "with it"
             ) from failure
     _report(console, search, options)
 
 
 def choices(config: Any, model: type, device: torch.device, allow: Collection[str]) -> list[list[Setting]]:
-    """Return groups of settings to try. Settings of one group exclude each other; all combinations of groups are tried.
+    """Return the groups of settings that ``tune`` combines.
 
-    If the module's class has an argument for a setting, the setting changes this argument. Otherwise it adds the
-    callback ComputeSettings.
+    A combination has at most one setting of each group, because the settings of a group exclude each other. If the
+    module's class has an argument for a setting, the setting changes this argument. Otherwise it adds the callback
+    ComputeSettings.
+
+    Args:
+        config: The configuration.
+        model: The module's class.
+        device: The device that trains.
+        allow: Kinds of settings that may change the trained weights, such as ``precision``.
     """
     settings, arguments = _arguments(config, model)
     if "channels_last" in arguments:
@@ -79,9 +94,13 @@ def choices(config: Any, model: type, device: torch.device, allow: Collection[st
 
 
 def compilers(config: Any, model: type) -> list[Setting]:
-    """Return the settings of compilation, which are tried with the fastest combination only.
+    """Return the settings of compilation to try.
 
-    Compiling each combination would take most of the time.
+    They are tried only together with the fastest combination of other settings, because compiling takes much time.
+
+    Args:
+        config: The configuration.
+        model: The module's class.
     """
     settings, arguments = _arguments(config, model)
     if "compile_backend" in arguments:
@@ -91,7 +110,12 @@ def compilers(config: Any, model: type) -> list[Setting]:
 
 
 def loading(config: Any, data: type) -> list[Setting]:
-    """Return settings with other numbers of processes that load data."""
+    """Return settings that change the number of the DataLoader's worker processes.
+
+    Args:
+        config: The configuration.
+        data: The data module's class.
+    """
     arguments = parameters_of(data)
     if "num_workers" not in arguments or not hasattr(config.data, "init_args"):
         return []
@@ -106,19 +130,29 @@ def loading(config: Any, data: type) -> list[Setting]:
 
 
 def _arguments(config: Any, model: type) -> tuple[Any, Collection[str]]:
-    """Return the module's arguments in the configuration, and the names of all arguments that its class has."""
+    """Return the module's arguments in the configuration, and the names of all arguments of its class."""
     if not hasattr(config.model, "init_args"):
         return {}, ()
     return config.model.init_args, parameters_of(model)
 
 
 class Search:
-    """Search for the fastest settings: one kind of settings after the other, each together with the earlier winners.
+    """Search for the fastest settings in several phases.
+
+    Each phase tries one kind of settings, together with the fastest settings of earlier phases.
 
     Attributes:
-        contests: Contest for each kind of settings that was tried.
-        chosen: Combination of settings that is faster than the configuration; None if no setting is faster.
-        notes: Lines for the user about kinds that were not tried, with the reason.
+        contests: The results of each phase, by the name of the phase.
+        chosen: Combination of settings that is faster than the configuration; None if there is none so far.
+        notes: Lines of output about phases that were left out, with the reason.
+
+    Args:
+        words: Command-line arguments of a trial: ``fit`` and the arguments of the configuration.
+        folder: Temporary folder for files of the trials.
+        config: The configuration.
+        device: The device that trains.
+        options: The options of the command.
+        status: Display of the progress.
     """
 
     def __init__(
@@ -138,20 +172,25 @@ class Search:
         self._ends = time.monotonic() + 60 * options.minutes
 
     def run(self, phases: Mapping[str, Sequence[Setting]]) -> None:
-        """Try the settings of each kind.
+        """Run all phases, as long as there is time.
+
+        Args:
+            phases: The settings to try in each phase, by the name of the phase.
 
         Raises:
-            TrialError: The configuration itself does not run.
+            TrialError: The configuration itself fails, without any of the settings.
         """
         winners: list[Setting] = []
         for kind, settings in phases.items():
             if not settings:
                 continue
             if kind == LOADING and self.device.type == "cpu" and not self._has_spare_cores():
-                self.notes.append("loading: not tried, the ranks use all cores and leave none to processes that load")
+                self.notes.append(
+                    "loading: not tried, because the ranks use all cores and leave none for the DataLoader's workers"
+                )
                 continue
             if time.monotonic() > self._ends:
-                self.notes.append(f"{kind}: not tried, no time was left; give more --minutes")
+                self.notes.append(f"{kind}: not tried, because no time was left; give more --minutes")
                 continue
             self.contests[kind] = contest = self._contest(len(settings), kind == LOADING)
             if (winner := contest.run(settings)) is not None:
@@ -182,7 +221,7 @@ class Search:
     def _has_spare_cores(self) -> bool:
         ranks = str(self.config.trainer.devices)
         threads = os.environ.get("OMP_NUM_THREADS", "")
-        # Unless OMP_NUM_THREADS is set, Lightning gives all cores to the ranks.
+        # If OMP_NUM_THREADS is not set, Lightning gives all cores to the ranks.
         known = ranks.isdigit() and threads.isdigit()
         return known and (os.cpu_count() or 1) > int(ranks) * int(threads)
 
@@ -193,7 +232,7 @@ class Search:
 
 def _report(console: Console, search: Search, options: TuneOptions) -> None:
     if not any(contest.default_times for contest in search.contests.values()):
-        fail("the time was not enough for a single round: give more --minutes")
+        fail("there was not enough time for a single measurement of all settings: give more --minutes")
     for kind, contest in search.contests.items():
         if contest.default_times:
             rate = 1 / statistics.median(contest.default_times)
@@ -202,7 +241,7 @@ def _report(console: Console, search: Search, options: TuneOptions) -> None:
         print(note)
     winner = search.chosen
     if winner is None:
-        print("No setting is clearly faster: keep the configuration as it is.")
+        print("No setting is clearly faster than the configuration: keep the configuration as it is.")
         return
     rows = [contest.rows[winner.name] for contest in search.contests.values() if winner.name in contest.rows]
     verdict = rows[-1].verdict
@@ -212,6 +251,6 @@ def _report(console: Console, search: Search, options: TuneOptions) -> None:
         "cnnstrategies tune"
     ]
     if winner.effect is Effect.LEARNING:
-        lines.append("It changes what is learned: compare the accuracy.")
+        lines.append("This setting changes the trained weights: compare the accuracy.")
     write_commented(options.output, nested(winner.values), lines)
-    print(f"Wrote {options.output}: cnnstrategies fit --config YOURS --config {options.output}")
+    print(f"Wrote {options.output}; use it as in cnnstrategies fit --config YOURS --config {options.output}")

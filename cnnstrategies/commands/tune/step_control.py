@@ -1,7 +1,8 @@
-"""Common code of the ranks of trials. A rank waits for an order before each step, and reports why it fails.
+"""Common code of the ranks in a trial, which is a training whose steps ``tune`` or ``scaling`` measures.
 
-A rank is connected to the process that measures (`cnnstrategies.planning.tune.trial`) by a Unix socket. Orders and
-answers are lines of JSON.
+A Unix socket connects each rank to the measuring process. :mod:`cnnstrategies.planning.tune.trial` has the code of the
+measuring process, which sends orders, such as a number of steps to make. The ranks send reports. Orders and reports are
+JSON objects, one in each line.
 """
 
 import json
@@ -26,30 +27,34 @@ DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 
 
 class StepControl(Callback):
-    """Callback that lets a training run the ordered number of steps, and then waits for the next order."""
+    """Callback that makes a training wait for orders between steps.
+
+    After an order the training makes the ordered number of steps, and then waits for the next order.
+    """
 
     def __init__(self) -> None:
-        self._left = 0
-        self._losses: list[float] = []
-        self._resting: list[nn.Module] = []
+        self._left = 0  # Number of steps that the training must still make for the current order.
+        self._losses: list[float] = []  # Losses of the first steps.
+        self._resting: list[nn.Module] = []  # Dropout modules, which are inactive during the first steps.
 
     def hello(self, trainer: Trainer) -> dict[str, Any]:
-        """Return what the rank's first report contains, in addition to rank and world size."""
+        """Return additional keys and values for this rank's first report, which has the rank and the world size."""
         return {}
 
     @abstractmethod
     def obey(self, order: Mapping[str, Any]) -> None:
-        """Carry out an order; setting ``_left`` makes the training run that many steps."""
+        """Carry out an order. To make the training run some steps, set ``_left`` to their number."""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.fit_loop.max_epochs = -1
-        # Compiled code draws other random numbers than plain code; the losses to compare must not depend on them.
+        # Compiled code draws different random numbers from eager code. Without dropout, their losses can be compared.
         self._resting = [module for module in pl_module.modules() if isinstance(module, DROPOUT)]
         for module in self._resting:
             module.eval()
         for schedule in trainer.strategy.lr_scheduler_configs:
-            # A schedule may be made for fewer steps than the trial needs, or need the result of a validation.
+            # Learning-rate schedules must not run: a schedule may end before the trial does, or need a validation's
+            # result.
             schedule.frequency = sys.maxsize
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(os.environ[TRIAL])
@@ -67,10 +72,13 @@ class StepControl(Callback):
             self.obey(order)
 
     def note_loss(self, outputs: Any) -> bool:
-        """Store the loss of a step among the first :data:`COMPARED_STEPS` steps; 0 if the module returns no loss.
+        """Store the loss of a step, for the first :data:`COMPARED_STEPS` steps. Afterwards make dropout active again.
+
+        Args:
+            outputs: Result of the module's ``training_step``. If it contains no loss, 0 is stored.
 
         Returns:
-            Whether this step was the last of these steps. Dropout is active again from then on.
+            Whether this step was the last one whose loss is stored.
         """
         if len(self._losses) == COMPARED_STEPS:
             return False
@@ -83,24 +91,30 @@ class StepControl(Callback):
         return True
 
     def say(self, message: Mapping[str, Any]) -> None:
-        """Send a report to the process that measures."""
+        """Send a report to the measuring process."""
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 class TrialCLI(CLI):
-    """Command line of a trial's rank, which trains as ``fit`` does, for as many steps as are ordered."""
+    """Command line of a rank in a trial. It trains like ``fit``, without limits on steps, epochs or time."""
 
     @override
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
-        self.named = None  # A trial has no checkpoint to go on from.
+        self.named = None  # A trial must not continue from a checkpoint of a run with the same name.
         trainer = self.config.fit.trainer
         trainer.enable_progress_bar = False
         trainer.max_steps, trainer.max_time, trainer.fast_dev_run, trainer.overfit_batches = -1, None, False, 0.0
 
 
 def run_rank(kind: Callable[[], object]) -> None:
-    """Run a command line as a rank of a trial, and print a line that begins with :data:`FAILED` if the rank fails."""
+    """Run a command line as a rank of a trial.
+
+    If the rank fails, print a line that begins with :data:`FAILED` and gives the reason, and exit with code 1.
+
+    Args:
+        kind: Class of the command line.
+    """
     quieten()
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

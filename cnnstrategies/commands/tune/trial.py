@@ -1,7 +1,6 @@
-"""The ranks of a trial: they train on one batch repeatedly, as many steps as ``tune`` orders.
+"""The program of a rank in a trial of ``tune`` that uses the same batch in all steps, so that no loading is measured.
 
-Only :mod:`cnnstrategies.planning.tune.trial` runs this module, as ``python -m cnnstrategies.commands.tune.trial fit
-...``.
+Only :class:`cnnstrategies.planning.tune.trial.Trial` runs this module.
 """
 
 import itertools
@@ -20,11 +19,16 @@ from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.commands.tune.step_control import StepControl, TrialCLI, run_rank
 from cnnstrategies.errors import ConfigurationError
 
-STEPS_OF_AN_EPOCH = 1000
+STEPS_OF_AN_EPOCH = 1000  # Number of steps in an epoch of a trial.
 
 
 class OneBatch(Dataset[Any]):
-    """A dataset that returns one stored batch repeatedly."""
+    """Dataset that returns a stored batch for every list of indices.
+
+    Args:
+        batch: The batch.
+        size: Number of samples in the batch.
+    """
 
     def __init__(self, batch: Any, size: int) -> None:
         self.batch = batch
@@ -38,7 +42,7 @@ class OneBatch(Dataset[Any]):
 
 
 class TrialControl(StepControl):
-    """Callback that runs the ordered steps with one batch, and reports their duration."""
+    """Callback that makes the ordered steps with the same batch, and reports their duration and the first losses."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -46,8 +50,7 @@ class TrialControl(StepControl):
         loader = source.train_dataloader()
         if not isinstance(loader, DataLoader):
             raise ConfigurationError(
-                f"tune measures with a DataLoader, but train_dataloader returns {type(loader).__name__}: return a "
-                "DataLoader"
+                f"tune needs a DataLoader, but train_dataloader returns {type(loader).__name__}: return a DataLoader"
             )
         batch = next(iter(loader))
         size = int(loader.batch_size or 1)
@@ -68,7 +71,8 @@ class TrialControl(StepControl):
             return
         self._left -= 1
         if self.note_loss(outputs):
-            # After many steps on one batch the gradients are so small that processors compute slowly with them.
+            # The learning rate 0 ends the learning, so that the gradients do not shrink further. After many steps on
+            # one batch they would be denormal numbers, and CPUs are slow at computing with denormal numbers.
             for group in itertools.chain.from_iterable(optimizer.param_groups for optimizer in trainer.optimizers):
                 group["lr"] = 0.0
         if self._left:
@@ -79,7 +83,10 @@ class TrialControl(StepControl):
 
 
 class OneBatchCLI(TrialCLI):
-    """Command line of a trial's rank, without loggers, checkpoints, validation and callbacks except ComputeSettings."""
+    """Command line of a rank that trains on the same batch in all steps.
+
+    It has no loggers, checkpoints and validation, and no callbacks of the configuration except ComputeSettings.
+    """
 
     @override
     def before_instantiate_classes(self) -> None:

@@ -1,1 +1,1 @@
-"""One push for all workers of a node: their gradients are added up in shared memory."""
+"""Hierarchical aggregation: a node's gradients are averaged in shared memory, and one worker pushes the mean."""

@@ -1,4 +1,4 @@
-"""A worker's gradients, values and progress in memory that the workers of a node share."""
+"""Shared memory through which the workers of a node exchange gradients, parameters' values and progress."""
 
 import mmap
 import os
@@ -14,30 +14,32 @@ from cnnstrategies.errors import ConfigurationError
 
 NEVER = -1
 _ALIGNED = 64  # bytes of a cache line
-_LED, _BEGUN, _ENDED = range(3)  # places of the marks that are not per parameter
-_HEAD = 3  # number of these marks
+_LED, _BEGUN, _ENDED = range(3)  # indices of the worker's own marks, which do not belong to a parameter
+_HEAD = 3  # number of the worker's own marks
 _lock = threading.Lock()
 
 
 class SharedState:
-    """A worker's gradients, the parameters' values if the worker leads its node, and marks that say which are ready.
+    """One worker's shared memory: its gradients, values that it publishes as the node's leader, and marks.
 
-    A mark is written after the data that it stands for, and read before the data. Data is never written while other
-    workers may read it: the gradients of a step follow the values of the step, and these follow the sum of the
-    gradients of the step before.
+    A mark is a number that shows which data is ready. It is the number of a step, or is computed from this number. The
+    writer writes the data first and the mark afterwards; a reader reads the mark first and the data afterwards. No
+    worker writes data while another worker may read them, because the order of a step is fixed: a worker writes its
+    gradients after it has taken the step's values, and the leader publishes values after it has added up the gradients
+    of the step before.
 
     Args:
-        memory: :func:`size_of` bytes, zero at first; the same memory in all processes that use it.
-        parameters: The run's parameters, for their shapes and types.
+        memory: Shared memory of :func:`size_of` bytes, filled with zeros when it is created.
+        parameters: The run's parameters; only the shapes and dtypes are used.
 
     Attributes:
-        gradients: The last gradient of each parameter, of its shape.
-        values: The last value of each parameter that the servers have sent, of its shape.
+        gradients: For each parameter, its last gradient, in the parameter's shape.
+        values: For each parameter, the last value from the servers, in the parameter's shape.
     """
 
     def __init__(self, memory: memoryview, parameters: Sequence[Tensor]) -> None:
         count = len(parameters)
-        # A mark is stored plus one, so that zeros mean: never.
+        # Each mark is stored as the mark plus 1, so that zero-filled memory means `NEVER`.
         self._head = np.frombuffer(memory, np.int64, _HEAD)
         self._samples = np.frombuffer(memory, np.float64, 1, offset=8 * _HEAD)
         self._gradient_steps = np.frombuffer(memory, np.int64, count, offset=_ALIGNED)
@@ -55,39 +57,44 @@ class SharedState:
 
     @property
     def begun(self) -> int:
-        """Last step that this worker has begun; :data:`NEVER` before the first."""
+        """Last step that this worker has begun; :data:`NEVER` before its first step."""
         return self._read(_BEGUN)
 
     @property
     def ended(self) -> int:
-        """Last step whose gradients are complete; :data:`NEVER` before the first."""
+        """Last step whose gradients are all published; :data:`NEVER` before the end of the first step."""
         return self._read(_ENDED)
 
     @property
     def samples(self) -> float:
-        """Number of samples of which the gradients of the last begun step are means."""
+        """Number of samples in this worker's batch of the last begun step."""
         return float(self._samples[0])
 
     def begin(self, step: int, samples: float) -> None:
-        """Begin a step, whose gradients follow."""
+        """Begin a step: the gradients published from now on belong to it.
+
+        Args:
+            step: Number of the step.
+            samples: Number of samples in this worker's batch.
+        """
         self._samples[0] = samples
         self._write(_BEGUN, step)
 
-    def give(self, index: int, gradient: Tensor, step: int) -> None:
-        """Publish a parameter's gradient of the begun step."""
+    def publish_gradient(self, index: int, gradient: Tensor, step: int) -> None:
+        """Publish a parameter's gradient of the step that was begun last."""
         self.gradients[index].copy_(gradient)
         fence()
         self._gradient_steps[index] = step + 1
 
-    def has_given(self, index: int, step: int) -> bool:
-        """Return whether a parameter's gradient of a step is published."""
+    def has_gradient(self, index: int, step: int) -> bool:
+        """Return whether this worker has published a parameter's gradient of a step."""
         if self._gradient_steps[index] != step + 1:
             return False
         fence()
         return True
 
     def end(self, step: int) -> None:
-        """End a step: a parameter whose gradient was not published does not have one in this step."""
+        """End a step: parameters whose gradients were not published have no gradient in this step."""
         self._write(_ENDED, step)
 
     # Values, if this worker leads its node
@@ -98,17 +105,21 @@ class SharedState:
         return self._read(_LED)
 
     def lead(self, step: int) -> None:
-        """Begin to lead: the values with which a step begins are published, and kept up to date from now on."""
+        """Declare this worker the node's leader.
+
+        Args:
+            step: Step with which the worker begins to lead; the values for this step are already published.
+        """
         self._write(_LED, step)
 
-    def show(self, index: int, value: Tensor, mark: int) -> None:
-        """Publish a parameter's value with a mark."""
+    def publish_value(self, index: int, value: Tensor, mark: int) -> None:
+        """Publish a parameter's value, with a mark that says to which step the value belongs."""
         self.values[index].copy_(value)
         fence()
         self._value_marks[index] = mark + 1
 
-    def shows(self, index: int, mark: int) -> bool:
-        """Return whether a parameter's value is published with this mark or a later one."""
+    def has_value(self, index: int, mark: int) -> bool:
+        """Return whether a parameter's value is published with this mark or a larger one."""
         if self._value_marks[index] <= mark:
             return False
         fence()
@@ -125,12 +136,12 @@ class SharedState:
 
 
 def size_of(parameters: Sequence[Tensor]) -> int:
-    """Return the bytes of a :class:`SharedState`."""
+    """Return the number of bytes of memory that a :class:`SharedState` of these parameters needs."""
     return _first_place(parameters) + 2 * sum(_padded(parameter.nbytes) for parameter in parameters)
 
 
 def _first_place(parameters: Sequence[Tensor]) -> int:
-    """Return the offset of the first gradient, in bytes."""
+    """Return the offset of the first gradient from the start of the memory, in bytes."""
     return _ALIGNED + _padded(16 * len(parameters))
 
 
@@ -139,10 +150,10 @@ def _padded(size: int) -> int:
 
 
 def fence() -> None:
-    """Order memory accesses: all accesses before this call come before all accesses after it.
+    """Execute a memory barrier: no memory access is moved across this call.
 
-    Processors such as ARM's may reorder them otherwise. The release of the lock in the first turn and its acquisition
-    in the second cannot change places.
+    CPUs such as ARM's reorder memory accesses otherwise. The lock is acquired and released twice, because only a
+    release that is followed by an acquisition is a barrier in both directions.
     """
     for _ in range(2):
         with _lock:
@@ -150,16 +161,18 @@ def fence() -> None:
 
 
 class SharedMemory:
-    """A worker's shared memory: a file without a name, limited only by the machine's memory.
+    """A worker's shared memory, in an anonymous file (``memfd_create``).
 
-    A killed process leaves nothing behind, and a container's small ``/dev/shm`` does not matter.
+    When a process is killed, the kernel frees the memory. The size is not limited by ``/dev/shm``, which is small in
+    containers.
 
     Args:
-        size: Bytes.
+        size: Size in bytes.
 
     Attributes:
         own: The memory.
-        where: Host, process and file descriptor, with which :func:`open_shared` opens the memory in other processes.
+        where: Host name, process id and file descriptor, from which :func:`open_shared` opens the memory in the node's
+            other processes.
     """
 
     def __init__(self, size: int) -> None:
@@ -169,20 +182,24 @@ class SharedMemory:
         self.where = [socket.gethostname(), os.getpid(), self._file]
 
     def opened(self) -> None:
-        """Close the file when all other workers have opened it; the memory stays."""
+        """Close the file descriptor. Call this when all other workers have opened the memory, which stays mapped."""
         os.close(self._file)
 
 
 def open_shared(ranks: Collection[int], where: Mapping[int, list[object]], size: int) -> dict[int, memoryview]:
-    """Open the shared memory of other workers of this node.
+    """Open the shared memory of other workers on this node.
 
     Args:
-        ranks: Ranks of the workers.
-        where: By rank, :attr:`SharedMemory.where` of each worker.
-        size: Bytes of each memory.
+        ranks: Ranks of the workers whose memory to open.
+        where: :attr:`SharedMemory.where` of each worker, by rank.
+        size: Size of each worker's memory, in bytes.
+
+    Returns:
+        Each worker's memory, by rank.
 
     Raises:
-        ConfigurationError: The memory cannot be opened: the workers are not on one machine, or not of the same user.
+        ConfigurationError: The memory cannot be opened. The workers may be on different machines or in different
+            containers, or belong to different users.
     """
     opened = {}
     for rank in ranks:
@@ -197,8 +214,8 @@ def open_shared(ranks: Collection[int], where: Mapping[int, list[object]], size:
                 os.close(file)
         except OSError as error:
             raise ConfigurationError(
-                f"combine_per_node: true: worker {rank} (process {process} on {host}) counts as one of this node "
-                f"({socket.gethostname()}), but its memory cannot be opened here ({error}): processes of a node must "
-                "be the same user's, in one container; else set combine_per_node: false"
+                f"combine_per_node: true: the shared memory of worker {rank} (process {process} on {host}) cannot be "
+                f"opened on this node ({socket.gethostname()}): {error}: run all workers of a node as the same user "
+                "and in the same container, or set combine_per_node: false"
             ) from error
     return opened

@@ -1,4 +1,4 @@
-"""A worker of a node whose workers push and pull as one."""
+"""The worker of a node on which one leader pushes and pulls for all workers."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,29 +18,30 @@ from cnnstrategies.paramserver.worker.connections import Counters
 class CombinedWorker:
     """A worker with the interface of a :class:`~cnnstrategies.paramserver.api.Worker`, for ``mode: sync``.
 
-    The live worker of the lowest rank leads the node: it pushes the mean of the node's gradients as one worker, and
-    publishes the new values in shared memory (hierarchical aggregation, as in BytePS: Jiang et al., OSDI 2020). If the
-    leader dies, the next worker takes its place. It pushes the step's gradients, which are still in shared memory, once
-    more if the servers have not made the step. Steps that the servers have made meanwhile are skipped.
+    The node's leader is the live worker with the lowest rank. It pushes the mean of the node's gradients, and publishes
+    the new values in shared memory, so the servers see one worker per node (hierarchical aggregation, as in BytePS:
+    Jiang et al., OSDI 2020). If the leader dies, the worker with the next rank becomes leader. If the servers have not
+    finished the step, the new leader pushes the step's gradients again, which are still in shared memory. If the
+    servers have made steps without this node, its workers skip the batches of these steps.
 
     Args:
         rank: Rank of this worker.
-        boards: Shared state of the node's workers by rank, this worker included.
-        parameters: The parameters in the specification's order; new values are written into them, in place.
-        connect: Connects to the servers. Its argument is a function to call with the index and value of each parameter
-            that arrives.
-        alive: Returns the ranks of the live workers, as far as this process knows.
-        pause: Called repeatedly while this worker waits.
-        codecs: Compressions of pushes and pulls, reported by workers that do not lead.
+        states: By rank, the shared state of all workers of the node, including this worker.
+        parameters: The parameters in the specification's order; new values are written into them in place.
+        connect: Function that connects to the servers and returns the connection. Its argument is a callback for each
+            parameter that arrives, with the parameter's index and value.
+        alive: Function that returns the ranks of the live workers, as far as this process knows.
+        pause: Called repeatedly while this worker waits for other workers of the node.
+        codecs: Compressions of pushes and pulls that :attr:`codecs` returns in workers that do not lead.
 
     Attributes:
-        step: Number of the step that is or will be worked on next.
+        step: Number of the step that this worker works on, or will work on next.
     """
 
     def __init__(
         self,
         rank: int,
-        boards: Mapping[int, SharedState],
+        states: Mapping[int, SharedState],
         parameters: Sequence[Tensor],
         connect: Callable[[Callable[[int, Tensor], None]], Worker],
         alive: Callable[[], Collection[int]],
@@ -49,41 +50,41 @@ class CombinedWorker:
     ) -> None:
         self.step = 0
         self._rank = rank
-        self._own_state = boards[rank]
-        self._states = boards
+        self._own_state = states[rank]
+        self._states = states
         self._parameters = parameters
         self._connect = connect
         self._alive = alive
         self._pause = pause
         self._codecs = codecs
         self._engine: Worker | None = None
-        self._leader: int | None = None  # rank of the worker whose published values are taken
-        self._value_marks = [NEVER] * len(parameters)  # marks of this worker's values
-        self._exact = False  # The values to wait for are the servers' own, without rounding.
+        self._leader: int | None = None  # rank of the worker from whose shared state values are taken
+        self._value_marks = [NEVER] * len(parameters)  # By parameter: the mark of its value in this worker.
+        self._exact = False  # whether to wait for the servers' own values, which are not rounded by a compression
         self._first_state: tuple[Mapping[str, Any] | None] | None = None
-        self._batches_to_skip = 0  # of steps that were made without this node
+        self._batches_to_skip = 0  # number of batches that belong to steps made without this node
         self._groups: Sequence[Mapping[str, Any]] = ()
-        # By rank, samples of the step that is summed; None until all workers of the node have begun the step.
+        # By rank: number of samples in the current step; None until all workers of the node have begun the step.
         self._weights: dict[int, float] | None = None
-        self._open: dict[int, None] = {}  # parameters that this worker, as leader, still has to push, in order
-        self._sums: list[Tensor | None] = [None] * len(parameters)  # memory that is reused in each step
+        self._open: dict[int, None] = {}  # indices of the parameters that this leader still has to push, in order
+        self._sums: list[Tensor | None] = [None] * len(parameters)  # By parameter: buffer for the mean gradient.
         self._staging = staging_for(parameters)
         self._counters = Counters()
-        self._waited = 0.0  # seconds of waiting for the node's other workers
+        self._waited = 0.0  # seconds spent waiting for other workers of the node
 
     @property
     def leader(self) -> int | None:
-        """Rank of the worker whose values are taken; a new leader's values may be those of a later step."""
+        """Rank of the leader whose values this worker takes. After a change of the leader, a step may be skipped."""
         return self._leader
 
     @property
     def codecs(self) -> Codecs:
-        """Compressions of pushes and pulls."""
+        """The current compressions of pushes and pulls."""
         return self._codecs if self._engine is None else self._engine.codecs
 
     @property
     def counters(self) -> Counters:
-        """Bytes, steps and times of this worker; only the leader sends and receives over the network."""
+        """Bytes, steps and times of this worker. Bytes are 0 unless this worker leads."""
         counters = self._counters
         counters.seconds_waited = self._waited
         if self._engine is not None:
@@ -95,15 +96,23 @@ class CombinedWorker:
     # Beginning
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
-        """Begin the run with the values of the parameters, directly before :meth:`join`."""
+        """Keep the optimizer's state for the run's start. The parameters must not change before :meth:`join`.
+
+        Args:
+            optimizer_state: A plain ``Optimizer.state_dict()`` over all parameters; None if the optimizer has no state.
+        """
         self._first_state = (optimizer_state,)
 
     def join(self) -> int:
-        """Take part from the node's next step on, and take its parameters; return the step (:attr:`step`)."""
+        """Take part in the node's steps, and wait for the parameters.
+
+        Returns:
+            The step with which this worker begins, which is also in :attr:`step`.
+        """
         self._follow_leader()
         if self._engine is None:
-            # The servers wait some seconds for workers that have not greeted them. And if this worker cannot reach
-            # them, the error should come now, and not when it has to lead.
+            # Servers wait some seconds for a HELLO of each worker. In addition, a worker that cannot reach the servers
+            # should report the error now, and not when it becomes leader.
             visitor = self._connect(lambda index, value: None)
             visitor.meet()
             visitor.close()
@@ -114,19 +123,27 @@ class CombinedWorker:
 
     @property
     def late(self) -> bool:
-        """Whether the next batch belongs to a step that was made without this node."""
+        """Whether the next batch belongs to a step that the servers have already made without this node."""
         return self._batches_to_skip > 0
 
     def catch_up(self) -> int:
-        """Return the number of late batches, which the caller must skip; this worker no longer skips them itself."""
+        """Return the number of batches that the caller must skip, because their steps were made without this node.
+
+        After this call, this worker does not skip these batches itself.
+        """
         skipped, self._batches_to_skip = self._batches_to_skip, 0
         self._counters.dropped += skipped
         self._counters.steps += skipped
         return skipped
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
-        """Start a step, whose gradients follow."""
-        # A worker that was taken for dead must find out in each step, even if it need not wait for anything.
+        """Begin a step: its gradients are pushed next.
+
+        Args:
+            groups: Hyperparameters of each parameter group.
+            samples: Number of samples in this worker's batch.
+        """
+        # This also raises an error in a worker that was taken for dead, even if the worker need not wait.
         self._follow_leader()
         self.wait_all()
         if self._batches_to_skip:
@@ -140,7 +157,7 @@ class CombinedWorker:
             self._push_means(self._engine)
 
     def push(self, index: int, gradient: Tensor) -> None:
-        """Publish a parameter's gradient for the node's leader."""
+        """Publish a parameter's gradient in shared memory; the leader pushes the mean of the node's gradients."""
         if self._batches_to_skip:
             return
         if self._staging is None:
@@ -150,13 +167,17 @@ class CombinedWorker:
             self._publish_fetched()
 
     def _publish(self, index: int, gradient: Tensor) -> None:
-        self._own_state.give(index, gradient, self.step)
+        self._own_state.publish_gradient(index, gradient, self.step)
         if self._engine is not None:
             self._open[index] = None
             self._push_means(self._engine)
 
     def _publish_fetched(self, wait: bool = False) -> None:
-        """Publish the gradients that have arrived from the device."""
+        """Publish the gradients whose copies from the GPU are finished.
+
+        Args:
+            wait: Wait for all copies, and publish all gradients.
+        """
         if self._staging is not None:
             for index, gradient in self._staging.fetched(wait):
                 self._publish(index, gradient)
@@ -175,10 +196,14 @@ class CombinedWorker:
         self.step += 1
         self._exact = False
 
-    # The step's mean gradients, if this worker leads
+    # The node's mean gradients, which the leader pushes
 
     def _push_means(self, engine: Worker) -> bool:
-        """Push the gradients that all workers of the node have published, and return whether all are pushed."""
+        """Push the mean of each gradient that all workers of the node have published.
+
+        Returns:
+            Whether the leader has pushed the gradients of all parameters.
+        """
         step = self._own_state.begun
         states = {rank: self._states[rank] for rank in self._alive() if rank in self._states}
         if self._weights is None:
@@ -188,7 +213,7 @@ class CombinedWorker:
             engine.begin_step(self._groups, sum(self._weights.values()))
         unfinished = [state for state in states.values() if state.ended < step]
         for index in list(self._open):
-            if all(state.has_given(index, step) for state in unfinished):
+            if all(state.has_gradient(index, step) for state in unfinished):
                 del self._open[index]
                 mean = self._mean(index, step, states.keys(), self._weights)
                 if mean is not None:
@@ -196,14 +221,23 @@ class CombinedWorker:
         return not self._open
 
     def _mean(self, index: int, step: int, alive: Collection[int], weights: Mapping[int, float]) -> Tensor | None:
-        """Return a parameter's mean gradient, weighted by samples; None if no worker has one.
+        """Return the mean of the node's gradients of a parameter, weighted by the workers' numbers of samples.
 
-        A worker that dies during the step takes part with the gradients that it has published.
+        The mean contains the gradients that a worker published before it died.
+
+        Args:
+            index: Index of the parameter.
+            step: Number of the step.
+            alive: Ranks of the node's live workers.
+            weights: By rank, the number of samples.
+
+        Returns:
+            The mean; None if no worker has a gradient of the parameter.
         """
-        published = {rank: weight for rank, weight in weights.items() if self._states[rank].has_given(index, step)}
+        published = {rank: weight for rank, weight in weights.items() if self._states[rank].has_gradient(index, step)}
         if not published:
             return None
-        # A live worker without a gradient counts as zeros, as in the mean over a run's workers.
+        # A live worker without a gradient counts as a gradient of zeros, as the servers count it.
         total = sum(weight for rank, weight in weights.items() if rank in alive or rank in published)
         parts = [(weight, self._states[rank].gradients[index]) for rank, weight in sorted(published.items())]
         if parts[0][0] == total:
@@ -217,9 +251,9 @@ class CombinedWorker:
         return mean
 
     def _finish(self, engine: Worker) -> None:
-        """Wait for the other workers' gradients, and push the rest, also of parameters without a gradient here."""
+        """Wait for the gradients of the node's other workers, push all remaining means, and end the leader's step."""
         step = self._own_state.begun
-        missing = [index for index in range(len(self._sums)) if not self._own_state.has_given(index, step)]
+        missing = [index for index in range(len(self._sums)) if not self._own_state.has_gradient(index, step)]
         self._open.update(dict.fromkeys(missing))
         while not self._push_means(engine):
             self._follow_leader()
@@ -229,7 +263,13 @@ class CombinedWorker:
     # Waiting
 
     def wait(self, index: int) -> None:
-        """Wait until one parameter is up to date."""
+        """Wait until one parameter is up to date.
+
+        Raises:
+            ServersUnreachableError: The leader has received nothing from the servers within the time-out, or the
+                servers have lost steps.
+            RemovedError: This worker was taken for dead.
+        """
         while self._engine is None and self._value_marks[index] < self._mark:
             if not self._take(index):
                 self._follow_leader()
@@ -241,7 +281,7 @@ class CombinedWorker:
 
     def wait_all(self) -> None:
         """Wait until all parameters are up to date. Raises the same errors as :meth:`wait`."""
-        # A new leader may have other values: then wait again.
+        # If the leader changes during the wait, the marks change too, and all values must be awaited again.
         while self._engine is None and min(self._value_marks, default=self._mark) < self._mark:
             for index in range(len(self._parameters)):
                 self.wait(index)
@@ -249,7 +289,10 @@ class CombinedWorker:
             self._engine.wait_all()
 
     def refresh(self) -> None:
-        """Take the servers' present values, which no step changes meanwhile. Raises the same errors as :meth:`wait`."""
+        """Write the servers' current values into the parameters. Call this between steps.
+
+        Raises the same errors as :meth:`wait`.
+        """
         self.wait_all()
         self._exact = True
         if self._engine is not None:
@@ -257,28 +300,36 @@ class CombinedWorker:
         self.wait_all()
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the servers' optimizer state; only rank 0 may call this method, because it leads its node."""
+        """Return the servers' optimizer state. Only rank 0 may call this method: it always leads its node."""
         assert self._engine is not None, "the lowest rank leads"
         return self._engine.optimizer_state()
 
     def interrupt(self) -> None:
-        """Note that the time to the next step contains more than training."""
+        """Report that something other than training happens before the next step, so that its time is not measured."""
         if self._engine is not None:
             self._engine.interrupt()
 
     def close(self) -> None:
-        """Close the sockets; nothing is sent afterwards."""
+        """Close the connection to the servers, if this worker has one."""
         if self._engine is not None:
             self._engine.close()
 
     @property
     def _mark(self) -> int:
-        """Mark of the values to wait for: even for values as steps use them, odd for the servers' own values."""
+        """Mark of the values to wait for.
+
+        The mark is twice the step for values that a compression may have rounded, and 1 more for the servers' own
+        values.
+        """
         return 2 * self.step + self._exact
 
     def _take(self, index: int) -> bool:
-        """Take a parameter's value if the leader has published it, and return whether it has."""
-        if self._leader is None or not self._states[self._leader].shows(index, self._mark):
+        """Copy a parameter's value from the leader's shared state, if the leader has published it.
+
+        Returns:
+            Whether the value was copied.
+        """
+        if self._leader is None or not self._states[self._leader].has_value(index, self._mark):
             return False
         value = self._states[self._leader].values[index]
         if self._staging is None:
@@ -296,10 +347,11 @@ class CombinedWorker:
     # The leader
 
     def _follow_leader(self) -> None:
-        """Find the node's leader, and begin to lead if it is this worker.
+        """Determine the node's leader, and become leader if it is this worker.
 
         Raises:
             RemovedError: This worker was taken for dead.
+            ServersUnreachableError: The servers do not answer, or have lost steps.
         """
         alive = self._alive()
         if self._rank not in alive:
@@ -314,17 +366,17 @@ class CombinedWorker:
             self._go_on_with(self._states[leader].led)
 
     def _lead(self) -> None:
-        """Connect to the servers as the node's leader, and finish the step that the last leader has not finished."""
+        """Become the node's leader: connect to the servers, and finish the last leader's step if necessary."""
         self._leader, self._exact = self._rank, True
         if self._staging is not None:
-            self._staging.settle()  # From now on, values arrive over the connection.
+            self._staging.settle()  # From now on, the connection copies values to the GPU.
         self._engine = self._connect(self._on_arrival)
         if self._first_state is not None and not self.step:
             self._engine.initialise(*self._first_state)
         step = self._engine.join(self.step - 1 if self.step else None)
         self._own_state.lead(step)
         if self.step == step + 1:
-            # The servers have not finished the step whose gradients the node's workers have published, or will publish.
+            # The servers have not finished `step`, and this worker has already published its gradients of that step.
             self._weights, self._open = None, dict.fromkeys(range(len(self._sums)))
             self._finish(self._engine)
             self._exact = False
@@ -332,7 +384,10 @@ class CombinedWorker:
             self._go_on_with(step)
 
     def _go_on_with(self, step: int) -> None:
-        """Go on with the leader's step, and skip the batches of steps that were made without this worker.
+        """Continue with the new leader's step. Batches that belong to steps made without this node will be skipped.
+
+        Args:
+            step: Step with which the new leader begins to lead.
 
         Raises:
             ServersUnreachableError: The servers have lost steps.
@@ -342,11 +397,11 @@ class CombinedWorker:
             self.step = step
         elif step < self.step - 1:
             raise ServersUnreachableError(
-                f"the servers are at step {step} again, and this node had begun step {self.step}: the gradients of the "
-                "steps between are gone; start the run from its last checkpoint"
+                f"the servers have gone back to step {step}, and this node has already begun step {self.step}: the "
+                "gradients of the steps between them are lost; start the run from its last checkpoint"
             )
 
     def _on_arrival(self, index: int, value: Tensor) -> None:
-        """Publish a value that has arrived from the servers."""
+        """Publish a parameter's new value from the servers for the node's other workers."""
         assert self._engine is not None
-        self._own_state.show(index, value, 2 * self._engine.step + self._exact)
+        self._own_state.publish_value(index, value, 2 * self._engine.step + self._exact)

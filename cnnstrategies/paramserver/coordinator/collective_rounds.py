@@ -114,8 +114,8 @@ class Rounds:
         self._joiners: dict[int, _Contribution] = {}  # By worker: contributions of workers that wait for admission.
         self._boundary: _Result | None = None  # result of the last boundary
         self._operation = ""  # name of the last complete collective
-        # Results that servers still hold up. For each result: the contributions to reply to, and whether the worker is
-        # newly admitted.
+        # Results that wait until all servers have seen a view. For each result: the contributions to which it is the
+        # reply, each with whether its worker is newly admitted.
         self._held_results: list[tuple[_Result, list[tuple[_Contribution, bool]]]] = []
         # By worker: its last contribution, the result that was sent, and whether the worker was newly admitted. A
         # worker that repeats the request gets the same result again.

@@ -45,8 +45,7 @@ class Coordinator:
         dispatcher: The chunks of samples.
         rounds: The collectives.
         ended: The message with which the run has ended; None before the end.
-        signal: Number of the signal that a member has received, because of which all members must stop; 0 without such
-            a signal.
+        signal: Number of the signal that a member has received, after which all members must stop; 0 before.
         specification: The run's specification, as JSON in one frame; None before the first worker has sent it.
     """
 
@@ -164,7 +163,7 @@ class Coordinator:
             self._handle_supervision(now, sender, message)
         elif message.kind == "over":
             if member is None and self.roster.member_at(sender.role, sender.id) is not None:
-                raise ControlError("over: the sender is not the member with this role and id")
+                raise ControlError(f"{message.kind}: another process is the member {sender}")
             self.roster.stop_expecting(sender.role, sender.id)
             if member is not None:
                 self.roster.remove(member, left=True)
@@ -209,7 +208,10 @@ class Coordinator:
             self._finish(": ".join(["no worker can go on", "; ".join(map(str, deadlock)), UNEVEN]))
 
     def _after_change(self, now: float) -> None:
-        """After an event, continue the collectives, and end this role if a requested end is possible now."""
+        """Continue the collectives after an event. If a supervision has requested the end, end this role when possible.
+
+        The role can end once all members are gone.
+        """
         if self._stopping is not None and not self.roster.members:
             late = now - self._stopping > self._settings.timeout
             if late or not self.roster.missing():

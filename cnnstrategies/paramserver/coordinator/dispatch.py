@@ -225,7 +225,7 @@ class Dispatcher:
         """Return whether enough chunks of the newest epoch are left for workers without chunks.
 
         Args:
-            workers: Ids of the workers each of which must get at least one chunk.
+            workers: Ids of the workers that must each get at least one chunk.
             others: Whether one more chunk must be left, for joiners.
         """
         if not self._epochs:

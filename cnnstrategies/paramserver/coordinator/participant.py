@@ -21,8 +21,8 @@ LEFT_UNHEARD = "this process has left without a reply from the coordinator, whic
 class Participant:
     """The role of a worker or server in the protocol with the coordinator.
 
-    A call to this role has the kind of a request to the coordinator, and the role sends the request. There is one more
-    kind, ``seen``: with it the process reports that it now acts on the view whose number is in the field ``number``.
+    Each call makes the role send a request of the call's kind to the coordinator, apart from the call ``seen``. With
+    that call, the process reports that it now acts on a view, whose number is in the field ``number``.
 
     Args:
         address: Identity of this process, and the coordinator's endpoint.
@@ -33,8 +33,7 @@ class Participant:
         peer: Identity of this process in messages.
         view: The newest view; None before the coordinator has accepted the registration.
         ended: The effect with which this role has ended; None before the end.
-        signal: Number of the signal that a member has received, because of which all members must stop; 0 without such
-            a signal.
+        signal: Number of the signal that a member has received, after which all members must stop; 0 before.
         seen: Number of the newest view on which this process acts.
         figures: Function that returns this process's figures; see :func:`.status.figures_of`.
         losses: Number of processes that the run has lost, according to the coordinator's last message.
@@ -121,7 +120,10 @@ class Participant:
 
     @property
     def idle(self) -> bool:
-        """Whether this process may end, because no request that must arrive before the end is open."""
+        """Whether this process may end: the coordinator has replied to all requests that must not be lost at the end.
+
+        These requests report that this process leaves, that the run must end, or that a signal has arrived.
+        """
         kinds = ("leave", "end", "signal")
         requests = tuple(self._asking.open.values())
         return self.ended is not None or all(request.message.kind not in kinds for request in requests)
@@ -176,7 +178,10 @@ class Participant:
 
 
 class Reporter:
-    """The role of a supervision in the protocol with the coordinator. Each call sends a request of the same kind."""
+    """The role of a supervision in the protocol with the coordinator.
+
+    Each call makes the role send a request of the call's kind to the coordinator.
+    """
 
     def __init__(self, session: int) -> None:
         self._asking = Asking(COORDINATOR, {"session": session})

@@ -99,7 +99,7 @@ class _Place:
         member: The process that has the place; None if the place is free.
         appeared: Whether the coordinator no longer waits for the place's first process.
         incarnation: Lowest incarnation that may register.
-        lost: Number of incarnations that are counted as lost: all incarnations below this number.
+        lost: Lowest incarnation that is not counted as lost yet.
         promise: Time by which another process must take the place, and the error message with which the run ends
             otherwise; None if the run does not wait for a process.
     """
@@ -181,7 +181,7 @@ class Roster:
 
     @property
     def original_workers(self) -> set[int]:
-        """Ids of the workers in the group that are not joiners."""
+        """Ids of the group's original workers: all workers of the group except joiners."""
         return {worker for worker in self.group if not self.is_joiners_place(WORKER, worker)}
 
     def free_place(self) -> tuple[int, int] | None:
@@ -223,13 +223,13 @@ class Roster:
         place = self._places[peer.role, peer.id]
         place.member = None
         if self.is_joiners_place(peer.role, peer.id):
-            # A joiner may come in each epoch as a new incarnation. `gone` would grow without bound, and the lowest
-            # incarnation that may register is enough to recognise all earlier processes.
+            # A joiner may come in each epoch as a new incarnation, so `gone` must not keep all of them. The lowest
+            # incarnation that may register is enough to recognise the earlier processes.
             place.incarnation = max(place.incarnation, peer.incarnation + 1)
             self.gone = {other: on_purpose for other, on_purpose in self.gone.items() if other[:2] != peer[:2]}
         self.gone[peer] = left
 
-    # Joining
+    # Registration
 
     def refusal(self, peer: Peer) -> str | None:
         """Return the error message for a process that cannot become a member; None if it can."""
@@ -276,14 +276,14 @@ class Roster:
             self.history.note(now, f"{member} has taken the place of the process before it")
         if peer.role == SERVER:
             self.lost_servers.discard(peer.id)
-            # If this is the server's first process, training has waited for it, so it counts as old as the other
-            # servers. If an earlier process has died, training may have begun without it, with the other copies of its
-            # slices. The new process has no values, so it must be younger.
+            # Training waits for the first process of a server, so this process counts as old as the other servers. If
+            # the first process has died, training may have begun with other servers that hold its slices. The new
+            # process then lacks the values, and must count as younger than those servers.
             member.since = (self._view.begun if was_waited_for else 0) or self.number + 1
             self.publish()
         return True
 
-    # Losing
+    # Losses of members
 
     def check_members(self, now: float, over: bool, view: int, waited: float) -> None:
         """Remove members that were silent for too long, and end the run if it cannot go on. Call this regularly.
@@ -292,7 +292,7 @@ class Roster:
 
         Args:
             now: The current time.
-            over: Whether the run is over. Silent members are then only removed.
+            over: Whether the run is over. Silent members are then removed without further consequences.
             view: Number of the view that all servers must see before a collective's result can be sent; 0 if no result
                 waits.
             waited: Seconds for which the result has waited.
@@ -332,7 +332,7 @@ class Roster:
             member: The process.
             how: Cause of the death, for messages to the user.
             replaced: Whether the supervision starts another process in its place.
-            over: Whether the run is over. The process is then only removed.
+            over: Whether the run is over. The process is then removed without further consequences.
         """
         place = self._places.get((member.peer.role, member.peer.id))
         if place is None or member.peer.incarnation < place.incarnation:
@@ -350,10 +350,11 @@ class Roster:
             self._decide_without(now, member, how, replaced)
 
     def _is_cut_off(self, now: float) -> bool:
-        """Return whether the coordinator has lost its network connection, because no member has been heard.
+        """Return whether the coordinator has probably lost its network connection.
 
-        It is unlikely that several members die at the same time. If all members were silent for the time-out, this
-        method ends the run. From half the time-out on, it prevents that silent members are removed.
+        The method returns True if there are several members and all of them were silent for half the time-out, because
+        it is unlikely that all members die at the same time. Silent members must not be removed then. If all members
+        were silent for the whole time-out, the method also ends the run.
         """
         members = self.members
         quiet = now - max((member.seen for member in members), default=now)

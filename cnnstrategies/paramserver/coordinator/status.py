@@ -79,7 +79,7 @@ def _run(
 
 
 def _place(settings: CoordinatorSettings, roster: Roster, goes_on: bool) -> dict[str, object]:
-    """Return the reply to the question for a free worker id for a joiner.
+    """Return the reply to a joiner that asks for a free worker id.
 
     The id is not reserved, so two joiners that ask at the same time may get the same id.
     """
@@ -103,7 +103,7 @@ def figures_of(message: Message) -> Mapping[str, float] | None:
     | sent      | number of bytes sent since the member's start                                                   |
     | received  | number of bytes received since the member's start                                               |
     | waited    | seconds that a worker has waited for the servers since its start                                |
-    | staleness | sum over a worker's steps: updates by others after the worker's pull and before its own update  |
+    | staleness | number of other workers' updates between a worker's pull and its push, summed over its steps    |
     | pushed    | number of the run's steps that a worker has pushed                                              |
     | needs     | number of the run's steps that all other workers must push before this worker can go on         |
 

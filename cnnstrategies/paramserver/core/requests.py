@@ -84,7 +84,7 @@ class Asking:
         return [Send(self.peer, message), Timer(TIMER, now + self._interval)]
 
     def on_reply(self, now: float, message: Message) -> tuple[Request | None, Effects]:
-        """Act on a reply. Return the request that the reply ends, or None, and the effects."""
+        """Act on a reply. Return the request to which it is the reply (None if the request is over) and the effects."""
         if message.kind == UNKNOWN:
             requested = [self.open[number].message for number in message.integers("ids") if number in self.open]
             return None, [Send(self.peer, request_message) for request_message in requested]

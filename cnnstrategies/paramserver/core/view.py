@@ -1,4 +1,4 @@
-"""Membership: numbered views, the interface through which a process gets them, and errors that end its work."""
+"""Membership: numbered views, the interface through which processes get views, and the errors that end a process."""
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass

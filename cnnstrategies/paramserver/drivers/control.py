@@ -1,12 +1,13 @@
-"""The driver of the control plane's roles, and their messages on the wire, which are few and small.
+"""Driver and wire format of the control plane: the messages between the coordinator and the other processes of a run.
 
 A message is one frame: a tag with the version, a proof, the length of a JSON array, the array, and the buffers one
-after the other. The array contains the kind, the sender, the request's number, the buffers' lengths and the fields. A
-receiver checks each message and drops those that do not have this form.
+after the other. The array contains the kind, the sender, the request's id, the buffers' lengths and the fields. A
+receiver checks each message, and drops messages of any other form.
 
-Every process of a run has the run's keys, which are the coordinator's, and makes a pair of its own with which it
-connects. Each message proves that its sender has the run's keys. The process's own key proves who the sender is: the
-coordinator knows each process by the fingerprint of its key, and no other process has that key.
+All processes of a run have the run's key pair, which is also the coordinator's. In addition, each process creates its
+own key pair, and uses it for its connection. The proof in a message shows that the sender has the run's keys. The
+process's own key identifies the sender: the coordinator knows the fingerprint of each process's public key, and only
+that process has the secret key.
 """
 
 import contextlib
@@ -38,17 +39,21 @@ from cnnstrategies.paramserver.security import PROOF_BYTES, KeyPair, fingerprint
 
 TAG = b"CNNPS4"
 MAX_HEADER = 1 << 20
-LARGEST_MESSAGE = 1 << 30  # bytes; libzmq drops a connection that announces more, before it allocates memory
+LARGEST_MESSAGE = 1 << 30  # bytes; libzmq closes a connection that announces a larger message
 RECONNECT_MS = 20
 ROLES = ("worker", "server", "supervision", "coordinator", "watcher")
-DESK = Peer("coordinator", 0)  # sender of the coordinator's messages
+COORDINATOR = Peer("coordinator", 0)  # sender of the coordinator's messages
 _START = struct.Struct(f"<{len(TAG)}s{PROOF_BYTES}sI")
 
 
 def encode(sender: Peer, message: Message, proof: bytes = b"") -> bytes:
-    """Return a message as a frame.
+    """Encode a message as a frame.
 
-    The coordinator's messages are without a proof: every process that connects knows its key.
+    Args:
+        sender: The process that sends the message.
+        message: The message.
+        proof: Proof that the sender has the run's keys. The coordinator's messages need no proof, because the
+            connection's encryption already authenticates the coordinator.
     """
     envelope = [message.kind, sender, message.request, [len(buffer) for buffer in message.frames], message.fields]
     text = json.dumps(envelope, separators=(",", ":")).encode()
@@ -56,66 +61,67 @@ def encode(sender: Peer, message: Message, proof: bytes = b"") -> bytes:
 
 
 def parse(frame: bytes | memoryview) -> tuple[Peer, Message]:
-    """Return the sender and the message in a frame.
+    """Decode a frame into its sender and its message. The sender is not authenticated; see :func:`parse_checked`.
 
     Raises:
-        ControlError: The frame is not a message.
+        ControlError: The frame is not a valid message.
     """
     if len(frame) < _START.size:
-        raise ControlError("not a message: it is too short")
+        raise ControlError("the frame is too short for a message")
     tag, _, length = _START.unpack_from(frame)
     rest = frame[_START.size :]
     if tag != TAG or length > min(len(rest), MAX_HEADER):
-        raise ControlError("not a message of this version")
+        raise ControlError("the frame is not a message of this version")
     try:
         kind, sender, request, sizes, fields = json.loads(bytes(rest[:length]))
     except (ValueError, TypeError, RecursionError) as error:
         raise ControlError(str(error)) from error
     if not isinstance(kind, str) or not isinstance(fields, dict):
-        raise ControlError("a message without kind or fields")
+        raise ControlError("the message has no kind or no fields")
     if not isinstance(sender, list) or len(sender) != 4 or sender[0] not in ROLES:
         raise ControlError(f"{kind}: the sender is missing or has an unknown role")
     if any(type(number) is not int or not 0 <= number < 1 << SECRET_BITS for number in sender[1:]):
-        raise ControlError(f"{kind}: a sender without numbers")
+        raise ControlError(f"{kind}: the sender's numbers are missing or out of range")
     if type(request) is not int or not 0 <= request < INTEGER_LIMIT:
-        raise ControlError(f"{kind}: request={request!r} is not a number")
+        raise ControlError(f"{kind}: request={request!r} is not an integer from 0 to 2^63 - 1")
     if not isinstance(sizes, list) or any(type(size) is not int or size < 0 for size in sizes):
-        raise ControlError(f"{kind}: buffers without lengths")
+        raise ControlError(f"{kind}: the buffers' lengths are missing or not valid")
     *starts, end = itertools.accumulate(sizes, initial=length)
     if end != len(rest):
-        raise ControlError(f"{kind}: the buffers have other lengths than announced")
+        raise ControlError(f"{kind}: the announced lengths of the buffers do not add up to the frame's length")
     buffers = [bytes(rest[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
     return Peer(*sender), Message(kind, fields, buffers, request)
 
 
 def parse_checked(frame: bytes | memoryview, key: str, run: KeyPair) -> tuple[Peer, Message]:
-    """Return the sender and the message in a frame, if the connection's key belongs to that sender and to this run.
+    """Decode a frame into its sender and its message, and authenticate the sender.
 
     Args:
         frame: The frame.
-        key: Public key with which the sender has connected.
+        key: Public key of the connection over which the frame arrived.
         run: The run's keys.
 
     Raises:
-        ControlError: The frame is not a message, or not one of this run, or of another sender than it says.
+        ControlError: The frame is not a valid message, or the sender does not have the run's keys, or the connection
+            belongs to a different process than the sender in the message.
     """
     start = len(TAG)
     if not hmac.compare_digest(bytes(frame[start : start + PROOF_BYTES]), prove(run, key)):
         raise ControlError("the sender does not have the run's keys")
     sender, message = parse(frame)
     if sender.process != fingerprint(key) or message.fields.get("public_key", key) != key:
-        raise ControlError(f"{message.kind}: the connection's key is not the sender's")
+        raise ControlError(f"{message.kind}: the connection's key does not belong to the sender")
     return sender, message
 
 
 class Line:
-    """A process's connection to the coordinator. Used by one thread.
+    """A process's connection to the coordinator. Only one thread may use it.
 
     Args:
         address: Address of the coordinator, and the time-out.
         peer: This process.
-        keys: The process's own keys; None without encryption.
-        run_keys: The run's keys; None without encryption.
+        keys: This process's own key pair; None without encryption.
+        run_keys: The run's key pair; None without encryption.
     """
 
     def __init__(self, address: Address, peer: Peer, keys: KeyPair | None, run_keys: KeyPair | None) -> None:
@@ -133,15 +139,15 @@ class Line:
         self._socket.connect(address.coordinator)
 
     def send(self, message: Message) -> None:
-        """Send a message, which leaves as soon as the connection is made."""
+        """Send a message. If the connection is not established yet, the message is sent as soon as it is."""
         sockets.send(self._socket, encode(self._peer, message, self._proof))
 
     def receive(self, seconds: float, wake: int | None = None) -> list[tuple[Peer, Message]]:
-        """Return the messages that have arrived; frames that are not messages are dropped.
+        """Return the messages that have arrived, with their senders. Frames that are not valid messages are dropped.
 
         Args:
             seconds: Longest time to wait for the first message.
-            wake: A file descriptor that ends the wait when it is readable.
+            wake: File descriptor that ends the wait when it becomes readable; None for no file descriptor.
         """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -155,7 +161,7 @@ class Line:
         return received
 
     def close(self) -> None:
-        """Close the connection; the last messages have a moment to leave."""
+        """Close the connection. Messages that are not sent yet get another 0.2 s."""
         self._socket.close()
         self._context.term()
 
@@ -167,12 +173,14 @@ class Line:
 
 
 class Loop:
-    """A role with its timers. Used by one thread.
+    """Driver of one role: it passes messages and expired timers to the role, and carries out the role's effects.
+
+    Only one thread may use it.
 
     Args:
         role: The role.
-        send: Sends a message to a peer; must not block.
-        on_return: Called with the results that the role returns.
+        send: Function that sends a message to a peer; it must not block.
+        on_return: Called with each result that the role returns.
         on_end: Called when the role ends.
     """
 
@@ -194,33 +202,33 @@ class Loop:
         self.act(self.role.start(time.monotonic()))
 
     def message(self, sender: Peer, message: Message) -> None:
-        """Hand a message to the role.
+        """Pass a message to the role, and carry out its effects.
 
         Raises:
-            ControlError: The message is not valid. Any other error is a mistake in the role itself.
+            ControlError: The message is not valid. Any other exception is a bug in the role.
         """
         self.act(self.role.on_message(time.monotonic(), sender, message))
 
     def hear(self, received: Iterable[tuple[Peer, Message]]) -> None:
-        """Hand messages to the role, and call it for its timers; messages that are not valid are dropped."""
+        """Pass messages and all expired timers to the role. Messages that are not valid are dropped."""
         for sender, message in received:
             with contextlib.suppress(ControlError):
                 self.message(sender, message)
         self.fire()
 
     def fire(self) -> None:
-        """Call the role for the timers that have expired."""
+        """Pass all expired timers to the role."""
         now = time.monotonic()
         for name in [name for name, at in self._timers.items() if at <= now]:
             del self._timers[name]
             self.act(self.role.on_timer(now, name))
 
     def until_next(self, most: float) -> float:
-        """Return the seconds until the next timer, but `most` at most."""
+        """Return the seconds until the next timer expires, limited to `most`."""
         return max(0.0, min(min(self._timers.values(), default=float("inf")) - time.monotonic(), most))
 
     def act(self, effects: Effects) -> None:
-        """Carry out the role's effects."""
+        """Carry out effects that the role has returned."""
         for effect in effects:
             match effect:
                 case Send():

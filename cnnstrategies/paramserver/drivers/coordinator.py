@@ -1,4 +1,4 @@
-"""The coordinator's process: its socket, and the file of its journal."""
+"""The coordinator's socket and journal file, and the loop that serves them."""
 
 import os
 import socket
@@ -15,33 +15,32 @@ from cnnstrategies.paramserver.coordinator.journal import Journaled, JournalStor
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.status import WATCHER
 from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
-from cnnstrategies.paramserver.drivers.control import DESK, LARGEST_MESSAGE, Loop, encode, parse, parse_checked
+from cnnstrategies.paramserver.drivers.control import COORDINATOR, LARGEST_MESSAGE, Loop, encode, parse, parse_checked
 from cnnstrategies.paramserver.drivers.sockets import allow_files, key_of, secure, take
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 
-BIND_SECONDS = 60.0  # time for the coordinator of an earlier session to free the endpoint
-LONGEST_WAIT = 0.1  # seconds between two checks whether the process that started this one is alive
-AT_ONCE = 200  # messages between two checks of the timers
+BIND_SECONDS = 60.0  # time for which binding is retried while an earlier session's coordinator uses the endpoint
+LONGEST_WAIT = 0.1  # longest time in seconds between two checks whether the parent process is alive
+AT_ONCE = 200  # largest number of messages between two checks of the timers
 
 
 class CoordinatorService:
     """Driver of the role :class:`~cnnstrategies.paramserver.coordinator.coordinator.Coordinator`, with a ROUTER socket.
 
     Args:
-        settings: Numbers of processes, time-outs and the endpoint.
-        keys: The run's CURVE keys; only processes that also have them can register. None for no encryption.
-        journal: Storage for the calls that the role receives; None if the coordinator is not started again when it is
-            killed.
-        follows: Whether this coordinator continues the journal of one that was killed.
+        settings: Settings of the coordinator, such as the numbers of workers and servers, time-outs and the endpoint.
+        keys: The run's CURVE keys; only processes with these keys can register. None for no encryption.
+        journal: Storage of the role's journal; None if a killed coordinator is not replaced.
+        follows: Whether this coordinator replaces a killed coordinator, and continues its journal.
 
     Attributes:
-        endpoint: Endpoint at which the socket is bound, with the real port.
-        dropped: Number of messages that were dropped because they were not valid.
-        routes: Route of each process that has sent a message.
-        loop: The role with its timers.
+        endpoint: Endpoint to which the socket is bound, with the actual port.
+        dropped: Number of messages dropped because they were not valid.
+        routes: By process, the route to it. The mapping contains all processes that have sent a message.
+        loop: Driver of the role's messages and timers.
 
     Raises:
-        ConfigurationError: The process may not open as many files as there are connections.
+        ConfigurationError: The limit on open files is too low for the number of connections.
     """
 
     def __init__(
@@ -59,8 +58,8 @@ class CoordinatorService:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         secure(self._socket, keys)
-        # Any process that knows the run's public key may connect; each message proves more. The gatekeeper is needed
-        # because libzmq reports a connection's key only if there is one.
+        # The gatekeeper admits every key, because each message contains a proof that its sender has the run's keys. It
+        # is needed because libzmq reports a connection's key only if a gatekeeper has admitted the key.
         self._gatekeeper = None if keys is None else Gatekeeper(self._context, lambda key: True)
         role = Coordinator(settings)
         self._bind(settings, BIND_SECONDS if settings.session or follows else 0.0)
@@ -73,15 +72,15 @@ class CoordinatorService:
         self.loop.start()
 
     def _bind(self, settings: CoordinatorSettings, seconds: float) -> None:
-        """Bind the socket, and retry for some seconds.
+        """Bind the socket; if the endpoint is in use, retry for some seconds.
 
-        The coordinator of an earlier session frees the endpoint when the first worker of this session connects to it.
+        An earlier session's coordinator closes its socket when a worker of this session connects to that coordinator.
         """
         deadline = time.monotonic() + seconds
         while True:
             try:
                 if _is_listened_at(settings.endpoint):
-                    raise zmq.ZMQError(zmq.EADDRINUSE)  # It belongs to another run; libzmq would take it over.
+                    raise zmq.ZMQError(zmq.EADDRINUSE)  # libzmq itself would take over the other process's endpoint.
                 self._socket.bind(settings.endpoint)
                 return
             except zmq.ZMQError as error:
@@ -90,10 +89,13 @@ class CoordinatorService:
             time.sleep(LONGEST_WAIT)
 
     def run(self, orphaned: Callable[[], bool] = lambda: False) -> None:
-        """Serve until the role ends, or until `orphaned`, which is called several times a second, returns True.
+        """Serve until the role ends.
 
-        An error in the coordinator ends it. All processes that have sent a message are told, so that they need not wait
-        for the time-out.
+        If the coordinator fails with an exception, it reports the exception to all processes that have sent a message,
+        so that they end at once and not after the time-out.
+
+        Args:
+            orphaned: Function that is called several times a second; serving also ends when it returns True.
         """
         try:
             self._serve(orphaned)
@@ -122,28 +124,28 @@ class CoordinatorService:
             self.loop.fire()
 
     def _handle(self, route: bytes, frame: zmq.Frame) -> None:
-        """Act on one message; a message that is not valid, or not of its sender, is counted and dropped."""
+        """Handle one message. A message that is not valid, or fails authentication, is dropped and counted."""
         try:
             if self._keys is None:
                 sender, message = parse(frame.buffer)
             else:
                 sender, message = parse_checked(frame.buffer, key_of(frame), self._keys)
-            self.routes[sender] = route  # The route changes when a connection is made again.
+            self.routes[sender] = route  # A new connection of the same process has a new route.
             try:
                 self.loop.message(sender, message)
             finally:
                 if sender.role == WATCHER:
-                    del self.routes[sender]  # Nothing is kept for a watcher.
+                    del self.routes[sender]  # A watcher gets only this reply, and its route is not needed afterwards.
         except ControlError:
             self.dropped += 1
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Send a message to a process that has sent one before; for other processes nothing happens."""
+        """Send a message to a process. Nothing is sent to a process that has not sent a message before."""
         route = self.routes.get(peer)
         if route is None:
             return
         if self._encoded[0] is not message:
-            self._encoded = message, encode(DESK, message)  # A view is sent to all processes, but encoded only once.
+            self._encoded = message, encode(COORDINATOR, message)  # A view is encoded once and sent to all processes.
         self._socket.send_multipart([route, self._encoded[1]], copy=False)
 
     def _end(self, end: End) -> None:
@@ -164,7 +166,10 @@ class CoordinatorService:
 
 
 def _is_listened_at(endpoint: str) -> bool:
-    """Return whether a process listens at an ipc endpoint; a killed process leaves only the file."""
+    """Return whether a process listens on an ``ipc://`` endpoint; always False for other endpoints.
+
+    The existence of the socket's file is not enough: a killed process leaves the file behind.
+    """
     if not endpoint.startswith("ipc://"):
         return False
     with socket.socket(socket.AF_UNIX) as probe:
@@ -178,8 +183,12 @@ def _is_listened_at(endpoint: str) -> bool:
 class JournalFile:
     """A :class:`~cnnstrategies.paramserver.coordinator.journal.JournalStore` in a file.
 
-    If the file cannot be written, for example because the disk is full, the run goes on: the file is removed, with a
-    message. A coordinator that is killed cannot be replaced then, until the whole journal can be written again.
+    If the file cannot be written, for example because the disk is full, the run continues without a journal: the file
+    is removed, and a warning is printed to stderr. A killed coordinator cannot be replaced until :meth:`replace`
+    succeeds.
+
+    Args:
+        path: Path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -187,11 +196,11 @@ class JournalFile:
         self._file = -1
 
     def read(self) -> bytes:
-        """Return the whole contents."""
+        """Return the contents of the file."""
         return self._path.read_bytes()
 
     def append(self, record: bytes) -> None:
-        """Append a record; nothing happens if the file was removed."""
+        """Append a record to the file. Nothing happens if the file was removed after a failed write."""
         if self._file < 0:
             return
         try:
@@ -200,7 +209,7 @@ class JournalFile:
             self._remove(error)
 
     def replace(self, contents: bytes) -> None:
-        """Replace the contents: they are written to a new file, which replaces the old one when it is complete."""
+        """Replace the contents of the file atomically: a new file is written completely, then renamed."""
         new = self._path.with_suffix(".new")
         self._close()
         try:
@@ -218,7 +227,7 @@ class JournalFile:
     def _remove(self, error: OSError) -> None:
         self._close()
         self._path.unlink(missing_ok=True)
-        text = f"the coordinator's journal {self._path} cannot be written ({error.strerror}): free some space"
+        text = f"the coordinator's journal {self._path} cannot be written ({error.strerror}): free disk space"
         print(f"{text}, otherwise the run ends if the coordinator is killed", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The sockets of a worker."""
+"""A worker's sockets: one connection to each server."""
 
 import time
 from collections import deque
@@ -26,7 +26,14 @@ POLL_SECONDS = 0.05
 
 
 class ServerLink(NamedTuple):
-    """A connection to one server: a socket with what sends and receives over it."""
+    """A worker's connection to one server.
+
+    Attributes:
+        info: Id, endpoint and key of the server.
+        socket: The socket.
+        bundle: Sender of messages over the socket.
+        inbox: Receiver of messages over the socket.
+    """
 
     info: ServerInfo
     socket: Socket
@@ -35,15 +42,15 @@ class ServerLink(NamedTuple):
 
 
 class Links:
-    """A worker's connections to all servers. Only :meth:`receive` blocks, for a short time.
+    """A worker's connections to all servers. Only :meth:`receive` may block, and only for the time passed to it.
 
     Args:
         specification: The run's specification.
         slices: All slices.
         views: Source of the membership's views.
-        heard: Called with the time, the server and the header of each message that arrives; returns whether the message
-            is new. Other messages are dropped.
-        keys: CURVE keys; None for no encryption.
+        heard: Called for each message that arrives, with the time, the server's id and the header. It returns whether
+            the message is new; messages that are not new are dropped.
+        keys: CURVE keys of this process; None for no encryption.
     """
 
     def __init__(
@@ -68,14 +75,14 @@ class Links:
         self._may_have_new_view = True
 
     def new_view(self) -> View | None:
-        """Return the newest view; None if no view has come since the last call."""
+        """Return the newest view; None if no view has arrived since the last call."""
         if not self._may_have_new_view:
             return None
         self._may_have_new_view = False
         return self._views.current()
 
     def connect(self, view: View) -> None:
-        """Connect to the servers of a view, and close the connections to others."""
+        """Connect to the servers of a view, and close the connections to servers that are not in it."""
         infos = {server.id: server for server in view.servers}
         for server, link in list(self._links.items()):
             if infos.get(server) != link.info:
@@ -104,7 +111,11 @@ class Links:
             self._links[to].bundle.send(header, payload, wait)
 
     def receive(self, seconds: float) -> Iterator[tuple[int, Header, memoryview]]:
-        """Yield the messages that have arrived; wait some seconds at most for the first one."""
+        """Yield the messages that have arrived, each with the server's id, its header and its payload.
+
+        Args:
+            seconds: Longest time to wait for the first message.
+        """
         if not self._arrived:
             for link in self._links.values():
                 link.bundle.flush()
@@ -116,12 +127,15 @@ class Links:
         yield from self.arrived()
 
     def arrived(self) -> Iterator[tuple[int, Header, memoryview]]:
-        """Yield the messages that were read already; those that the caller does not take are kept for the next call."""
+        """Yield the messages that were already read from the sockets.
+
+        If the caller stops early, the next call yields the remaining messages.
+        """
         while self._arrived:
             yield self._arrived.popleft()
 
     def _read(self, server: int, inbox: Inbox) -> None:
-        """Read all messages of a server that have arrived."""
+        """Read all messages that have arrived from a server, and keep the valid new ones."""
         while True:
             try:
                 messages = inbox.receive()

@@ -1,4 +1,4 @@
-"""A server's process: its sockets, and the check of the processes that connect."""
+"""A server's sockets and main loop, and the check of the keys with which processes connect."""
 
 import contextlib
 import logging
@@ -43,34 +43,35 @@ from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.runtime.allocation import keep_freed_memory
 
 _LOG = logging.getLogger(__name__)
-MESSAGES_AT_ONCE = 32  # messages between two checks for new views and waiting work
-WORK_SECONDS = 0.002  # seconds of work on slices between two checks for messages
+MESSAGES_AT_ONCE = 32  # number of messages between two checks for new views and unfinished work
+WORK_SECONDS = 0.002  # time spent updating slices between two checks for messages
 
 
 class ServerService:
     """Driver of the role :class:`~cnnstrategies.paramserver.server.server.Server`, with a ROUTER socket.
 
-    The service is single-threaded and should have a process of its own; libzmq's threads move the bytes.
+    The service is single-threaded, except for libzmq's threads, which send and receive bytes. Run it in a process of
+    its own.
 
     Args:
         specification: The run's specification, the same in all processes.
         views: Source of the membership's views; the server waits for the first view that contains it.
-        id: This server's id, 0 to `specification.servers` - 1.
-        endpoint: Endpoint to bind: ``ipc://path`` or ``tcp://address:port``, port ``*`` for any free one; or a
-            :class:`~cnnstrategies.paramserver.drivers.sockets.Listener` that was made before the specification was
-            known.
+        id: This server's id, from 0 to `specification.servers` - 1.
+        endpoint: Endpoint to bind: ``ipc://path`` or ``tcp://address:port``, with ``*`` as the port for any free port.
+            Or a :class:`~cnnstrategies.paramserver.drivers.sockets.Listener`, which can be created before the
+            specification is known.
         keys: CURVE keys; None for no encryption.
-        insecure: Allow `keys` None on an endpoint that other machines reach.
+        insecure: Allow an endpoint without encryption that other machines can reach.
 
     Attributes:
         role: The role.
-        bounds: Limits on the messages that the server accepts.
-        endpoint: Endpoint at which the socket is bound, with the real port. It is known before :meth:`run`: bind,
-            register the endpoint with the coordinator, then run.
+        bounds: Limits of the messages that the server accepts.
+        endpoint: Endpoint to which the socket is bound, with the actual port. It is known before :meth:`run` is called,
+            so that the caller can register it with the coordinator first.
 
     Raises:
-        ConfigurationError: The endpoint is open to other machines without encryption, or the process may not open as
-            many files as there are connections.
+        ConfigurationError: Other machines can reach the endpoint without encryption, or the limit on open files is too
+            low for the number of connections.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class ServerService:
         """Serve until :meth:`stop` is called.
 
         Raises:
-            RunEnded: The run is over, cleanly or not, or a view does not contain this server.
+            RunEnded: The run has ended or failed, or a new view no longer contains this server.
         """
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
@@ -121,7 +122,7 @@ class ServerService:
         try:
             while not self._stopping.is_set():
                 ready = dict(poller.poll(0 if role.busy else int(1000 * PING_SECONDS)))
-                # New views come first: messages of members that only a newer view contains would be dropped.
+                # Handle new views first, because messages are dropped if the current view does not contain the sender.
                 if descriptor in ready:
                     self._follow(self._views.current())
                 if self._gatekeeper is not None and self._gatekeeper.socket in ready:
@@ -140,13 +141,16 @@ class ServerService:
             self._close()
 
     def stop(self) -> None:
-        """Have :meth:`run` return soon. A signal handler or another thread may call this method."""
+        """Make :meth:`run` return soon. This method may be called from a signal handler or another thread."""
         self._stopping.set()
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
     def figures(self) -> dict[str, float]:
-        """Return the number of updates, and the bytes sent and received. Any thread may call this method."""
+        """Return the server's counters by the names that the coordinator uses: steps, and bytes sent and received.
+
+        Any thread may call this method.
+        """
         return {"step": self.role.mode.finished, "sent": self._sent, "received": self._received}
 
     def _close(self) -> None:
@@ -162,7 +166,10 @@ class ServerService:
     # Membership
 
     def _admitted(self, key: str) -> bool:
-        """Return whether a key belongs to a member of the newest view: new members connect at once."""
+        """Return whether a key belongs to a member.
+
+        The newest view is fetched first, so that a new member can connect before the main loop handles the view.
+        """
         self._follow(self._views.current())
         return self.role.admits(key)
 
@@ -174,7 +181,7 @@ class ServerService:
         self.act(effects)
 
     def _connect(self) -> None:
-        """Connect to the other servers of the view, and disconnect from those that are gone or replaced."""
+        """Connect to the other servers of the current view, and disconnect from servers that left or were replaced."""
         infos = {server.id: server for server in self.role.view.servers if server.id != self.role.id}
         for server, (info, dealer) in list(self._dealers.items()):
             if infos.get(server) != info:
@@ -213,7 +220,7 @@ class ServerService:
             self.act(effects)
 
     def act(self, effects: Effects) -> None:
-        """Carry out the role's effects, in the thread that runs the service."""
+        """Carry out effects that the role has returned. Only the thread that runs the service may call this method."""
         for effect in effects:
             if isinstance(effect, Parcel):
                 to, header, payload, wait = effect
@@ -228,8 +235,8 @@ class ServerService:
                 _LOG.warning("%s", effect.text)
 
     def _bundle_for(self, to: int | bytes) -> Bundle:
-        """Return the bundle of a worker's new route, and forget the bundles of earlier routes."""
-        assert isinstance(to, bytes), "servers of the view are connected"
+        """Create the bundle for a worker's new route, and remove the bundles of routes that are no longer in use."""
+        assert isinstance(to, bytes), "all servers of the view are connected"
         routes = set(self.role.routes.values())
         self._bundles = {
             known: bundle for known, bundle in self._bundles.items() if isinstance(known, int) or known in routes

@@ -1,6 +1,6 @@
-"""Sockets of the data plane: a server's ROUTER, a worker's DEALERs, and sends without copies.
+"""Sockets of the data plane: a server's ROUTER, a worker's DEALERs, and sending large payloads without copying them.
 
-The module also checks the system's limits on what sockets need: files (each connection is one) and threads.
+The module also checks the operating system's limits on open files (each connection needs a file) and on threads.
 """
 
 import resource
@@ -18,20 +18,20 @@ from cnnstrategies.paramserver.security import ZAP_DOMAIN, KeyPair, check_endpoi
 
 
 class Listener:
-    """A bound and listening socket, for a server whose specification is not known yet.
+    """A bound, listening socket that a server takes over later, when it knows the specification.
 
-    Connections wait in the kernel until the server takes the socket over.
+    Until then, the kernel queues the connections.
 
     Args:
-        endpoint: ``ipc://path`` or ``tcp://address:port``; port ``*`` stands for any free one.
+        endpoint: ``ipc://path`` or ``tcp://address:port``, with ``*`` as the port for any free port.
         encrypted: Whether the server will use encryption.
-        insecure: Allow an endpoint that other machines reach without encryption.
+        insecure: Allow an endpoint without encryption that other machines can reach.
 
     Attributes:
-        endpoint: The endpoint, with the real port.
+        endpoint: The endpoint, with the actual port.
 
     Raises:
-        ConfigurationError: The endpoint is not valid, or open to other machines without encryption.
+        ConfigurationError: The endpoint is not valid, or other machines can reach it without encryption.
         OSError: The endpoint cannot be bound.
     """
 
@@ -39,7 +39,7 @@ class Listener:
         check_endpoint(endpoint, encrypted, insecure)
         if endpoint.startswith("ipc://"):
             path = endpoint.removeprefix("ipc://")
-            Path(path).unlink(missing_ok=True)  # left by a process that was killed
+            Path(path).unlink(missing_ok=True)  # A process that was killed leaves its file behind.
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket.bind(path)
             self._socket.listen(128)
@@ -50,11 +50,11 @@ class Listener:
             self.endpoint = f"tcp://{host}:{self._socket.getsockname()[1]}"
 
     def detach(self) -> int:
-        """Return the listening socket's file descriptor, which belongs to the caller from now on."""
+        """Return the listening socket's file descriptor. The caller owns the descriptor and must close it."""
         return self._socket.detach()
 
     def close(self) -> None:
-        """Stop listening, unless detached, and remove the file."""
+        """Close the socket, unless it was detached, and remove the file of an ``ipc://`` endpoint."""
         self._socket.close()
         if self.endpoint.startswith("ipc://"):
             Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -63,36 +63,36 @@ class Listener:
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 
-# Unread messages that a server keeps for each connection; further messages wait at the sender.
+# Limit on the unread messages of each connection in a server; more messages stay in the sender's queue.
 WAITING_MESSAGES = 64
-LINGER_MS = 500
-# Time until a member that a server does not know yet tries to connect again. It must also suffice for a handshake over
-# links with a delay of a second.
+LINGER_MS = 500  # time for which a closed socket still sends its last messages
+# Time-out of the handshake, after which the connection is tried again. A new member is refused until the server knows
+# it, so the time-out should be short; but a handshake over connections with a latency of one second must fit.
 KNOCK_MS = 3000
-# Small payloads wait for each other until they are as many or as large as this.
+# Largest number of small messages that are sent in one frame, and the number of payload bytes that completes a frame.
 MOST_TOGETHER, BUNDLE_BYTES = 32, 1 << 19
-MOST_OPEN = 1 << 12  # most headers that wait for their payloads, including those of connections that have ended
-SLOWEST = 1_250_000  # least speed of a connection, in bytes per second: 10 Mbit/s
-IO_THREADS = 2  # of libzmq in each process: two connections can be served at the same time
-THREADS = 8  # approximate number in a process: its own, libzmq's and torch's
-OWN_FILES = 256  # of a process besides its connections: its program, its data, and libzmq's files
+MOST_OPEN = 1 << 12  # largest number of headers kept while their payloads are missing, also of closed connections
+SLOWEST = 1_250_000  # lowest supported speed of a connection, in bytes per second: 10 Mbit/s
+IO_THREADS = 2  # number of libzmq's I/O threads in each process
+THREADS = 8  # approximate number of threads in a process, including libzmq's and torch's
+OWN_FILES = 256  # estimate of the files that a process opens in addition to its connections
 
 
 def server_socket(context: Context, listener: Listener, keys: KeyPair | None, largest: int) -> Socket:
-    """Return a ROUTER that takes over a listener's socket.
+    """Create a server's ROUTER from the socket of a listener.
 
     Args:
         context: libzmq's context.
-        listener: The bound and listening socket.
-        keys: CURVE keys; None for no encryption.
-        largest: Bytes of the largest frame. A peer that announces more is disconnected before memory is allocated.
+        listener: The bound, listening socket; the ROUTER takes it over.
+        keys: CURVE keys of this process; None for no encryption.
+        largest: Size of the largest frame, in bytes. libzmq disconnects a peer that announces a larger frame.
     """
     router: Socket = context.socket(zmq.ROUTER)
     router.copy_threshold = SMALL_BYTES
     router.linger = LINGER_MS
     router.setsockopt(zmq.MAXMSGSIZE, largest)
     router.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
-    router.setsockopt(zmq.SNDHWM, 0)  # With a limit, a ROUTER would drop messages above it.
+    router.setsockopt(zmq.SNDHWM, 0)  # no limit: a ROUTER would drop messages above the limit
     secure(router, keys)
     router.setsockopt(zmq.USE_FD, listener.detach())
     router.bind(listener.endpoint)
@@ -100,14 +100,14 @@ def server_socket(context: Context, listener: Listener, keys: KeyPair | None, la
 
 
 def client_socket(context: Context, server: ServerInfo, keys: KeyPair | None, largest: int, patience: float) -> Socket:
-    """Return a DEALER that is connected to a server.
+    """Create a DEALER, and connect it to a server.
 
     Args:
         context: libzmq's context.
         server: The server.
-        keys: CURVE keys; None for no encryption.
-        largest: Bytes of the largest frame.
-        patience: Seconds of silence that count as a failure.
+        keys: CURVE keys of this process; None for no encryption.
+        largest: Size of the largest frame, in bytes.
+        patience: Silence of the server, in seconds, that counts as a failure.
     """
     dealer: Socket = context.socket(zmq.DEALER)
     dealer.copy_threshold = SMALL_BYTES
@@ -124,12 +124,12 @@ def client_socket(context: Context, server: ServerInfo, keys: KeyPair | None, la
 
 
 def secure(socket: Socket, keys: KeyPair | None, server: str = "") -> None:
-    """Set up the encryption of a socket; without keys, nothing is encrypted.
+    """Set a socket's encryption options. Call this before the socket is connected or bound.
 
     Args:
-        socket: The socket, not connected or bound yet.
+        socket: The socket.
         keys: CURVE keys of this process; None for no encryption.
-        server: Public key of the server to connect to; empty if this process is the server.
+        server: Public key of the server to connect to; an empty string if this process is the server.
     """
     if not server:
         socket.zap_domain = ZAP_DOMAIN
@@ -143,16 +143,17 @@ def secure(socket: Socket, keys: KeyPair | None, server: str = "") -> None:
 
 
 def notice_silence(socket: Socket, seconds: float, largest: int = 0) -> None:
-    """Have libzmq renew a connection that is silent, or that is not established.
+    """Make libzmq reconnect when the other end is silent, or does not complete the handshake.
 
-    libzmq renews a connection whose stream has ended or broken. But if a length was corrupted on its way, the other end
-    waits for bytes that were never sent, and only a heartbeat without an answer shows the fault. That takes at most 5/8
-    of the given seconds. A frame is seen only when it is complete, so that the largest frame may need more time.
+    libzmq itself reconnects only when the TCP connection is closed or broken. If the network corrupts a frame's length,
+    the receiver waits for bytes that were never sent; only an unanswered heartbeat reveals this. libzmq then reconnects
+    within 5/8 of `seconds`. libzmq notices a frame only when it is complete, so the heartbeat's time-out is longer if
+    the largest frame needs more time than that.
 
     Args:
-        socket: The socket, not connected yet.
-        seconds: Seconds of silence that count as a failure.
-        largest: Bytes of the largest frame.
+        socket: The socket, which is not connected yet.
+        seconds: Silence of the other end, in seconds, that counts as a failure.
+        largest: Size of the largest frame, in bytes.
     """
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(125 * seconds))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(max(500 * seconds, 1000 * largest / SLOWEST)))
@@ -160,9 +161,10 @@ def notice_silence(socket: Socket, seconds: float, largest: int = 0) -> None:
 
 
 def send(socket: Socket, frame: Any) -> None:
-    """Send a frame without waiting, over a new connection if libzmq has given up the last one.
+    """Send a frame without waiting.
 
-    libzmq gives up a connection when a byte was corrupted on its way, and never connects again by itself.
+    libzmq closes a connection for good when the network has corrupted a byte. If that has happened, this function
+    connects again and sends the frame over the new connection.
     """
     try:
         socket.send(frame, zmq.NOBLOCK, copy=False)
@@ -172,7 +174,7 @@ def send(socket: Socket, frame: Any) -> None:
 
 
 def reconnect(socket: Socket) -> None:
-    """Renew a socket's only connection; messages that are on their way are lost."""
+    """Close a socket's only connection, and connect again. Messages that are not delivered yet are lost."""
     endpoint = socket.get_string(zmq.LAST_ENDPOINT)
     linger, socket.linger = socket.linger, 0
     socket.disconnect(endpoint)
@@ -181,24 +183,28 @@ def reconnect(socket: Socket) -> None:
 
 
 def largest_frame(payload: int) -> int:
-    """Return the bytes of the largest frame that a :class:`Bundle` sends, from those of the largest payload."""
+    """Return the size in bytes of the largest frame that a :class:`Bundle` sends.
+
+    Args:
+        payload: Size of the largest payload, in bytes.
+    """
     return max(payload, BUNDLE_BYTES + SMALL_BYTES + (MOST_TOGETHER + 1) * HEADER_BYTES)
 
 
 class Bundle:
-    """Messages to one peer; small messages may wait for each other and are then sent together.
+    """Sender of messages to one peer, which puts several small messages into one frame.
 
-    Most parameters of a CNN are small, and each single message wakes a thread at both ends. Every libzmq message has
-    only one frame: libzmq aborts the process if a connection breaks within a message of several frames at the moment
-    when its socket is closed. A large payload is not copied, and follows the frame with its header as a message of its
-    own.
+    Most parameters of a CNN are small, and each libzmq message wakes a thread at both ends, so fewer messages are
+    faster. A large payload is sent without a copy, in a frame of its own after the frame with its header. These two
+    frames are separate libzmq messages, because libzmq aborts the process if a connection breaks inside a message of
+    several frames while its socket is being closed.
 
     Args:
         to: The socket.
-        route: Route of the peer, if the socket is a ROUTER.
+        route: Route of the peer if the socket is a ROUTER; None for a DEALER.
 
     Attributes:
-        route: Route of the peer, if the socket is a ROUTER.
+        route: Route of the peer if the socket is a ROUTER; None for a DEALER.
     """
 
     def __init__(self, to: Socket, route: bytes | None = None) -> None:
@@ -208,9 +214,13 @@ class Bundle:
         self._bytes = 0
 
     def send(self, header: Header, payload: Any = b"", wait: bool = False) -> None:
-        """Send a message after those that wait; a small message may `wait` with them.
+        """Send a message after all earlier messages of this bundle.
 
-        A large payload's memory is kept alive, and read later by a thread of libzmq.
+        Args:
+            header: Header of the message.
+            payload: Payload of the message. A large payload is not copied: a thread of libzmq reads it later, and keeps
+                its memory alive until then.
+            wait: Delay a small message until :meth:`flush` is called or enough small messages are waiting.
         """
         self._waiting.append(header.pack())
         if len(payload) > SMALL_BYTES:
@@ -223,7 +233,7 @@ class Bundle:
             self.flush()
 
     def flush(self) -> None:
-        """Send the waiting messages."""
+        """Send the delayed messages in one frame."""
         if self._waiting:
             frame = b"".join(self._waiting)
             self._waiting, self._bytes = [], 0
@@ -236,18 +246,18 @@ class Bundle:
 
 
 def take(socket: Socket, routed: bool) -> tuple[bytes, zmq.Frame]:
-    """Return the sender's route and the next frame of a socket.
+    """Receive the next libzmq message, and return the sender's route and the message's frame.
 
-    The frame is empty if the message has further frames: all messages of this package have one.
+    All messages of this package have one frame. For a message of several frames, an empty frame is returned.
 
     Args:
         socket: The socket.
-        routed: Whether the socket is a ROUTER, which puts a frame with the sender's route first.
+        routed: Whether the socket is a ROUTER, which puts a frame with the sender's route before the message.
 
     Raises:
-        zmq.Again: No message is waiting.
+        zmq.Again: No message has arrived.
     """
-    route = socket.recv(zmq.NOBLOCK) if routed else b""  # Another frame always follows the route.
+    route = socket.recv(zmq.NOBLOCK) if routed else b""  # A ROUTER's route is always followed by another frame.
     frame = socket.recv(zmq.NOBLOCK, copy=False)
     if not frame.more:
         return route, frame
@@ -257,12 +267,22 @@ def take(socket: Socket, routed: bool) -> tuple[bytes, zmq.Frame]:
 
 
 def key_of(frame: zmq.Frame) -> str:
-    """Return the CURVE key of a frame's sender, in Z85 form, as the gatekeeper admitted it; "" for an empty frame."""
-    return str(frame.get("User-Id")) if len(frame) else ""  # The empty frame of `take` was not received from libzmq.
+    """Return the CURVE public key of a frame's sender, encoded in Z85; an empty string for an empty frame.
+
+    The key is the user id that the gatekeeper gave to the connection.
+    """
+    return str(frame.get("User-Id")) if len(frame) else ""  # `take` creates empty frames itself, without a user id.
 
 
 class Received(NamedTuple):
-    """A message that is not checked yet; `user` is the sender's CURVE key."""
+    """A message that has arrived and is not checked yet.
+
+    Attributes:
+        route: Route of the sender; empty if the socket is a DEALER.
+        header: Bytes of the header.
+        payload: Bytes of the payload.
+        user: The sender's CURVE public key; empty without encryption and for a DEALER.
+    """
 
     route: bytes
     header: bytes
@@ -271,7 +291,7 @@ class Received(NamedTuple):
 
 
 class Inbox:
-    """Messages that the :class:`Bundle` of each peer sends to a socket.
+    """Receiver of the messages that peers send with a :class:`Bundle`.
 
     Args:
         socket: A DEALER, or a ROUTER.
@@ -285,18 +305,20 @@ class Inbox:
         self._session = session
         self._routed = routed
         self._has_users = encrypted and routed
-        self._open: dict[bytes, bytes] = {}  # by route, the header whose payload is the next frame
+        self._open: dict[bytes, bytes] = {}  # By route: the header whose payload is expected in the next frame.
 
     def receive(self) -> list[Received]:
-        """Return the messages that the next frame completes; a frame that no bundle sends becomes one invalid message.
+        """Receive the next frame, and return the messages that are complete with it.
+
+        A frame that a :class:`Bundle` cannot have sent is returned as one message whose header is not valid.
 
         Raises:
-            zmq.Again: No frame is waiting.
+            zmq.Again: No frame has arrived.
         """
         route, frame = take(self._socket, self._routed)
         user = key_of(frame) if self._has_users else ""
         header, rest = self._open.pop(route, None), frame.buffer
-        # If the connection was lost between header and payload, this frame is not the payload.
+        # If the connection broke between the header and its payload, this frame is a new message and not the payload.
         if header is not None and not begins(rest, self._session):
             return [Received(route, header, rest, user)]
         messages: list[Received] = []
@@ -312,35 +334,41 @@ class Inbox:
             rest = rest[length:]
         if messages and not len(rest):
             return messages
-        return [Received(route, bytes(rest[:HEADER_BYTES]), rest[HEADER_BYTES:], user)]  # `unpack` refuses it.
+        return [Received(route, bytes(rest[:HEADER_BYTES]), rest[HEADER_BYTES:], user)]  # `unpack` raises an error.
 
 
 def allow_files(connections: int, process: str) -> None:
-    """Raise this process's limit on open files to its maximum, so that strangers' connections cannot lock members out.
+    """Raise this process's limit on open files to the hard limit.
+
+    With a low limit, processes that are not members could open so many connections that members cannot connect.
 
     Args:
-        connections: Least number of connections and sockets, each of which is a file.
-        process: Name of this process in the error.
+        connections: Number of connections and sockets that the process needs; each of them needs a file.
+        process: Name of this process in the error message.
 
     Raises:
-        ConfigurationError: The limit cannot be raised far enough.
+        ConfigurationError: The hard limit is too low.
     """
     count = OWN_FILES + connections
-
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < count:
         raise ConfigurationError(
-            f"{process} needs {count} open files for its connections, and the limit is {hard}: raise the limit "
-            "(`ulimit -Hn`, LimitNOFILE or limits.conf), or use fewer workers and servers"
+            f"{process} needs {count} open files for its connections, and the hard limit is {hard}: raise the limit "
+            "(`ulimit -Hn`, LimitNOFILE or limits.conf), or use fewer workers or servers"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def allow_threads(processes: int) -> None:
-    """Check that this user may have the threads that some processes will start: libzmq aborts without them.
+    """Check that the limit on the user's threads is high enough for the processes that will be started.
+
+    libzmq aborts a process if it cannot start a thread. The check starts the threads and ends them again.
+
+    Args:
+        processes: Number of processes that will be started on this machine.
 
     Raises:
-        ConfigurationError: The user's limit is too low.
+        ConfigurationError: The limit is too low.
     """
     go_on, size = threading.Event(), threading.stack_size(1 << 16)
     threads = [threading.Thread(target=go_on.wait) for _ in range(processes * THREADS)]

@@ -1,4 +1,4 @@
-"""Copies of gradients from a GPU and of values to it, made while the GPU computes."""
+"""Asynchronous copies between GPU and host: gradients to the host and new values to the GPU, while the GPU computes."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -9,23 +9,28 @@ from torch import Tensor
 
 
 class StagedCopies:
-    """Copies from and to pinned memory on a separate CUDA stream, as in NCCL and DDP's reducer."""
+    """Copies between a GPU and pinned host memory, on a CUDA stream of their own, as in NCCL and DDP's reducer.
+
+    Args:
+        device: The GPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def host(self, tensor: Tensor) -> Tensor:
-        """Return pinned memory of a tensor's shape and type.
+        """Return a tensor in pinned memory, with the shape and dtype of `tensor`; its contents are undefined.
 
-        With other memory a copy would wait for the device, and the caller for the copy.
+        A copy to or from memory that is not pinned would block the calling thread.
         """
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def begin(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
-        """Begin a copy, and return an event that marks its end.
+        """Queue a copy from `source` to `target`, and return an event that marks the end of the copy.
 
-        The copy waits for the work on the present stream, which computes the gradient and still uses the old values.
+        The copy starts after all work that is queued on the current stream: this work computes the gradient, and may
+        still read the old values.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -35,55 +40,63 @@ class StagedCopies:
         return event
 
     def before_use(self, event: torch.cuda.Event) -> None:
-        """Have the present stream wait for a copy; the caller does not wait."""
+        """Make the current stream wait for the end of a copy. The calling thread does not wait.
+
+        Args:
+            event: The event that :meth:`begin` returned for the copy.
+        """
         torch.cuda.current_stream(self._device).wait_event(event)
 
 
 class Staging:
-    """Host memory for the gradients and values of parameters on a device.
+    """Host buffers for the gradients and the new values of parameters on a GPU.
 
-    Copies do not delay backward; they delay forward only where it needs a value. Each parameter has two buffers: one
-    for its gradient, which is free again when the new value has arrived, and one for its value. A new value may be
-    written while the copy of the value before is still queued: by then the gradients that were computed with that value
-    have arrived, and all copies are made one after the other.
+    Copies do not delay backward. They delay forward only where it needs a new value that has not been copied yet. Each
+    parameter has one buffer for its gradient and one for its value. The gradient's buffer is free again when the
+    parameter's new value has arrived. The value's buffer can be overwritten as soon as the next value arrives: by then
+    the gradient computed with the last value has been copied to the host, and the copies are made in the order in which
+    they were queued, so the copy of the last value to the GPU has ended.
 
     Args:
-        parameters: Parameters on one device.
-        copies: Copies to and from that device.
+        parameters: Parameters on one GPU.
+        copies: Copies to and from that GPU.
     """
 
     def __init__(self, parameters: Sequence[Tensor], copies: StagedCopies) -> None:
         self._parameters = parameters
         self._copies = copies
         self._gradients = [copies.host(parameter) for parameter in parameters]
-        # The source of each copy is kept until the copy is over: otherwise its memory could be reused.
+        # Queued copies of gradients: the parameter's index, the gradient, and the event at the end of the copy. The
+        # reference to the gradient keeps its memory from being reused before the copy has ended.
         self._to_host: deque[tuple[int, Tensor, torch.cuda.Event]] = deque()
+        # By parameter: the event at the end of the last copy of its value.
         self._to_device: dict[int, torch.cuda.Event] = {}
 
     @cached_property
     def values(self) -> list[Tensor]:
-        """Values on the host, into which new values are written; at first the device's values."""
+        """Host buffers into which new values are written. At first they contain the parameters' values on the GPU."""
         values = [self._copies.host(parameter) for parameter in self._parameters]
         self._take(values)
         return values
 
     def take_values(self) -> None:
-        """Copy the device's present values to the host."""
+        """Copy the parameters' current values from the GPU to :attr:`values`, and wait for the copies."""
         self._take(self.values)
 
     def fetch(self, index: int, gradient: Tensor) -> None:
-        """Begin to copy a gradient to the host, without waiting for the copy."""
+        """Queue a copy of a gradient to the host. This method does not wait for the copy."""
         event = self._copies.begin(self._gradients[index], gradient.detach())
         self._to_host.append((index, gradient, event))
 
     def fetched(self, wait: bool = False) -> Iterator[tuple[int, Tensor]]:
-        """Yield the gradients that have arrived on the host, in the order of :meth:`fetch`.
+        """Yield the gradients that have arrived on the host, in the order of the calls of :meth:`fetch`.
 
         Args:
-            wait: Wait for all gradients that are on their way.
+            wait: Wait for all queued copies, and yield all gradients.
 
         Yields:
-            Index of the parameter, and its gradient, which is not changed until the parameter's next one is fetched.
+            The parameter's index and its gradient on the host. The next :meth:`fetch` for the same parameter overwrites
+            this tensor.
         """
         while self._to_host and (wait or self._to_host[0][2].query()):  # type: ignore[no-untyped-call]
             index, _, event = self._to_host.popleft()
@@ -91,22 +104,22 @@ class Staging:
             yield index, self._gradients[index]
 
     def put(self, index: int, value: Tensor) -> None:
-        """Take a value from other memory on the host, and copy it to the device."""
+        """Write a parameter's new value, a tensor on the host, into :attr:`values`, and queue its copy to the GPU."""
         self.values[index].copy_(value)
         self.bring(index)
 
     def bring(self, index: int) -> None:
-        """Begin to copy a value to the device, without waiting for the copy."""
+        """Queue a copy of a parameter's value from :attr:`values` to the GPU, without waiting for the copy."""
         self._to_device[index] = self._copies.begin(self._parameters[index], self.values[index])
 
     def before_use(self, index: int) -> None:
-        """Have later work on the device wait for the new value of a parameter."""
+        """Make later work on the GPU wait until a parameter's new value has been copied."""
         event = self._to_device.get(index)
         if event is not None:
             self._copies.before_use(event)
 
     def settle(self) -> None:
-        """Wait for all copies of values to the device; later values will be copied by another object."""
+        """Wait for all queued copies of values to the GPU. Call this before a different object copies values."""
         for event in self._to_device.values():
             event.synchronize()
         self._to_device.clear()
@@ -117,7 +130,10 @@ class Staging:
 
 
 def staging_for(parameters: Sequence[Tensor]) -> Staging | None:
-    """Return the staging of parameters that are on one GPU; None for others, which are copied where they are needed."""
+    """Return a :class:`Staging` for parameters on one GPU, otherwise None.
+
+    Parameters on the CPU need no staging. Parameters on several GPUs are copied synchronously when they are used.
+    """
     devices = {parameter.device for parameter in parameters}
     if len(devices) == 1 and (device := devices.pop()).type == "cuda":
         return Staging(parameters, StagedCopies(device))

@@ -68,7 +68,7 @@ class Asynchronous:
         return self.clock.join(worker, step)
 
     def note_first_step(self, member: MemberKey, first: int) -> None:
-        """Note the step with which a worker began. No later push of the worker may be missing here.
+        """Note the step with which a worker began. Pushes are accepted only if no push since this step is missing.
 
         Args:
             member: Id and incarnation of the worker.

@@ -128,7 +128,7 @@ class StaleClock:
 
     @property
     def slowest(self) -> int:
-        """The clock of the slowest worker; 0 while workers are expected.
+        """The clock of the slowest worker; 0 until all expected workers have joined or died.
 
         If all workers are gone, the largest clock that any of them had.
         """

@@ -37,8 +37,8 @@ class Copies:
         self._backups: dict[int, Sequence[int]] = {}
         self._since: dict[int, int] = {}  # By server: the first view with the server's current process.
         self._acknowledged: dict[tuple[int, int], int] = {}  # By key and server: version that a backup has.
-        self._late: set[int] = set()  # Backup servers that were started during training, and still lack copies.
-        # By key: the server, and the first view of its process, that sent the copy of the slice that this backup has.
+        self._late: set[int] = set()  # Servers started during training that still lack copies of this server's slices.
+        # By key: the primary that sent the copy of the slice here: server id, and first view of the server's process.
         self._copied: dict[int, tuple[int, int]] = {}
 
     # Servers that hold the copies
@@ -107,7 +107,7 @@ class Copies:
         """
         return all(self._acknowledged.get((key, backup), -1) >= version for backup in self._backups.get(key, ()))
 
-    # As primary
+    # As the primary of a slice
 
     def relay(
         self, key: int, gradient: Tensor | None, options: Options, member: MemberKey, step: int,
@@ -173,7 +173,7 @@ class Copies:
             elif self._primary(key) == server and self._store.versions[key] >= 0:
                 self.acknowledge(key)
 
-    # As backup
+    # As a backup of a slice
 
     def relayed(
         self, primary: int, header: Header, payload: memoryview, options: Options, absent: int

@@ -1,4 +1,4 @@
-"""Agreement of the servers on a common step: the decision which workers take part, and the reports that it needs."""
+"""Agreement of the servers on a common step: the servers' reports to the leader, and the leader's decision."""
 
 from collections.abc import Collection, Set
 from dataclasses import dataclass

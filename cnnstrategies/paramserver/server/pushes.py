@@ -1,4 +1,4 @@
-"""Workers' pushes of common steps: their storage until a step is decided, their mean, and the step itself."""
+"""Workers' pushes of common steps. A server keeps the pushes until a step is decided, and then applies their mean."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -231,7 +231,7 @@ class Backlog:
                 yield step, worker
 
     def all_complete(self) -> Iterator[tuple[int, MemberKey]]:
-        """Return an iterator over steps and workers whose pushes of the step are complete."""
+        """Return an iterator over pairs of a step and a worker whose pushes of this step are complete."""
         return ((step, worker) for step, worker in self.all_begun() if self.complete(step, worker))
 
     def compare_versions(self) -> None:
@@ -298,7 +298,7 @@ class Updater:
             self._todo.append(key)
 
     def _has_needed(self, pushes: Pushes, key: int) -> bool:
-        """Return whether all pushes of a slice have arrived that the decided step needs."""
+        """Return whether the pushes of a slice that the decided step needs have all arrived."""
         return pushes.has(key, self._live_members) and not (self._waits_for_any and pushes.has_none(key))
 
     @property

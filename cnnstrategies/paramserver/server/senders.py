@@ -53,9 +53,9 @@ class Senders:
         self._members: dict[int, tuple[int, str]] = {}  # By sender: incarnation and public key.
         self._last: dict[int, tuple[int, int]] = {}  # By sender: incarnation, and number of the last message.
         self._gaps: Counter[int] = Counter()  # By sending server: number of gaps in its message numbers.
-        # By sender of a report on gaps: number of gaps in this server's messages that were repaired.
+        # By receiving server: number of gaps in this server's messages after which its state was sent again.
         self._repaired: dict[int, int] = {}
-        self._repeats: Counter[int] = Counter()  # By server id: number of repairs since the last pings.
+        self._repeats: Counter[int] = Counter()  # By id of the receiving server: number of repetitions since the pings.
 
     def follow(self, view: View) -> None:
         """Replace the list of members by the members of a new view."""
@@ -111,7 +111,7 @@ class Senders:
             raise InvalidMessageError(f"a {role} must not send {header.kind.name} messages to a server")
         _, last = self._last.get(header.sender, (incarnation, 0))
         if header.sequence <= last:
-            raise InvalidMessageError("a replay")
+            raise InvalidMessageError("a replay of an earlier message")
         self._last[header.sender] = incarnation, header.sequence
         has_gap = is_server and header.sequence > last + 1
         if has_gap:

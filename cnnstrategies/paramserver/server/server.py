@@ -101,7 +101,7 @@ class Server:
 
     @property
     def routes(self) -> Mapping[int, bytes]:
-        """By worker: route of the connection on which the worker's last message arrived."""
+        """Routes of the connections on which the workers' last messages arrived, by worker."""
         return self._outbox.routes
 
     def admits(self, key: str) -> bool:
@@ -134,7 +134,7 @@ class Server:
         self.mode.follow(view)
         if self.shard.own_key_set - own_keys_before:
             for worker in list(self._outbox.routes):
-                # This server drops messages about slices of which it is not the primary, so some may be lost.
+                # Before this view, this server dropped all messages about the slices whose primary it is now.
                 self._outbox.ask_again(worker)
         self._heard = {
             server: self._heard.get(server, now) if before.get(server) == first_view else now
@@ -322,11 +322,11 @@ class Server:
 
     @property
     def _values_lost(self) -> bool:
-        """Whether values are lost: common steps were made, but this server has no values of a slice as its primary."""
+        """Whether a slice's values are lost: its primary, this server, has no values after common steps were made."""
         return self._synchronous is not None and self._synchronous.clock.step > 0 and not self.shard.ready
 
     def _lacks_updates(self, member: MemberKey, step: int, answered: frozenset[int], first: int) -> bool:
-        """Return whether updates are missing here although, to the worker's knowledge, they were applied.
+        """Return whether this server lacks updates that were applied according to a worker's report.
 
         Args:
             member: Id and incarnation of the worker.
@@ -360,7 +360,7 @@ class Server:
         self.mode.begin((worker, header.incarnation), header.step, begin)
 
     def _pull_encoding(self, encoding: int) -> int:
-        """Return the encoding in which a worker pulls, after a check.
+        """Check an encoding that a worker requests for a pull, and return it.
 
         Raises:
             InvalidMessageError: The run does not use the encoding for pulls.

@@ -23,9 +23,9 @@ class Pull:
     Attributes:
         request: Step in the PULL message. The reply contains the same step.
         version: The lowest version that the worker accepts.
-        member: For steps that workers make independently: id and incarnation of the worker, because the reply must wait
-            until the worker's own push is applied. None if the version suffices to decide when to reply.
-        step: The step of the worker's own push that must be applied.
+        member: Id and incarnation of a worker whose own push must be applied before the reply, for steps that workers
+            make independently. None if the reply only waits for the version.
+        step: The step of the push that must be applied before the reply.
         whole: Whether to send the exact values, without compression.
         state: Whether to send the optimizer's state instead of the values.
         encoding: Encoding of the reply; `NOTHING` for the specification's encoding.
@@ -92,7 +92,7 @@ class Shard:
         """Sort `own_keys` in the order in which a worker uses the slices.
 
         Args:
-            keys: Keys in the order of use. If they are not as many as `own_keys`, the order does not change.
+            keys: Keys in the order of use. If their number is not the number of `own_keys`, the order does not change.
         """
         if len(keys) == len(self.own_keys) and keys != self.own_keys:
             self._order.update((key, place) for place, key in enumerate(keys))
@@ -112,12 +112,12 @@ class Shard:
                 self.answer(key)
 
     def pull_of(self, key: int, worker: int, request: int) -> Pull | None:
-        """Return the pull of a slice by a worker that waits for a reply; None if no pull waits.
+        """Return a worker's pull of a slice if the pull still waits for its reply; None otherwise.
 
         Args:
             key: Key of the slice.
             worker: Id of the worker.
-            request: The step that the pull's PULL message must have.
+            request: The step in the worker's PULL message.
         """
         pull = self._pulls[key].get(worker)
         return pull if pull is not None and pull.request == request else None

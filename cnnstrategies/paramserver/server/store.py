@@ -82,7 +82,7 @@ class Changes:
         """Give all values a new lineage, because the process of this server has just become a member of the run.
 
         Args:
-            since: Number of the first view with this process. First values that arrive later get it as their lineage.
+            since: Number of the first view with this process. It is the lineage of first values that arrive later.
         """
         self._origin = since
         self.lineages = {
@@ -91,7 +91,7 @@ class Changes:
         }
 
     def begin(self, key: int) -> None:
-        """Begin a slice's record again: workers receive the exact values that are here now."""
+        """Reset a slice's record to the slice's exact values, which workers are going to receive."""
         self.known[key].copy_(self._values[key])
         self.lineages[key] = self._origin
         self._forget(key)
@@ -248,7 +248,7 @@ class Store:
         memory: By key: the storage of the slice's values as bytes.
         versions: By key: number of updates of the slice; -1 before its first values arrive. In common steps, the
             version is the number of steps that are applied.
-        seen: By key: the last step applied to the slice, for each worker.
+        seen: By key, then by worker: the worker's last step that was applied to the slice.
         decided: In common steps: the last decision, in the form in which messages contain it. Every message with an
             update or a copy contains the decision, because a server that has the result of a step must also have the
             decision about the step.
@@ -279,7 +279,7 @@ class Store:
         }
 
     def put(self, key: int, value: Tensor, version: int) -> None:
-        """Replace a slice's values by first values or by the values in a copy, which have the given version."""
+        """Replace a slice's values by first values or by the values of a copy, and set the slice's version."""
         self.values[key].copy_(value.view(self.values[key].shape))
         self.versions[key] = version
         if self.changes is not None:

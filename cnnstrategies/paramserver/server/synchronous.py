@@ -28,7 +28,7 @@ from cnnstrategies.paramserver.server.store import MemberKey
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 
-NO_SLICES = LARGEST_NUMBER - 1  # what a server that is not the primary of any slice reports as its lowest step
+NO_SLICES = LARGEST_NUMBER - 1  # lowest step in the report of a server that is not the primary of any slice
 
 
 class Synchronous:
@@ -217,8 +217,8 @@ class Synchronous:
             begin: Hyper-parameters of the step, and the weight of the worker's gradient.
         """
         known = -1 if self._decision is None else self._decision.step
-        # The default is for a server without slices. Workers may have told it that they are at a later step than the
-        # step after its last decision.
+        # For a server without slices, the first unfinished step is the decided step. If workers have reported later
+        # steps, because decisions have not arrived here, it is the clock's current step.
         lowest = self._backlog.lowest(known if 0 <= known == self.clock.step - 1 else self.clock.step)
         if step > lowest + 1:
             self._early_workers.add(member[0])  # This server is new, and does not know the current step yet.
@@ -383,7 +383,7 @@ class Synchronous:
     # Application
 
     def _plan(self) -> None:
-        """Restart the plan of the updater, after a new decision or a change of the membership."""
+        """Tell the updater which slices to update, after a new decision or a change of the membership."""
         successors = self.roll.incarnations.items() if self._waits_for_successors else ()
         self._updater.plan(self._decision, self._live_members, successors)
         self._send_norm()
@@ -405,7 +405,7 @@ class Synchronous:
     # Clipping by the global norm
 
     def _begin_norm(self) -> None:
-        """Discard the norms, because another step begins or because slices have got another primary."""
+        """Discard the norms, because another step begins or because the primaries of slices have changed."""
         self._norm_sent = False
         self._squares.clear()
 

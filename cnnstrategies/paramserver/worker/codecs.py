@@ -1,8 +1,8 @@
-"""The choice of encodings under ``compression: auto``: the encodings with which whole steps take the least time.
+"""Choice of the encodings under ``compression: auto``: the encodings with which a training step takes the least time.
 
-The measured time of steps contains the effect of an encoding on both the link and the processors, and needs no model of
-either. The encodings form a ladder, from the exact one to the smallest. If half the bytes save no time, the link is not
-the bottleneck, and no smaller encoding is tried.
+The measured time of a step contains the cost of an encoding on the network and on the CPU, so no cost model of the
+network or the CPU is needed. The encodings form a ladder from the most exact to the smallest. If an encoding with half
+the bytes does not make steps faster, the network is not the bottleneck, and smaller encodings are not tried.
 """
 
 import math
@@ -15,24 +15,25 @@ from cnnstrategies.paramserver.specification import PullCompression, PushCompres
 Codecs = tuple[PushCompression, PullCompression]
 
 WARM_UP = 3  # steps before the first trial
-PAIRS = 5  # most steps with the encodings on trial; each is paired with a step with the present encodings
-GAIN = 0.95  # A smaller encoding must bring a step below this part of its time; a more exact one must not be slower.
-# A trial ends early if a step takes WORSE times as long, or if two steps are BETTER times as fast.
+PAIRS = 5  # largest number of trial steps; each trial step is paired with a step that uses the current encodings
+GAIN = 0.95  # A smaller encoding is chosen if it reduces a step's time below this fraction.
+# A trial ends early if one trial step takes WORSE times as long, or if two trial steps are BETTER times as fast.
 WORSE, BETTER = 1.5, 1.25
-SETTLED = 8  # steps whose median is the time with which later steps are compared
-SLACK = math.log(1.1)  # usual variation of a step's time; it grows after a false alarm
+SETTLED = 8  # number of steps whose median time is the reference for later steps
+SLACK = math.log(1.1)  # normal variation of a step's time (natural logarithm of the ratio); grows after a false alarm
 MOST_SLACK = math.log(1.5)
-LARGEST = math.log(3)  # most that a single step counts, so that one step alone is not a change
-THRESHOLD = 1.6  # reached by two steps of three times the time, three of twice, or six of one and a half times
-WAIT, LONGEST_WAIT = 32, 1024  # steps between two rounds without a change
-# Steps until the next round for each step's time that the last round has cost: rounds cost at most 1 %.
+LARGEST = math.log(3)  # limit on the deviation of a single step, so that one slow step does not count as a change
+THRESHOLD = 1.6  # Two steps at 3 times the reference exceed this sum, or three at 2 times, or six at 1.5 times.
+WAIT, LONGEST_WAIT = 32, 1024  # number of steps between two search rounds while the time does not change
+# If a round has lost the time of n steps, the next round begins at least 100 n steps later: rounds cost at most 1 %.
 STEPS_PER_COST = 100
 
 
 def ladder(specification: Specification) -> list[Codecs]:
-    """Return the pairs of compressions, of pushes and of pulls, to choose from: from the most exact to the smallest.
+    """Return the candidates for the compressions of pushes and pulls, from the most exact to the smallest.
 
-    An option that is not ``auto`` keeps its value on all levels.
+    Each candidate is a pair: the compression of pushes, and the compression of pulls. An option that is not ``auto``
+    has the same value in all pairs.
     """
     pushes, pulls = [specification.compression], [specification.pull_compression]
     if pushes == [AUTO]:
@@ -45,24 +46,25 @@ def ladder(specification: Specification) -> list[Codecs]:
 
 
 class CodecChooser:
-    """Search for the level of a ladder with which steps take the least time, repeated when that time changes for good.
+    """Search for the level of the ladder with which a step takes the least time.
 
-    A round compares the present level with its neighbours, in alternating steps, and moves on while a move saves time.
-    A round begins when the time of steps has changed (a second one follows if the first changes nothing), and now and
-    then without a change. Rounds without a change become rarer as long as they change nothing, and cost at most 1 % of
-    the time. A change is detected by two one-sided cumulative sums (Page, "Continuous Inspection Schemes", Biometrika
-    1954) of the logarithm of the time.
+    The search consists of rounds. A round compares the current level with its neighbours in alternating steps, and
+    moves to a neighbour as long as that saves time. A round begins when the time of a step has changed. If that round
+    leaves the level unchanged, a second round follows at once. Without a change of the time, rounds are repeated at
+    intervals. The interval grows while rounds leave the level unchanged, so that rounds cost at most 1 % of the time.
+    Changes are detected by two one-sided cumulative sums of the logarithm of the time (Page, "Continuous Inspection
+    Schemes", Biometrika 1954).
 
-    If all workers step together, a single worker gains nothing by another level. The first worker chooses then; in each
-    step the others use the level that the first worker used two steps before, which works because only even steps try
-    a level. The first step that tries a level is ignored then, because the other workers do not use the level yet.
+    If all workers make common steps, a step is only faster when all workers change the level. Then the first worker
+    chooses. In each step, the other workers use the level that the first worker used two steps before. Only even steps
+    try another level, so in the second of two successive trials all workers use it. The first trial is ignored.
 
     Args:
         levels: Number of levels.
         followed: Whether other workers follow this worker's choice.
 
     Attributes:
-        chosen: The present level. Single steps may try another level.
+        chosen: The current level. Trial steps may use a different one.
     """
 
     def __init__(self, levels: int, followed: bool = False) -> None:
@@ -70,20 +72,21 @@ class CodecChooser:
         self._levels = levels
         self._followed = followed
         self._step = 0
-        self._cost = 0.0  # seconds that the present round has cost
-        self._levels_of_first: list[int] = []  # the first worker's levels in the last two steps, while this one follows
+        self._cost = 0.0  # seconds that the trials of the current round have lost
+        # The first worker's levels in the last two steps; empty while this worker is the first worker.
+        self._levels_of_first: list[int] = []
         self._search = self._run(WARM_UP, (1, -1))
         self._next = next(self._search)
 
     def next(self, step: int, seconds: float | None) -> int:
-        """Return the level of a step that begins; for the first worker.
+        """Return the first worker's level for the step that begins.
 
         Args:
             step: Number of the step.
-            seconds: Time of the step before; None if that time does not count.
+            seconds: Time of the step before; None if that step contained more than training.
         """
         self._step = step
-        if self._levels_of_first:  # This worker followed another one, and is the first one now.
+        if self._levels_of_first:  # This worker followed another worker until now, and has become the first worker.
             self._levels_of_first.clear()
             self._search = self._run(0, ())
             self._next = next(self._search)
@@ -92,11 +95,11 @@ class CodecChooser:
         return self._next
 
     def follow(self, step: int, first: int | None) -> int:
-        """Return the level of a step that begins; for the workers that follow the first one.
+        """Return the level for the step that begins, in a worker that follows the first worker.
 
         Args:
             step: Number of the step.
-            first: Level of the first worker in the step before; None if it is not known.
+            first: Level that the first worker used in the step before; None if the level is not known.
         """
         level = self._next if first is None else min(first, self._levels - 1)
         self._levels_of_first = [*self._levels_of_first, level][-2:]
@@ -105,10 +108,15 @@ class CodecChooser:
             self.chosen = level
         return self._next
 
-    # The generators below yield the level of the next step, and receive the seconds that the step has taken.
+    # Each of the generators below yields the level of the next step, and is sent the seconds that this step took.
 
     def _run(self, warm_up: int, directions: Sequence[int]) -> Generator[int, float]:
-        """Search for the best level in these directions, then watch the time and search again, without end."""
+        """Search for the best level, then watch the time of steps and search again whenever a round is due.
+
+        Args:
+            warm_up: Number of steps before the first search.
+            directions: Directions of the first search; see :meth:`_climb`.
+        """
         for _ in range(warm_up):
             yield self.chosen
         times = yield from self._climb([], directions)
@@ -118,7 +126,7 @@ class CodecChooser:
             before, self._cost = self.chosen, 0.0
             directions = (-1, 1) if change < 0 else (1, -1)
             times = yield from self._climb([last] if change else [], directions)
-            if change and self.chosen == before:  # Try again: a link that has just become slow still loses packets.
+            if change and self.chosen == before:  # Search again: a connection that has just become slow loses packets.
                 times = yield from self._climb([(yield self.chosen)], directions)
             if self.chosen != before:
                 wait, slack = WAIT, SLACK
@@ -129,10 +137,15 @@ class CodecChooser:
                 wait *= 2
 
     def _watch(self, times: Sequence[float], wait: int, slack: float) -> Generator[int, float, tuple[int, float]]:
-        """Wait until the time of steps changes or the next round is due.
+        """Return when the time of a step has changed, or when the next round is due without a change.
+
+        Args:
+            times: Seconds of steps at the chosen level.
+            wait: Number of steps between two rounds.
+            slack: Deviation of a step's time that counts as normal, as a logarithm.
 
         Returns:
-            1 if steps have become slower, -1 if faster, 0 if the round was due; and the seconds of the last step.
+            The change (1 if steps have become slower, -1 if faster, 0 without a change), and the last step's seconds.
         """
         settled = list(times)
         slower = faster = 0.0
@@ -151,14 +164,14 @@ class CodecChooser:
                 return 0, seconds
 
     def _climb(self, times: list[float], directions: Sequence[int]) -> Generator[int, float, list[float]]:
-        """Move to the level with the shortest steps, in the first direction that saves time.
+        """Move level by level while steps become faster, in the first direction that makes them faster.
 
         Args:
-            times: Seconds of steps at the present level.
-            directions: Directions to try: 1 towards smaller encodings, -1 towards more exact ones.
+            times: Seconds of steps at the current level.
+            directions: Directions in the order of trial: 1 for smaller encodings, -1 for more exact encodings.
 
         Returns:
-            Seconds of steps at the chosen level; at least two.
+            The seconds of at least two steps at the chosen level.
         """
         before = self.chosen
         for direction in directions:
@@ -175,9 +188,9 @@ class CodecChooser:
         return times
 
     def _try(self, level: int, times: list[float]) -> Generator[int, float, list[float]]:
-        """Try another level in even steps, and return the seconds of these steps.
+        """Use another level in even steps, and return the seconds of the even steps.
 
-        The seconds of the odd steps between, which use the present level, are added to `times`.
+        The odd steps use the current level; their seconds are added to `times`.
         """
         tried: list[float] = []
         ignore_next = self._followed

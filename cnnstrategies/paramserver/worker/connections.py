@@ -1,4 +1,4 @@
-"""A worker's connections to the servers: primaries of the slices, numbered messages, counters, and live servers."""
+"""A worker's view of the servers: each slice's primary, the messages to send, traffic counters and silent servers."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,17 +13,18 @@ from cnnstrategies.paramserver.specification import Specification
 
 @dataclass
 class Counters:
-    """A worker's traffic, steps and waiting times since the worker was made.
+    """A worker's counters of traffic, steps and waiting time since the worker object was created.
 
     Attributes:
-        bytes_sent: Bytes of pushes, headers included.
-        bytes_received: Bytes of pulled payloads.
-        seconds_waited: Time in a worker's ``wait`` and ``wait_all``.
-        steps: Steps finished, or skipped to catch up.
-        samples: Number of samples of which the pushed gradients are means.
-        staleness: Updates of other workers between the values with which this worker computed and its own update,
-            summed over the steps and counted at the first slice.
-        dropped: Steps that were made without this worker's node, and that this worker skipped to catch up.
+        bytes_sent: Number of bytes pushed, headers included.
+        bytes_received: Number of bytes of pulled payloads, without headers.
+        seconds_waited: Seconds spent in the worker's ``wait`` and ``wait_all``.
+        steps: Number of steps that the worker finished or skipped.
+        samples: Number of samples in the batches from which the pushed gradients were computed.
+        staleness: Sum of the staleness of all steps. A step's staleness is the number of other workers' updates that
+            the servers applied to the first slice after this worker pulled it and before they applied this worker's
+            update.
+        dropped: Number of steps that this worker skipped because the servers made them without its node.
     """
 
     bytes_sent: int = 0
@@ -47,13 +48,15 @@ class Counters:
 
 
 class Connections:
-    """Connections to the servers of the present view, with the messages to send and the times of received messages.
+    """A worker's connections to the servers of the current view.
+
+    The connections number the outgoing messages, and record when each server was last heard.
 
     Attributes:
-        view: The present view.
-        owners: By key, the slice's primary and the view with which the primary's process came; the primary is -1
-            before the first view and for a slice without live servers.
-        sequence: Number of the last message sent.
+        view: The current view.
+        owners: For each slice's key, the id of the primary and the number of the view in which the primary's process
+            first appeared. The id is -1 before the first view, and for a slice without a live server.
+        sequence: Sequence number of the last message.
         parcels: Messages to send.
     """
 
@@ -67,26 +70,26 @@ class Connections:
         self._id = id
         self._incarnation = incarnation
         self._servers: dict[int, ServerInfo] = {}
-        self._last: dict[int, int] = {}
-        # Times in seconds, by server.
-        self._heard: dict[int, float] = {}  # of the last message, or the time since when the server's silence counts
-        self._received: dict[int, float] = {}  # of the last message
-        self._probed: dict[int, float] = {}  # of the last probe or pull's answer
-        self._orphaned_since: float | None = None  # since when slices have not had a primary
+        self._last: dict[int, int] = {}  # By server: the sequence number of its last message.
+        # By server: times in seconds.
+        self._heard: dict[int, float] = {}  # time of the last message, or a later time from which silence is counted
+        self._received: dict[int, float] = {}  # time of the last message
+        self._probed: dict[int, float] = {}  # time of the last probe of the server, or of its last reply to a pull
+        self._orphaned_since: float | None = None  # time at which slices lost their primary; None if all have one
         self._meet_deadline = 0.0
         self._was_member = False
 
     # Membership
 
     def begin_meeting(self, now: float) -> None:
-        """Set the deadline of :meth:`met`."""
+        """Start the time-out of :meth:`met`."""
         self._meet_deadline = now + self._specification.timeout
 
     def met(self, now: float) -> bool:
-        """Return whether this worker and all servers are in the view; servers that have died do not count.
+        """Return whether this worker and all servers are members; servers that have died are not expected.
 
         Raises:
-            ServersUnreachableError: A member is missing after the time-out.
+            ServersUnreachableError: The time-out has passed, and a member is missing.
         """
         missing = self._missing - {*self.view.lost}
         if not missing and self._is_member():
@@ -95,8 +98,8 @@ class Connections:
         if now > self._meet_deadline:
             members = f"servers {sorted(missing)}" if missing else f"worker {self._id} itself"
             raise ServersUnreachableError(
-                f"worker {self._id}: {members} did not join within {self._specification.timeout} s: look at their "
-                "logs, or raise timeout"
+                f"worker {self._id}: {members} did not join within {self._specification.timeout} s: look at the logs "
+                f"of {members}, or raise timeout"
             )
         return False
 
@@ -108,10 +111,12 @@ class Connections:
         return any((worker.id, worker.incarnation) == (self._id, self._incarnation) for worker in self.view.workers)
 
     def follow(self, now: float, view: View) -> bool:
-        """Follow a view if it is newer, and return whether its servers differ from those of the view before.
+        """Replace the current view by a newer view, and return whether the servers have changed.
+
+        An older view is ignored.
 
         Raises:
-            RemovedError: This worker is no longer in the view.
+            RemovedError: The new view no longer contains this worker.
         """
         if view.number <= self.view.number:
             return False
@@ -119,7 +124,7 @@ class Connections:
         if self._was_member and not self._is_member():
             raise RemovedError(
                 f"worker {self._id} (incarnation {self._incarnation}) is no longer in the view (number {view.number}): "
-                "it was taken for dead; start it again as a new incarnation"
+                "the coordinator took it for dead; start the worker again as a new incarnation"
             )
         before, self._servers = self._servers, {server.id: server for server in view.servers}
         for server, info in self._servers.items():
@@ -135,7 +140,10 @@ class Connections:
     # Slices
 
     def place(self) -> list[int]:
-        """Find the slices' primaries in the view; return the keys whose primary is another server or process now."""
+        """Find each slice's primary in the current view, and return the keys of the slices whose primary has changed.
+
+        A server that was started again counts as a different primary.
+        """
         since = {server.id: server.since for server in self.view.servers}
         before = self.owners
         primaries = [next(iter(holders(slice_, self.view)), -1) for slice_ in self._slices]
@@ -147,15 +155,15 @@ class Connections:
         return self.owners[key][0]
 
     def of(self, server: int) -> list[int]:
-        """Return the keys of the slices of which a server is the primary."""
+        """Return the keys of the slices whose primary is this server."""
         return [key for key, owner in enumerate(self.owners) if owner[0] == server]
 
     # Messages
 
     def send(self, server: int, kind: Kind, payload: Any = b"", **fields: Any) -> int:
-        """Send a message, unless the server is not in the view.
+        """Queue a message to a server in :attr:`parcels`. A server that is not in the view gets nothing.
 
-        Small pushes may wait for each other.
+        Small pushes may be delayed until several can be sent together.
 
         Args:
             server: Id of the server.
@@ -164,7 +172,7 @@ class Connections:
             **fields: Header fields, and `json` for a JSON object before the payload.
 
         Returns:
-            Bytes of the message; 0 if it is not sent.
+            Number of bytes of the message; 0 if the server is not in the view.
         """
         if server not in self._servers:
             return 0
@@ -177,12 +185,15 @@ class Connections:
         return HEADER_BYTES + len(payload)
 
     def take(self) -> list[Parcel]:
-        """Return the messages to send, and forget them."""
+        """Remove all messages from :attr:`parcels`, and return them."""
         parcels, self.parcels = self.parcels, []
         return parcels
 
     def heard(self, now: float, server: int, header: Header) -> bool:
-        """Note that a message has arrived, and return whether it is new: repeated and old messages are ignored."""
+        """Record the arrival of a message, and return whether the caller must handle it.
+
+        Repeated messages, messages older than the last one and messages of a different sender must be dropped.
+        """
         if header.sender != SERVER + server or header.sequence <= self._last.get(server, 0):
             return False
         self._last[server] = header.sequence
@@ -194,12 +205,17 @@ class Connections:
     # Live servers
 
     def begin_waiting(self, now: float) -> None:
-        """Begin to count the servers' silence."""
+        """Count the servers' silence from now on."""
         self._heard = dict.fromkeys(self._servers, now)
         self._probed = dict.fromkeys(self._servers, now)
 
     def stopped(self, now: float, seconds: float) -> None:
-        """Note that this process was stopped for some seconds up to now: they do not count as silence of servers."""
+        """Extend all deadlines by the time for which this process was stopped: it does not count as servers' silence.
+
+        Args:
+            now: The time, in seconds.
+            seconds: Seconds for which the process was stopped, up to now.
+        """
         for times in (self._heard, self._probed):
             times.update({server: min(time + seconds, now) for server, time in times.items()})
         self._meet_deadline += seconds
@@ -207,26 +223,26 @@ class Connections:
             self._orphaned_since = min(self._orphaned_since + seconds, now)
 
     def unanswering(self, now: float, seconds: float) -> list[int]:
-        """Return the servers that have neither answered a pull nor been probed for some seconds.
+        """Return the servers to probe: for some seconds they have neither replied to a pull nor been probed.
 
-        From now on these servers count as probed.
+        The returned servers count as probed now.
         """
         silent = [server for server in self._servers if now - self._probed.setdefault(server, now) >= seconds]
         self._probed.update(dict.fromkeys(silent, now))
         return silent
 
     def check_deaf(self, now: float, server: int, deaf: Collection[int]) -> None:
-        """Give up if a server receives nothing from another server from which this worker receives messages.
+        """Raise an error if two servers cannot reach each other although this worker hears both of them.
 
-        A server that is also silent towards this worker may be dead, which the coordinator will notice.
+        A server that this worker does not hear either may be dead; the coordinator detects that.
 
         Args:
             now: The time, in seconds.
-            server: The server that reports.
-            deaf: Servers from which it receives nothing.
+            server: Id of the server that made the report.
+            deaf: Ids of the servers from which that server has received nothing.
 
         Raises:
-            ServersUnreachableError: The connection between two servers is broken.
+            ServersUnreachableError: The connection between two live servers is broken.
         """
         since = now - self._specification.timeout
         others = {int(other) for other in deaf} & self._servers.keys()
@@ -234,16 +250,16 @@ class Connections:
         if alive:
             raise ServersUnreachableError(
                 f"server {server} has heard nothing from server {', '.join(map(str, alive))} for "
-                f"{self._specification.deaf_after:g} s, and worker {self._id} hears both: look at the "
-                "connection between their machines"
+                f"{self._specification.deaf_after:g} s, although worker {self._id} hears both: check the network "
+                "between the machines of these servers"
             )
 
     def check(self, now: float, trains: bool) -> None:
-        """Give up if a server has been silent, or slices have been without a primary, for the time-out.
+        """Raise an error if a server has been silent, or a slice has had no primary, for longer than the time-out.
 
         Args:
             now: The time, in seconds.
-            trains: Whether this worker takes part in steps; slices count only then.
+            trains: Whether this worker takes part in steps. Only then are slices without a primary an error.
 
         Raises:
             ServersUnreachableError: A server is silent, or slices are lost.
@@ -253,7 +269,8 @@ class Connections:
         if dead:
             names = ", ".join(f"{server} ({self._servers[server].endpoint})" for server in dead)
             raise ServersUnreachableError(
-                f"worker {self._id} had no answer from server {names} for {limit} s: look at its log, or raise timeout"
+                f"worker {self._id} had no answer from server {names} for {limit} s: look at the server's log, or "
+                "raise timeout"
             )
         orphans = len(self.of(-1)) if trains else 0
         if not orphans:
@@ -263,16 +280,16 @@ class Connections:
         elif now - self._orphaned_since > limit:
             raise ServersUnreachableError(
                 f"server {', '.join(map(str, sorted(self._missing)))} died, and {orphans} slices of the parameters "
-                f"with it; no other took its place within {limit} s: use replication=2"
+                f"with it; no other server took its place within {limit} s: use replication=2"
             )
 
     def lost(self, server: int) -> None:
-        """Give up because a server was replaced by a process without values.
+        """Report that the values of a server's slices are lost: its process was replaced, and the new one has none.
 
         Raises:
             ServersUnreachableError: Always.
         """
         raise ServersUnreachableError(
-            f"server {server} was started again, but its slices of the parameters are lost: use replication=2 to go "
-            "on after a server's death"
+            f"server {server} was started again, but its slices of the parameters are lost: use replication=2, so "
+            "that a run can continue after a server's death"
         )

@@ -1,4 +1,4 @@
-"""A worker's pushes in a step."""
+"""The pushes of a worker's current step: encoding, clipping, sending and repeating."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,21 +17,23 @@ from cnnstrategies.paramserver.worker.pulls import Pulls
 
 
 class Outgoing:
-    """A worker's pushes of the present step; each is kept until it is answered, so that it can be sent again.
+    """A worker's pushes of the current step. Each push is kept until the server replies, so it can be sent again.
 
-    In modes in which every gradient is an update, gradients are clipped here.
+    In modes without common steps (``async``, and ``ssp`` with a staleness above 0), this class also clips the
+    gradients.
 
     Args:
         specification: The run's specification.
         slices: All slices.
         connections: Connections to the servers.
         counters: Counters of this worker.
-        began_with: In mode ``local`` the parameters' values before the worker's own steps.
-        answers: This worker's pulls, if each push also requests its answer.
+        began_with: In mode ``local``, the parameters' values before the worker's own steps; otherwise empty.
+        answers: This worker's pulls, if each push also requests the slice's new values; otherwise None.
 
     Attributes:
-        unanswered: By key: payload, encoding and missing parts (as bits) of the pushes that have no answer yet.
-        options: Hyper-parameters of the present step, one dictionary for each parameter group.
+        unanswered: By the slice's key, each push without a reply: its payload, its encoding, and a bit for each part of
+            the slice that has no gradient.
+        options: Hyperparameters of the current step, one dictionary for each parameter group.
     """
 
     def __init__(
@@ -57,15 +59,16 @@ class Outgoing:
         self._pulls, self._level = int(Encoding.NOTHING), 0
         self._sent: set[int] = set()  # keys of the slices that were pushed in this step
         self._filling: dict[int, Filling] = {}
-        self._unclipped: dict[int, Tensor] = {}  # gradients that wait until the norm of all is known
+        # By parameter: gradients that are kept until the norm of all gradients is known.
+        self._unclipped: dict[int, Tensor] = {}
 
     def encode_as(self, compression: PushCompression, pulls: int, level: int) -> None:
-        """Encode the gradients from now on in this way; pushes that were sent already stay as they are.
+        """Set the compressions of later steps. Repeated pushes keep the encoding with which they were first sent.
 
         Args:
             compression: Compression of the gradients.
-            pulls: Encoding in which the step's result will be pulled.
-            level: Value of the header's field; see :class:`~cnnstrategies.paramserver.messages.Header`.
+            pulls: Encoding in which the new values will be pulled after a step.
+            level: Value of `level` in the header of BEGIN; see :class:`~cnnstrategies.paramserver.messages.Header`.
         """
         self._pulls, self._level = pulls, level
         for encoder in self._encoders:
@@ -75,7 +78,7 @@ class Outgoing:
         """Start a step's pushes; see :meth:`~cnnstrategies.paramserver.api.Worker.begin_step`."""
         check_before_sending(groups, self._specification.groups, step)
         if not (math.isfinite(samples) and samples >= 0):
-            raise ConfigurationError(f"step {step}: samples={samples}: the weight of a gradient is a number from 0 on")
+            raise ConfigurationError(f"step {step}: samples={samples}: pass a finite number that is not negative")
         self.options = [
             {name: values[name] for name in group.options}
             for group, values in zip(self._specification.groups, groups, strict=True)
@@ -90,12 +93,14 @@ class Outgoing:
     def push(self, index: int, gradient: Tensor) -> None:
         """Send a parameter's gradient, or keep it until the norm of all gradients is known.
 
-        In mode ``local`` the argument is the parameter's value, and the difference to its earlier value is sent.
+        In mode ``local``, `gradient` is the parameter's value. The value before the worker's own steps minus this value
+        is sent.
         """
         assert self._begin is not None, "push before begin_step"
         flat = gradient.detach().to("cpu").contiguous().view(-1)
         if self._began_with:
-            # The difference has a gradient's sign. It needs memory of its own: new values may arrive before it is sent.
+            # The difference has the sign of a gradient. It is a new tensor, because values that arrive before the
+            # message is sent overwrite `_began_with`.
             flat = self._began_with[index].view(-1) - flat
         if not self._specification.aggregates:
             if self._specification.clip_norm is not None:
@@ -106,7 +111,10 @@ class Outgoing:
         self._encode(index, flat)
 
     def finish(self) -> None:
-        """Send the gradients that were kept, and tell the servers that the other parameters have no gradient."""
+        """Finish the step's pushes.
+
+        Clip and send the gradients that were kept, and tell the servers which parameters have no gradient.
+        """
         if self._unclipped:
             gradients = list(self._unclipped.values())
             norm = torch.nn.utils.get_total_norm(gradients)
@@ -124,14 +132,24 @@ class Outgoing:
                 self._send(slice_.key)
 
     def send_again(self, keys: Collection[int], step: int) -> None:
-        """Send the unanswered pushes of some slices again; `step` is the step that is or will be worked on next."""
+        """Repeat pushes that have no reply yet.
+
+        Args:
+            keys: Keys of slices; those whose push has a reply are skipped.
+            step: The step that the worker works on, or will work on next.
+        """
         self.begin_again([server.id for server in self._connections.view.servers], step)
         for key in [key for key in keys if key in self.unanswered]:
             self._send(key)
 
     def begin_again(self, servers: Iterable[int], step: int) -> None:
-        """Send some servers the beginning of the present step again, if the step has pushes or will have some."""
-        # This includes a step that has not pushed anything yet: a new server must learn that the step has begun.
+        """Repeat the message BEGIN, unless all pushes of the last begun step have a reply.
+
+        Args:
+            servers: Ids of the servers to send it to.
+            step: The step that the worker works on, or will work on next.
+        """
+        # The second condition is for a step that has not pushed anything yet: a new server must learn that it began.
         if self._begin is not None and (self.unanswered or self._begin[0] == step):
             for server in servers:
                 self._send_begin(server)
@@ -171,7 +189,7 @@ class Outgoing:
         self._sent.add(key)
         payload, encoding, absent = self.unanswered[key]
         if self._answers is not None:
-            self._answers.with_push(key)
+            self._answers.expect_after_push(key)
         self._counters.bytes_sent += self._connections.send(
             self._connections.primary(key), Kind.PUSH, payload, key=key, step=self._begin[0], encoding=encoding,
             base=absent,
@@ -181,10 +199,17 @@ class Outgoing:
 def check_range(
     compression: PayloadCompression, slice_: Slice, values: Tensor, specification: Specification, step: int
 ) -> None:
-    """Refuse finite gradients that the compression cannot hold. Infinite and NaN gradients are sent as they are.
+    """Check that a slice's gradients are in the compression's range. Infinite and NaN gradients pass the check.
+
+    Args:
+        compression: The compression.
+        slice_: The slice.
+        values: The slice's gradients, flat; in mode ``local`` differences of parameters.
+        specification: The run's specification.
+        step: Number of the step, for the error message.
 
     Raises:
-        ConfigurationError: A gradient is too large; the message names its parameter.
+        ConfigurationError: A gradient is too large; the error message names its parameter.
     """
     low, high = (float(bound) for bound in values.aminmax())
     if not compression.largest < max(-low, high) < math.inf:
@@ -193,18 +218,18 @@ def check_range(
         largest = float(view.abs().max())
         if largest > compression.largest:
             raise ConfigurationError(
-                f"step {step}: what is sent of {specification.parameters[part.parameter].name} is as large as "
-                f"{largest:.3g}, and {compression.name} holds {compression.largest:g} at most: use compression: bf16, "
-                "which has the range of float32"
+                f"step {step}: the gradient of {specification.parameters[part.parameter].name} contains the number "
+                f"{largest:.3g}, and the largest number that compression: {compression.name} can send is "
+                f"{compression.largest:g}: use compression: bf16, which has the range of float32"
             )
 
 
 class Filling:
-    """Gradients of the small parameters that share a slice, while they are collected.
+    """Buffer that collects the gradients of the small parameters in one slice.
 
     Attributes:
-        values: The gradients, in new memory for each step: the last step's push may still be on its way.
-        absent: Parts of the slice that are still missing, as bits.
+        values: The gradients, flat. Each step uses a new tensor, because the last step's push may not have left yet.
+        absent: Bits of the slice's parts: bit i is set while the gradient of part i is missing.
     """
 
     def __init__(self, slice_: Slice) -> None:
@@ -214,7 +239,7 @@ class Filling:
         self._parts = {part.parameter: (place, views[place]) for place, part in enumerate(slice_.parts)}
 
     def put(self, parameter: int, gradient: Tensor) -> None:
-        """Add a parameter's gradient."""
+        """Copy a parameter's gradient into the buffer."""
         place, part = self._parts[parameter]
         part.copy_(gradient)
         self.absent &= ~(1 << place)

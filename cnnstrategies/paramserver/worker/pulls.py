@@ -1,4 +1,4 @@
-"""A worker's pulls: the slices that it waits for, and the memory into which they are written."""
+"""A worker's pulls: requests for slices, and the writing of arrived values into the parameters."""
 
 from collections.abc import Collection, Sequence
 
@@ -15,22 +15,25 @@ MOST_QUESTIONS = (1 << 32) - 1
 
 
 class Pulls:
-    """Requests for the parameters, in the order of their last use, and the writing of the answers into the parameters.
+    """The worker's requests for parameters, and the writing of the servers' replies into the parameters.
+
+    Parameters are requested in the order in which the last step used them.
 
     Args:
         slices: All slices.
         parameters: The parameters, into which pulled values are written.
         connections: Connections to the servers.
-        copies: Further tensors, one for each parameter, into which the same values are written.
-        changes: Whether answers may be changes of the values that arrived before.
+        copies: One more tensor for each parameter, into which the parameter's values are also written; or empty.
+        changes: Whether a reply may be the difference from the values that arrived before.
 
     Attributes:
         step: The step whose parameters were requested last.
-        pending: Keys of the slices that have not arrived, in the order in which they are needed.
-        refreshing: Whether the last request was for the present values, and not for values that contain this worker's
-            last push.
-        states: Optimizer's states that have arrived, by key, if the last request was for them; None otherwise.
-        encoding: Encoding in which values after a push are requested; `NOTHING` for the specification's encoding.
+        pending: Keys of the slices that have not arrived, in the order in which the worker needs them.
+        refreshing: Whether the last request was for the current values. Otherwise the servers reply only when the
+            values contain this worker's last push.
+        states: The optimizer's state of each slice that has arrived, by key; None if the last request was for values.
+        encoding: Encoding requested for the values after a push; `NOTHING` for the encoding that the specification
+            names.
     """
 
     def __init__(
@@ -52,21 +55,21 @@ class Pulls:
         self._copies = [PullTarget(copy) for copy in copies]
         self._pulled_values = PulledValues(slices) if changes else None
         self._connections = connections
-        self._question = 0  # number of the last request for the present values
-        self._left = [0] * len(parameters)  # number of each parameter's slices that have not arrived
+        self._question = 0  # id of the last request for the current values
+        self._left = [0] * len(parameters)  # By parameter: the number of its slices that have not arrived.
         self._order: list[int] = list(range(len(parameters)))
-        self._used: dict[int, None] = {}  # parameters in the order of their use in this step
+        self._used: dict[int, None] = {}  # indices of the parameters used in this step, in the order of first use
 
     def waits_for(self, index: int) -> bool:
-        """Return whether a parameter is not up to date."""
+        """Return whether a slice of this parameter has not arrived yet."""
         return self._left[index] > 0
 
     def use(self, index: int) -> None:
-        """Note that a parameter is the next one that is needed."""
+        """Record that the step uses this parameter next; see :meth:`reorder`."""
         self._used.setdefault(index)
 
     def reorder(self) -> None:
-        """End a step: later requests follow the order in which the step used the parameters, if it used all of them."""
+        """Request parameters in the order in which the finished step used them, if the step used all parameters."""
         if len(self._used) == len(self._by_parameter):
             self._order = list(self._used)
         self._used = {}
@@ -76,8 +79,8 @@ class Pulls:
 
         Args:
             step: The step that will be worked on next.
-            refresh: Request the present values, and not the values that `step` begins with.
-            states: Request the optimizer's states instead, which leaves the parameters as they are.
+            refresh: Request the current values instead of the values with which `step` begins.
+            states: Request the optimizer's state of each slice instead of the values. The parameters do not change.
         """
         keys = list(dict.fromkeys(key for index in self._order for key in self._by_parameter[index]))
         self.refreshing = refresh
@@ -90,34 +93,45 @@ class Pulls:
         self._send(keys)
 
     def begin(self, step: int) -> None:
-        """Begin a step whose pushes request their answers: they request the parameters of step `step`."""
+        """Begin a step in which each push also requests the slice's new values.
+
+        Args:
+            step: The step that begins with the new values.
+        """
         self.refreshing, self.states = False, None
         self.step = step
 
-    def with_push(self, key: int) -> None:
-        """Note that a slice's push also requests its answer."""
+    def expect_after_push(self, key: int) -> None:
+        """Expect a slice's new values, because the worker is sending a push of the slice that also requests them."""
         if key not in self.pending:
             self.pending[key] = None
             for part in self._slices[key].parts:
                 self._left[part.parameter] += 1
 
     def send_again(self, keys: Collection[int]) -> None:
-        """Repeat the requests for those of some slices that have not arrived."""
+        """Repeat the requests for slices that have not arrived.
+
+        Args:
+            keys: Keys of slices; those that have arrived are skipped.
+        """
         wanted = set(keys)
         pulls = [key for key in self.pending if key in wanted]
         if pulls:
             self._send(pulls)
 
     def take(self, header: Header, payload: memoryview) -> bool:
-        """Write a slice that has arrived into its parameters, and return whether it was waited for.
+        """Handle a server's reply to a pull: write the slice's values into the parameters.
+
+        Returns:
+            Whether the worker was waiting for this reply. Otherwise the reply is ignored.
 
         Raises:
-            InvalidMessageError: The payload does not fit the slice.
+            InvalidMessageError: The payload has the wrong size for the slice, or is not valid.
         """
         if header.key not in self.pending or header.step != self.step:
             return False
         if header.question != (self._question if self.refreshing else 0):
-            return False  # A request that was sent twice is answered twice; the second answer may arrive late.
+            return False  # This is a late reply to an earlier request that was sent twice.
         slice_ = self._slices[header.key]
         if self.states is not None:
             self.states[header.key] = unpack_state(payload, slice_)
@@ -146,7 +160,7 @@ class Pulls:
         by_server: dict[int, list[int]] = {server.id: [] for server in self._connections.view.servers}
         for key in keys:
             by_server.setdefault(self._connections.primary(key), []).append(key)
-        # The lowest bit requests the present values; the bits above it are the encoding.
+        # The lowest bit requests the current values; the bits above it are the encoding.
         base = 1 if self.refreshing else self.encoding << 1
         for server, server_keys in by_server.items():
             if self._pulled_values is None:
@@ -162,10 +176,14 @@ class Pulls:
 
 
 class PulledValues:
-    """Values of slices that are pulled as changes: the sum of all changes so far.
+    """Base values of the slices whose pulls are answered with differences: each difference is added to them.
 
-    The parameters cannot serve as this sum: now and then they hold the servers' own values, which contain the
-    remainders that the changes have left out.
+    The differences are compressed, and leave out a remainder that the server sends later. The parameters cannot serve
+    as base values, because after a request for the current values they contain the servers' exact values, with the
+    remainders.
+
+    Each slice's base values have a version, and a mark that the server has chosen; see
+    :class:`~cnnstrategies.paramserver.messages.Header`.
     """
 
     def __init__(self, slices: Sequence[Slice]) -> None:
@@ -174,14 +192,27 @@ class PulledValues:
         self._marks = [0.0] * len(slices)
 
     def by_mark(self, keys: Sequence[int], version: int) -> dict[float, list[int]]:
-        """Return slices by the mark of the values that this worker has; mark 0 if they are not of this version."""
+        """Group slices by the mark of their base values.
+
+        Args:
+            keys: Keys of the slices.
+            version: The version that the base values must have.
+
+        Returns:
+            Marks, each with the keys of its slices. Slices whose base values have a different version are under mark 0.
+        """
         marked: dict[float, list[int]] = {}
         for key in keys:
             marked.setdefault(self._marks[key] if self._versions[key] == version else 0.0, []).append(key)
         return marked or {0.0: []}
 
     def take(self, header: Header, values: Tensor) -> Tensor | None:
-        """Return a slice's values after an answer; None if the answer is a change of other values than these."""
+        """Return a slice's values after a reply; None if the reply is a difference from different base values.
+
+        Args:
+            header: Header of the reply.
+            values: The values or the difference in the reply.
+        """
         key = header.key
         if not PAYLOADS[header.encoding].lossy:
             if header.weight == ALONE:
@@ -197,7 +228,10 @@ class PulledValues:
 
 
 class PullTarget:
-    """Memory for a parameter's pulled values: its own memory, or a buffer if that is not flat CPU memory."""
+    """Destination of a parameter's pulled values.
+
+    A contiguous parameter on the CPU is written directly. Any other parameter is written through a buffer.
+    """
 
     def __init__(self, parameter: Tensor) -> None:
         self._parameter = parameter.detach()
@@ -206,10 +240,10 @@ class PullTarget:
         self._flat = buffer.view(-1)
 
     def write(self, start: int, values: Tensor) -> None:
-        """Write a slice of the values, beginning at element `start`."""
+        """Write a part of the parameter's values, beginning at element `start` of the flat parameter."""
         self._flat[start : start + values.numel()].copy_(values)
 
     def finish(self) -> None:
-        """Copy the buffer, if there is one, into the parameter, when all slices are written."""
+        """Copy the buffer into the parameter, if the parameter has one. Call this when all slices are written."""
         if not self._direct:
             self._parameter.copy_(self._flat.view(self._parameter.shape))

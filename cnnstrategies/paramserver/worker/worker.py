@@ -1,4 +1,4 @@
-"""A worker's part of the protocol: it sends gradients and takes parameters, also if messages are lost on the way."""
+"""The worker's side of the protocol: it pushes gradients and pulls parameters, and repeats messages that were lost."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,17 +24,17 @@ from cnnstrategies.paramserver.worker.connections import Connections, Counters
 from cnnstrategies.paramserver.worker.outgoing import Outgoing
 from cnnstrategies.paramserver.worker.pulls import Pulls
 
-PROBE_SECONDS = 1.0  # without an answer before a server is asked whether it is alive
-REPEAT_SECONDS = 0.05
+PROBE_SECONDS = 1.0  # A server that has not replied to a pull for this time is probed with a HELLO.
+REPEAT_SECONDS = 0.05  # time between two calls of `Wait.repeat`
 STOPPED_SECONDS = 1.0  # A longer time between two calls of `on_time` shows that this process was stopped.
 
 
 class Wait(NamedTuple):
-    """A wait of a procedure.
+    """A condition that a procedure waits for; the procedure yields it to the driver.
 
     Attributes:
-        waiting: Whether the procedure still has to wait.
-        repeat: Called at once and then several times a second while the procedure waits.
+        waiting: Returns whether the procedure still has to wait.
+        repeat: Called when the wait begins, and then every `REPEAT_SECONDS` until the wait is over.
     """
 
     waiting: Callable[[], bool]
@@ -42,11 +42,11 @@ class Wait(NamedTuple):
 
 
 class WorkerRole:
-    """One worker of a run, without sockets, threads and clocks.
+    """State machine of one worker, without sockets, threads and clocks.
 
-    An action that takes several messages is a procedure: a generator that yields each :class:`Wait` and continues when
-    the wait is over. During a wait, the driver hands over messages and views, calls :meth:`on_time`, and sends the
-    messages that :attr:`connections` hold.
+    An action that takes several messages is a procedure. A procedure is a generator that yields a :class:`Wait`
+    wherever it must wait, and is resumed when the wait is over. During a wait, the driver passes arriving messages and
+    views to this object, calls :meth:`on_time`, and sends the messages that :attr:`connections` has queued.
 
     Args:
         specification: The run's specification.
@@ -57,11 +57,12 @@ class WorkerRole:
         arrived: Called with the index of each parameter whose new values have arrived.
 
     Attributes:
-        step: Number of the step that is or will be worked on next.
+        step: Number of the step that this worker works on, or will work on next.
         counters: Bytes, steps and times of this worker.
-        first_level: Level of the ladder that the first worker used in the last step; None if it is not known.
+        first_level: Level of the ladder of encodings that the first worker used in the last step; None if the level is
+            not known.
         connections: Connections to the servers.
-        pulls: Pulls of this worker.
+        pulls: This worker's requests for parameters.
     """
 
     def __init__(
@@ -94,31 +95,33 @@ class WorkerRole:
         self._probe_seconds = min(PROBE_SECONDS, specification.timeout / 8)
         self._stopped_seconds = min(STOPPED_SECONDS, specification.timeout / 4)
         self._joined = False
-        self._first_step = 0  # step with which this worker began to take part
-        self._pushed_step: int | None = None  # while the worker joins: the step whose gradients it already has
-        self._has_values = False  # The parameters with which this worker begins have arrived.
-        self._replaces = incarnation > 0
-        self._unready: dict[int, float] = {}  # servers without values, with the time since when
-        self._welcomes: dict[int, dict[str, Any]] = {}  # servers' answers to the last HELLO
+        self._first_step = 0  # the first step in which this worker took part
+        self._pushed_step: int | None = None  # while this worker joins: the step whose gradients it already has
+        self._has_values = False  # whether the parameters of this worker's first step have arrived
+        self._replaces = incarnation > 0  # whether this worker replaces one that died
+        self._unready: dict[int, float] = {}  # By server without values: when this worker noticed it, in seconds.
+        self._welcomes: dict[int, dict[str, Any]] = {}  # By server: its last WELCOME since the last request.
         self._first_values: tuple[Sequence[Tensor], dict[int, SliceState]] | None = None
-        self._moved = False  # The parameters are no longer those of the run's start.
-        self._version: int | None = None  # of the first slice's values
-        self._last_request = 0  # number of the last message that requests an answer
+        self._moved = False  # whether the run has made a step, so that the first values are out of date
+        self._version: int | None = None  # version of the first slice's values
+        self._last_request = 0  # sequence number of the last push or pull that requested values
 
     @property
     def view(self) -> View:
-        """The view that this worker follows."""
+        """The current view."""
         return self.connections.view
 
     # Procedures
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None) -> None:
-        """Keep the first values ready: one of the workers that have them sends them to servers without values.
+        """Keep the parameters' values as the run's first values, in case this worker must send them to the servers.
+
+        One of the workers with first values sends them to each server that has no values yet.
 
         Args:
-            optimizer_state: A plain ``Optimizer.state_dict()``, if the optimizer has a state.
+            optimizer_state: A plain ``Optimizer.state_dict()``; None if the optimizer has no state.
         """
-        if self._began_with:  # This worker's own steps change the parameters before the servers have their values.
+        if self._began_with:  # Copy the values: this worker's own steps may change them before they are sent.
             for value, parameter in zip(self._began_with, self._parameters, strict=True):
                 value.copy_(parameter.detach())
         states: dict[int, SliceState] = {}
@@ -127,20 +130,21 @@ class WorkerRole:
         self._first_values = self._began_with or self._parameters, states
 
     def join(self, now: float, has: int | None = None) -> Generator[Wait, None, int]:
-        """Become a member at a step boundary, and take the parameters.
+        """Take part in steps from the next step boundary on, and pull the parameters.
 
         Args:
             now: The time, in seconds.
-            has: A step whose gradients this worker already has. The worker may begin with that step if the workers
-                that began it have not finished it.
+            has: A step whose gradients this worker already has; None if there is no such step. The worker may begin
+                with that step if the servers have not finished it.
 
         Returns:
-            The step to begin with.
+            The step with which this worker begins.
         """
         self._pushed_step = has
         yield from self.meet(now)
         steps = yield from self._ask_where_to_begin()
-        # Never go back without common steps: servers take a push with an older number for a repeated push.
+        # Without common steps, the worker must not go back to an earlier step: servers ignore a push whose step is not
+        # newer than the last one, because they take it for a repeated message.
         self.step = max(steps) if self._specification.aggregates else max(self.step, *steps)
         self._moved = self._moved or self.step > 0
         self._joined, self._first_step, self._has_values, self._pushed_step = True, self.step, False, None
@@ -152,13 +156,13 @@ class WorkerRole:
         return self.step
 
     def leave(self) -> Generator[Wait]:
-        """Wait for the pulls that are under way, then leave: the other workers no longer wait for this one."""
+        """Wait until all pulls are answered, then leave the run: other workers no longer wait for this worker."""
         yield self.all_here()
         self._joined = False
         yield from self._ask(self._servers, joins=False, leaves=True)
 
     def refresh(self) -> Generator[Wait]:
-        """Take the servers' present values."""
+        """Pull the servers' current values into the parameters."""
         yield self.all_here()
         self._request(refresh=True)
         yield self.all_here()
@@ -176,7 +180,7 @@ class WorkerRole:
         return Wait(lambda: bool(self.pulls.pending))
 
     def here(self, index: int) -> Wait:
-        """Return a wait that is over when a parameter, which is needed next, is up to date."""
+        """Return a wait that is over when one parameter is up to date; the step uses this parameter next."""
         self.pulls.use(index)
         return Wait(lambda: self.pulls.waits_for(index))
 
@@ -184,18 +188,31 @@ class WorkerRole:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker chooses encodings: for itself, or, if the workers step together, for all live workers."""
+        """Whether this worker chooses encodings itself.
+
+        In modes with common steps, only the live worker with the lowest id does, and the others follow its choice.
+        """
         return not self._specification.aggregates or all(self._id <= worker.id for worker in self.view.workers)
 
     def encode_as(self, compression: PushCompression, pull_compression: PullCompression, level: int) -> None:
-        """Push and pull with these compressions from the next step on; all parameters must be up to date."""
+        """Set the compressions of pushes and pulls from the next step on. All parameters must be up to date.
+
+        Args:
+            compression: Compression of the pushes.
+            pull_compression: Compression of the pulls.
+            level: Index of these compressions in the ladder, which the servers report to the other workers.
+        """
         self.pulls.encoding = payload_compression(pull_compression).encoding
         self._outgoing.encode_as(compression, self.pulls.encoding, level + 1)
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
-        """Start a step's pushes; all parameters must be up to date.
+        """Begin a step: its gradients are pushed next. All parameters must be up to date.
 
-        The driver hands over messages again only after :meth:`end_step`.
+        Until :meth:`end_step` returns, the driver must not pass messages to this object.
+
+        Args:
+            groups: Hyperparameters of each parameter group.
+            samples: Number of samples of the worker's batch.
         """
         if self._pipelined:
             self.pulls.begin(self.step + 1)
@@ -203,7 +220,7 @@ class WorkerRole:
         self.counters.samples += samples
 
     def push(self, index: int, gradient: Tensor) -> None:
-        """Send a parameter's gradient; in mode ``local`` the change that this worker's own steps have made."""
+        """Push a parameter's gradient; see :meth:`Outgoing.push`."""
         self._outgoing.push(index, gradient)
 
     def end_step(self) -> None:
@@ -220,13 +237,15 @@ class WorkerRole:
     # Events
 
     def begin_waiting(self, now: float, wait: Wait) -> None:
-        """Begin a wait: from now on the silence of servers counts."""
+        """Prepare for a wait that begins now. Silence of servers is counted from this time."""
         self._now = self._next_repeat = now
         self._repeat = wait.repeat
         self.connections.begin_waiting(now)
 
     def on_time(self, now: float) -> None:
-        """Repeat requests, and check for silent servers; called several times a second, after new views.
+        """Repeat requests, and check whether servers are silent.
+
+        During a wait, the driver calls this several times a second, each time after it has handed over new views.
 
         Raises:
             ServersUnreachableError: A server was silent for too long.
@@ -242,19 +261,19 @@ class WorkerRole:
         self.connections.check(now, self._joined)
 
     def follow(self, now: float, view: View) -> None:
-        """Follow a view if it is newer than the present one.
+        """Replace the current view by a newer view; an older view is ignored.
 
         Raises:
-            RemovedError: This worker is not in the view.
+            RemovedError: The new view no longer contains this worker.
         """
         if self.connections.follow(now, view):
             self._place()
 
     def on_message(self, server: int, header: Header, payload: memoryview) -> None:
-        """Act on a message.
+        """Handle a message from a server.
 
         Raises:
-            ServersUnreachableError: The message shows that the run cannot go on.
+            ServersUnreachableError: The message shows that the run cannot continue.
         """
         if header.kind == Kind.PULLED:
             self._pulled(header, payload)
@@ -265,7 +284,7 @@ class WorkerRole:
         if not self.pulls.take(header, payload) or self.pulls.states is not None:
             return
         refreshing = self.pulls.refreshing
-        if not refreshing or header.base > 0:  # Other workers may have made steps before this worker joined.
+        if not refreshing or header.base > 0:  # A version above 0 shows that the servers have made a step.
             self._moved, self._first_values = True, None
         self.counters.bytes_received += len(payload)
         if header.key == 0:
@@ -287,29 +306,30 @@ class WorkerRole:
         answered_request = int(values["asked"])
         self._welcomes[server] = {**values, "step": header.step}
         self.connections.check_deaf(self._now, server, values["deaf"])
-        # The server has answered all messages before the HELLO. A push or pull that is still open was lost, or the
-        # server holds it back.
+        # The server received this HELLO after all earlier messages. If a push or pull still has no reply, then it was
+        # lost, or the server holds it back until the step is complete.
         if values["held"] and answered_request > self._last_request:
             unsettled = (self._outgoing.unanswered.keys() | self.pulls.pending.keys()).intersection(server_keys)
             held = set(unpack_keys(payload[header.meta :]))
             if unsettled - held:
                 self._send_again([key for key in server_keys if key not in held])
             elif not unsettled:
-                # A server from which this worker needs nothing also votes, and must learn that the step has begun.
+                # This worker needs nothing from the server, but the server votes too, and BEGIN may have been lost.
                 self._outgoing.begin_again((server,), self.step)
         if values["ready"] is not False:
             self._unready.pop(server, None)
         elif self._moved or values["lost"] or self._waits_in_vain(server):
             self.connections.lost(server)
-        else:  # The server was started again before it had made a step, or no worker has sent it values yet.
+        else:  # No worker has sent this server values yet, or it was started again before the first step.
             self._send_first_values(server)
 
     def _send_first_values(self, server: int) -> None:
-        """Send a server the first values of its slices, if this worker is the one to do so.
+        """Send a server the first values of its slices, if it is this worker's turn to send them.
 
-        The server ignores values that it already has.
+        The server ignores the values of slices that it already has.
         """
-        # Workers that replace another one come last: most of them do not have first values.
+        # The worker with the lowest id sends them. Workers that replace another worker come last, because most of them
+        # do not have first values.
         sender = min(((worker.incarnation > 0, worker.id) for worker in self.view.workers), default=None)
         if self._first_values is not None and sender == (self._replaces, self._id):
             values, states = self._first_values
@@ -318,14 +338,15 @@ class WorkerRole:
                     values[part.parameter].detach().cpu().reshape(-1)[part.start : part.stop]
                     for part in self._slices[key].parts
                 ]
-                # The payload is a copy: pulls write into the same memory, perhaps before the message has left.
+                # Copy the values into the payload: a pull may overwrite the parameters before the message is sent.
                 payload = pack_state(states.get(key, [])) + bytes(as_bytes(torch.cat(pieces)))
                 self.connections.send(server, Kind.VALUE, payload, key=key, encoding=Encoding.DENSE)
 
     def _waits_in_vain(self, server: int) -> bool:
-        """Return whether a worker that replaces another one has waited too long for a server's first values.
+        """Return whether a server will never get first values, as far as this worker can tell.
 
-        All workers that had first values are gone then.
+        That is so when this worker replaces another worker, has no first values itself, and has waited for longer than
+        the time-out. Then all workers with first values have died.
         """
         since = self._unready.setdefault(server, self._now)
         return self._replaces and self._first_values is None and self._now - since > self._specification.timeout
@@ -333,7 +354,7 @@ class WorkerRole:
     # Requests
 
     def meet(self, now: float) -> Generator[Wait]:
-        """Wait until the run's servers are members and know this worker."""
+        """Wait until all servers are members, and each of them has replied to this worker's HELLO."""
         self.connections.begin_meeting(now)
         yield Wait(lambda: not self.connections.met(self._now))
         self._place()
@@ -345,11 +366,14 @@ class WorkerRole:
         return {server.id for server in self.view.servers}
 
     def _ask_where_to_begin(self) -> Generator[Wait, None, list[int]]:
-        """Ask the servers that count steps for the step with which this worker begins; return their answers."""
+        """Ask the servers with which step this worker begins, and return the step that each server names.
+
+        With common steps only the leading server is asked, otherwise all servers.
+        """
         aggregates = self._specification.aggregates
         while True:
-            # Common steps are counted by the leader alone. It may die before it answers, and a server that reported
-            # itself as leader may have been replaced by then, or may have lost the lead to an older one.
+            # The leader may die before it answers. A server that called itself leader may also have been replaced, or
+            # another server may lead now. In these cases, begin again.
             leaders = {server for server, welcome in self._welcomes.items() if welcome["leader"] is True}
             answers = yield from self._ask(leaders if aggregates else self._servers, joins=True)
             if answers and (not aggregates or all(answer["leader"] is True for answer in answers.values())):
@@ -359,7 +383,16 @@ class WorkerRole:
     def _ask(
         self, servers: set[int], joins: bool, leaves: bool = False
     ) -> Generator[Wait, None, dict[int, dict[str, Any]]]:
-        """Send HELLO to some servers until all live ones among them have answered; return the answers by server."""
+        """Send HELLO to some servers repeatedly until each live server among them has answered.
+
+        Args:
+            servers: Ids of the servers.
+            joins: Whether this worker joins.
+            leaves: Whether this worker leaves.
+
+        Returns:
+            The JSON object of each server's WELCOME with the step added, by the server's id.
+        """
         requests: set[int] = set()
         self._welcomes = {}
 
@@ -369,7 +402,7 @@ class WorkerRole:
                 requests.add(self.connections.sequence)
 
         def answers() -> dict[int, dict[str, Any]]:
-            # Other welcomes answer an earlier HELLO or a probe, and do not contain the step to begin with.
+            # Ignore the WELCOMEs that answer an earlier HELLO or a probe: the step in them is not the one asked for.
             return {
                 server: welcome
                 for server, welcome in self._welcomes.items()
@@ -396,7 +429,10 @@ class WorkerRole:
         )  # fmt: skip
 
     def hello(self, server: int) -> None:
-        """Tell a server this worker's step: the one whose pushes are not all answered, otherwise the next one."""
+        """Probe a server, and report this worker's step to it.
+
+        The reported step is the last one, while some of its pushes have no reply; otherwise it is the next one.
+        """
         if not self._joined:
             self._send_hello(server, NO_STEP, False)
             return
@@ -411,7 +447,7 @@ class WorkerRole:
     # Sending again
 
     def _place(self) -> None:
-        """Find each slice's primary in the present view; send a new primary what the old one has not answered."""
+        """Find each slice's primary in the current view, and repeat unanswered requests to new primaries."""
         moved = self.connections.place()
         if self._joined:
             for server in self._servers:
@@ -419,12 +455,12 @@ class WorkerRole:
         self._send_again(moved)
 
     def _request(self, refresh: bool, states: bool = False) -> None:
-        """Request all parameters, or their optimizer's states."""
+        """Request all parameters, or the optimizer's state of all slices."""
         self.pulls.request(self.step, refresh, states)
         self._last_request = self.connections.sequence
 
     def _send_again(self, keys: list[int]) -> None:
         self._outgoing.send_again(keys, self.step)
-        if not self._pipelined or self.pulls.refreshing:  # Otherwise the pushes also request their answers.
+        if not self._pipelined or self.pulls.refreshing:  # Otherwise each push also requests the slice's new values.
             self.pulls.send_again(keys)
         self._last_request = self.connections.sequence

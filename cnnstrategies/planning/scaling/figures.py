@@ -94,7 +94,7 @@ class MeasuredRun:
 
     @property
     def waiting(self) -> float:
-        """Seconds of a step for which a rank waits for the slowest rank; the mean of all ranks."""
+        """Mean seconds of a step for which the ranks wait for the slowest rank."""
         return statistics.mean(rank.waits for rank in self.ranks) - self.slowest.waits
 
 

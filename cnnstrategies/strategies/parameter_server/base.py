@@ -70,8 +70,8 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     def __deepcopy__(self, memo: Any) -> Self:
         """Return this strategy itself.
 
-        Lightning's callback WeightAveraging copies the module, with its trainer and so with this strategy. The copy of
-        the module must use the same session.
+        Lightning's callback WeightAveraging makes a deep copy of the module. The copy must use the same strategy and
+        session as the module.
         """
         return self
 
@@ -129,7 +129,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         """Register with a coordinator as a member of a run.
 
         Args:
-            address: The coordinator's address, and the role, id and time-outs with which this process registers.
+            address: The coordinator's address, and the role, the id and the time-outs of this process.
             key_file: File with the run's keys; None without encryption.
         """
         self._address = RunAddress(address.coordinator, key_file)
@@ -156,7 +156,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
 
     @override
     def agree_on_stop(self, received: int | None) -> int | None:
-        """Send a received signal to all processes of the run, and return the signal with which the run stops.
+        """Send a received signal to all processes of the run, and return the run's stop signal; None if there is none.
 
         After that this worker acts alone, because the workers may stop in different steps.
 

@@ -18,7 +18,7 @@ from cnnstrategies.paramserver.specification import hyperparameters
 from cnnstrategies.strategies.observer_hooks import TO_PYTHON, HookContexts, TensorOrigins, tensors_in
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
-GATHERS = "gather_distributed"  # End of the names of the options by which classes of lightly gather from all processes.
+GATHERS = "gather_distributed"  # The names of lightly's options for gathering from all processes end in this text.
 
 
 def check_module(module: LightningModule, options: ParameterServerOptions) -> None:
@@ -26,8 +26,8 @@ def check_module(module: LightningModule, options: ParameterServerOptions) -> No
     if options.mode != "local" and is_overridden("configure_gradient_clipping", module):
         raise ConfigurationError(
             f"{type(module).__name__}.configure_gradient_clipping would clip each worker's gradient, not the mean of "
-            "the gradients: remove the method and set trainer.gradient_clip_val and trainer.gradient_clip_algorithm, "
-            "with which the servers clip, or use strategy ddp"
+            "the gradients: remove the method, so that the servers clip by trainer.gradient_clip_val and "
+            "trainer.gradient_clip_algorithm, or use strategy ddp"
         )
     if not module.automatic_optimization:
         raise ConfigurationError(
@@ -111,7 +111,7 @@ def check_dispatch(trainer: Trainer, options: ParameterServerOptions) -> None:
 
 
 def _within_epochs(trainer: Trainer) -> Iterator[tuple[str, str]]:
-    """Yield the settings for which all workers must wait for each other within an epoch.
+    """Yield the settings that make all workers wait for each other within an epoch.
 
     Each setting is a pair of texts for an error message: the setting with its value, and what to use instead.
     """
@@ -159,7 +159,7 @@ def watch_gradients(module: LightningModule, callbacks: Iterable[Callback]) -> H
 
 
 class Linear(TorchFunctionMode):
-    """Mode of torch in which functions of gradients that are not linear raise a ConfigurationError.
+    """Mode of torch that raises a ConfigurationError when a user's hook computes a nonlinear function of gradients.
 
     Args:
         names: Name of each parameter, by the parameter's ``id()``.
@@ -187,7 +187,7 @@ class Linear(TorchFunctionMode):
         return result
 
     def _parameters_of(self, values: Iterable[Any]) -> list[str]:
-        """Return the names of the parameters from whose gradients tensors among some values were computed."""
+        """Return the recorded origins of the tensors among some values. Each origin is the name of a parameter."""
         return [name for tensor in tensors_in(values) if (name := self._gradients.origin_of(tensor, ""))]
 
     def _is_linear(self, func: Callable[..., Any], args: Sequence[Any], parameters: Sequence[str]) -> bool:

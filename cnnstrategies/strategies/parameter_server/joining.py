@@ -73,8 +73,8 @@ class JoinedDispatch(BatchDispatch):
         run_batches = self._joiner.collectives.begin_epoch(epoch, batches, 1)
         if run_batches not in (0, batches):
             raise ConfigurationError(
-                f"an epoch of the run has {run_batches} batches, and an epoch of this configuration {batches}: use the "
-                "run's own data and batch size"
+                f"an epoch of the run has {run_batches} batches, but an epoch of this configuration has "
+                f"{batches}: use the run's own data and batch size"
             )
 
     @override
@@ -179,7 +179,7 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def agree_on_stop(self, received: int | None) -> int | None:
-        """Return None: a signal to a joiner stops only the joiner, whose own signal handlers do that."""
+        """Return None: the joiner's own signal handlers stop it, and no other process stops with it."""
         return None
 
     @override
@@ -334,9 +334,9 @@ def check_parameters(run: Specification, configured: Specification) -> None:
     for expected, parameter in zip_longest(run.parameters, configured.parameters):
         if expected != parameter:
             raise ConfigurationError(
-                f"the run trains {len(run.parameters)} parameters, and this configuration has "
-                f"{len(configured.parameters)}; the first difference is {expected} in the run and {parameter} here: "
-                "use the run's own configuration"
+                f"the run trains {len(run.parameters)} parameters, but this configuration has "
+                f"{len(configured.parameters)}; the first difference is {expected or 'no parameter'} in the run "
+                f"and {parameter or 'no parameter'} here: use the run's own configuration"
             )
 
 
@@ -351,6 +351,7 @@ def check_seed(run_seed: str) -> None:
     configured = seed()
     if run_seed != configured:
         raise ConfigurationError(
-            f"the run has seed_everything={run_seed or 'false'}, and this configuration {configured or 'false'}, so "
-            "the samples would have a different order here: use the run's own configuration"
+            f"the run has seed_everything={run_seed or 'false'}, but this configuration has "
+            f"{configured or 'false'}, so the samples would have a different order here: use the run's own "
+            "configuration"
         )

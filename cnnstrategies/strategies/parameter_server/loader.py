@@ -19,9 +19,9 @@ from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 
 
 class ChunkSampler:
-    """Sampler that yields those items of another sampler whose positions the coordinator gives to this worker.
+    """Sampler that yields this worker's items of another sampler. The coordinator gives the items' positions.
 
-    An item is what the other sampler yields: the index of a sample, or the indices of a batch.
+    An item of the other sampler is the index of a sample, or a list with the indices of a batch.
 
     Attributes:
         epoch: Number of the current epoch.
@@ -68,7 +68,7 @@ class BatchDispatch:
         has_loader: Whether a training loader exists already.
 
     Args:
-        strategy: The strategy, through whose collectives the requests are sent.
+        strategy: The strategy. Its collectives send the requests.
     """
 
     def __init__(self, strategy: CoordinatedStrategy) -> None:
@@ -97,9 +97,9 @@ class BatchDispatch:
         return dispatched
 
     def epoch(self, trainer: Trainer) -> int:
-        """Return the number of the epoch for which a trainer begins to load batches.
+        """Return the number of the epoch that a trainer is about to load.
 
-        The trainer's `current_epoch` is not used, because in a resumed run it still has the value before the epoch.
+        This can differ from the trainer's `current_epoch`, which is too small in a resumed run.
         """
         return int(trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
 
@@ -165,9 +165,9 @@ class DispatchedLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the progress within the epoch, for a checkpoint. All workers must call this.
 
-        The keys are ``epoch``, its number; ``batches``, the number of its batches; and ``done``, a text that encodes
-        the positions of the processed batches. If a dead worker has left batches of the previous epoch, the state does
-        not contain them.
+        The dictionary has three keys. ``epoch`` is the number of the epoch, ``batches`` the number of batches in the
+        epoch, and ``done`` a text that encodes the positions of the processed batches. The state does not contain
+        batches of the previous epoch that a dead worker has left.
         """
         epoch = self.chunks.epoch
         return {"epoch": epoch, "batches": self.chunks.count, "done": self.dispatch.progress(epoch)}
@@ -207,14 +207,15 @@ def check_order(sampler: Any, strategy: CoordinatedStrategy) -> None:
     name = type(wrapped_sampler(inner)).__name__
     if drawn[0] != drawn[1]:
         raise ConfigurationError(
-            f"{name} returns a different order of the same epoch in each call, but data_dispatch: dynamic needs an "
-            "order that all workers know: create the sampler without a generator of its own, because torch's generator "
-            "is seeded for each epoch, or use data_dispatch: static"
+            f"{name} returns the samples of an epoch in a different order in each call, but data_dispatch: dynamic "
+            "needs an order that all workers know: create the sampler without a generator of its own, because torch's "
+            "generator is seeded for each epoch, or use data_dispatch: static"
         )
     if len(set(strategy.gather(drawn[0], "order of the samples").values())) > 1:
         raise ConfigurationError(
-            f"{name} returns a different order in each worker, but data_dispatch: dynamic needs an order that all "
-            "workers know: seed all workers equally (seed_everything), or use data_dispatch: static"
+            f"{name} returns the samples of an epoch in a different order in each worker, but data_dispatch: dynamic "
+            "needs an order that all workers know: seed all workers equally (seed_everything), or use data_dispatch: "
+            "static"
         )
 
 

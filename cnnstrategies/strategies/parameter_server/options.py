@@ -25,11 +25,11 @@ from cnnstrategies.strategies.differences import differences_of_replicas
 Dispatch = Literal["static", "dynamic"]
 Security = Literal["auto", "curve", "none"]
 
-# Size of a slice in bytes in pipelined runs, in which each slice is updated as soon as all its gradients have arrived.
+# Size of a slice in bytes in a pipelined run, which updates each slice as soon as all its gradients have arrived.
 PIPELINED_BYTES = 1 << 19
 MOST_HEARTBEAT = 0.5  # Largest time between two heartbeats, in seconds.
 BEATS = 20  # Number of heartbeats within a time-out.
-AVERAGING = (1.0, 0.0)  # Values of outer_lr and outer_momentum with which an outer step averages the workers' weights.
+AVERAGING = (1.0, 0.0)  # With these values of outer_lr and outer_momentum, an outer step averages the workers' weights.
 USUAL_STALENESS = 4  # Default of staleness in mode ssp.
 USUAL_SYNC_EVERY = 8  # Default of sync_every in mode local.
 # Least time in seconds that a worker waits for the reply of a server. A server may be slow because it gets little CPU
@@ -144,8 +144,8 @@ class ParameterServerOptions(RunOptions):
             )
         if self.endpoints and self.replication > len(self.endpoints):
             yield (
-                f"replication={self.replication} needs as many servers, but endpoints names {len(self.endpoints)}: "
-                "start more servers, or lower replication"
+                f"replication={self.replication} needs at least {self.replication} servers, but endpoints names "
+                f"{len(self.endpoints)}: start more servers, or lower replication"
             )
         if self.key_file is not None and not Path(self.key_file).is_file():
             yield (
@@ -157,8 +157,8 @@ class ParameterServerOptions(RunOptions):
         """Raise a ConfigurationError if ``replication`` is larger than the number of servers on `nodes` nodes."""
         if self.replication > self.server_count(nodes):
             raise ConfigurationError(
-                f"replication={self.replication} needs as many servers, but servers_per_node={self.servers_per_node} "
-                f"and num_nodes={nodes}: change one of them"
+                f"replication={self.replication} needs at least {self.replication} servers, but servers_per_node="
+                f"{self.servers_per_node} and num_nodes={nodes} give {self.server_count(nodes)}: change one of them"
             )
 
     @property
@@ -219,8 +219,8 @@ class ParameterServerOptions(RunOptions):
         options |= {"servers": self.server_count(nodes), "timeout": max(self.timeout, LEAST_SECONDS), **changes}
         if self.mode == "local":
             optimizer = self._outer(module, optimizer)
-        # Only with dedicated servers may values return while gradients are sent: on servers that share the workers'
-        # nodes, both would compete for the nodes' links.
+        # Pipelining is used only with dedicated servers. If servers share nodes with workers, returning values and
+        # outgoing gradients would compete for the nodes' links.
         dedicated = bool(self.endpoints) and self.mode == "sync" and not may_be_lossy(self.pull_compression)
         if dedicated and "clip_norm" not in changes:
             options = {"pipelined": True, "slice_bytes": PIPELINED_BYTES, **options}
@@ -300,5 +300,5 @@ class ParameterServerOptions(RunOptions):
 
     def _in_words(self, compression: str) -> str:
         if compression == AUTO:
-            return "the encoding that makes steps fastest, which may be as coarse as one bit a value"
+            return "the encoding that makes steps fastest, which may be as coarse as one bit per element"
         return payload_compression(compression).describe(self.topk_density)

@@ -43,7 +43,7 @@ SESSIONS_OF_LAUNCH = 1 << 16  # Largest number of sessions of the ranks of one l
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The data with which the processes of a session find each other: the coordinator's address, keys and time-out.
+    """The data that the processes of a session need to find each other: the coordinator's address, keys and time-out.
 
     A launcher of this package passes the rendezvous to the ranks in an environment variable.
 
@@ -215,7 +215,7 @@ def open_supervision(
 
 
 def worker_address(options: ParameterServerOptions, place: Rendezvous, rank: int) -> Address:
-    """Return the coordinator's address, with the id and the time-outs with which a rank registers there."""
+    """Return what a rank needs to register: the coordinator's address, the rank's id and incarnation, and time-outs."""
     incarnation = int(os.environ.get(INCARNATION, "0"))
     later = place.session > 0 and not place.supervised
     appear = LATER if later else place.wait
@@ -246,7 +246,7 @@ def _start_server(
         endpoint = f"tcp://{own_address(place.coordinator)}:*"
     else:
         # On the coordinator's machine, the coordinator's host name resolves to a loopback address, which other machines
-        # cannot reach. The server therefore listens on all interfaces, and is reached by the coordinator's host name.
+        # cannot reach. The server therefore listens on all interfaces, and workers use the coordinator's host name.
         endpoint, known_as = "tcp://0.0.0.0:*", place.coordinator.removeprefix("tcp://").rpartition(":")[0]
     address = _address(options, place, SERVER, identity, incarnation)
     service = ServerProcess(address, endpoint, place.key_file, options.security == "none", known_as, os.getpid())

@@ -1,4 +1,4 @@
-"""The start of a worker's training: it takes the state of rank 0, connects to servers, and restores its progress."""
+"""Functions for the start of a worker's training, such as connecting to the servers and restoring progress."""
 
 import os
 import sys
@@ -74,7 +74,7 @@ def join_servers(
         state = started.values[started.leader]
         restore_trainer(trainer, optimizer, state)
         if options.data_dispatch == "dynamic":
-            # Lightning has already requested batches, for the epoch with which this process had started.
+            # Before this process knew the run's epoch, Lightning has requested batches of another epoch.
             run.give_back(trainer.current_epoch)
         own_steps = int(state["own_steps"])
         notice = f"Rank {strategy.global_rank} was restarted and continues in epoch {state['epoch']}"

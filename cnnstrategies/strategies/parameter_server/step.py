@@ -26,13 +26,15 @@ NOTED_STEPS = 2  # Number of first steps that record which parameters are read o
 class Stepper:
     """Connection between the training of a module and the worker that talks to the servers.
 
-    Each gradient is pushed as soon as backward has accumulated it, unless a hook of the user may read or change
-    gradients after backward. Then all gradients are pushed in the optimizer's step. Each module waits for its own
-    parameters right before its forward, unless a hook of the user may read weights between two steps. Then the step
-    itself waits for all parameters at its end.
+    Usually each gradient is pushed as soon as backward has accumulated it. If a hook of the user may read or change
+    gradients after backward, all gradients are pushed later, in the optimizer's step.
+
+    Usually each module waits for its own parameters right before its forward. If a hook of the user may read weights
+    between two steps, each step waits for all parameters at its end.
 
     Code may also read a parameter outside of the module that owns it. The first steps wait for all parameters before
-    the forward, and record which parameters are read in this way. Later steps wait for these parameters only.
+    the forward, and record which parameters are read in this way. Later steps wait before the forward only for the
+    recorded parameters.
 
     Args:
         module: The module that is trained.
@@ -134,7 +136,8 @@ class Stepper:
         """Add a batch to the current step.
 
         Args:
-            samples: Number of samples in the batch. The servers weight the step's gradient by all its samples.
+            samples: Number of samples in the batch. The servers weight the step's gradient by the
+                number of samples in all its batches.
         """
         self._samples += samples
         self._batches += 1
@@ -161,7 +164,7 @@ class Stepper:
 
     @property
     def begun(self) -> int:
-        """Number of steps of the run, up to the latest step whose gradients this worker has begun to push."""
+        """Number of the run's steps that this worker has completed, plus 1 while it pushes gradients."""
         return self.worker.step + self._in_step
 
     def after_step(self, last: bool = False) -> None:
@@ -214,7 +217,7 @@ class Stepper:
     def _log_codecs(self) -> None:
         if self.worker.codecs != self._codecs:
             self._codecs = pushes, pulls = self.worker.codecs
-            rank_zero_info(f"From step {self.worker.step} on compression: {pushes}, pull_compression: {pulls}")
+            rank_zero_info(f"From step {self.worker.step} on, compression is {pushes} and pull_compression is {pulls}")
 
     def _end(self) -> None:
         self.worker.end_step()
@@ -264,7 +267,7 @@ class Stepper:
         return args, {**kwargs, "closure": closure_then_push}
 
     def _check(self) -> None:
-        """Refuse uses of gradients or weights in this step that would give a different result from one device.
+        """Refuse uses of gradients or weights that would give different results from a run on one device.
 
         Raises:
             ConfigurationError: A gradient was changed after it was pushed, a weight was read before it was received or
@@ -275,8 +278,8 @@ class Stepper:
             if current is not gradient or writes(current) != version:
                 raise ConfigurationError(
                     f"the gradient of {self._names[index]} was changed after backward had sent it to the servers: "
-                    "change gradients in the hook on_after_backward or on_before_optimizer_step of the module or of a "
-                    "callback, for which strategy parameter_server waits, or use strategy ddp"
+                    "change gradients in a hook on_after_backward or on_before_optimizer_step, because strategy "
+                    "parameter_server sends gradients after these hooks, or use strategy ddp"
                 )
         changed = self._changed()
         awaited = self._readers.indices if self._noted >= NOTED_STEPS else range(len(self.parameters))
@@ -370,7 +373,7 @@ def _noted(child: nn.Module, computing: list[nn.Module]) -> Iterator[RemovableHa
 
     Args:
         child: The module that gets the hooks.
-        computing: The list, in which each module follows the module that calls it.
+        computing: The list. Each module follows the module that calls it.
     """
 
     def begin(module: nn.Module, *_: Any) -> None:
