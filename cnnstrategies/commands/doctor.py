@@ -27,7 +27,7 @@ def main(options: DoctorOptions) -> None:
     else:
         try:
             with own_store():
-                place = find_place()  # The port has changed: under torchrun, `own_store` chooses a new one.
+                place = find_place()  # Under torchrun, `own_store` has changed the port.
                 assert place is not None, "a launcher has started this process"
                 hosts = examine(place, directory, options.interface, wait)
         except (ConfigurationError, OSError) as error:

@@ -106,7 +106,9 @@ class JoiningCLI(CLI):
         callbacks = as_list(config.trainer.callbacks)
         kept = [callback for callback in callbacks if not is_for_others(callback)]
         if left := [type(callback).__name__ for callback in callbacks if callback not in kept]:
-            print(f"Left to the run's original workers: {', '.join(left)}", file=sys.stderr, flush=True)
+            print(
+                f"Only the run's original workers run these callbacks: {', '.join(left)}", file=sys.stderr, flush=True
+            )
         self._strategy = JoiningStrategy(server_options_of(config.trainer.strategy), self.address, self.place)
         plugins = [AtomicCheckpointIO(), JoinerEnvironment(self.place)]
         return super(CLI, self).instantiate_trainer(callbacks=kept, plugins=plugins, strategy=self._strategy, **kwargs)

@@ -97,7 +97,7 @@ def _rates(older: Answer | None, member: Answer) -> dict[str, float]:
         return {}
     figures = older["figures"]
     known = {name: value - figures[name] for name, value in member["figures"].items() if name in figures}
-    # A server's number of updates can decrease, because the slices whose updates it counts can change.
+    # A server's number of updates is a mean over its slices. It can decrease if the server gets or loses slices.
     return {name: max(0.0, more) / seconds for name, more in known.items()}
 
 
@@ -169,7 +169,7 @@ def _answers(watcher: Watcher, address: RunAddress, key_file: str | None) -> Ite
 
     Raises:
         ConfigurationError: The coordinator has never replied.
-        RunGoneError: The coordinator has stopped to reply, or reports that the run is over.
+        RunGoneError: The coordinator has stopped replying, or reports that the run is over.
     """
     heard = time.monotonic()
     last: Answer | None = None

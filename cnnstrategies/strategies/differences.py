@@ -1,4 +1,4 @@
-"""Texts for the start panel and for ``verify`` about how a run on several processes differs from one on one device."""
+"""Texts for the start panel and ``verify``: how a run on several processes differs from a run on one device."""
 
 from lightning.pytorch import LightningModule
 from torch import nn

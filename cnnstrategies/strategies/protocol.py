@@ -174,7 +174,7 @@ class StrategyFacts:
 
     @property
     def step_kind(self) -> StepKind:
-        """What a process computes in a training step. ``StepProfile`` and ``scaling`` divide the time accordingly."""
+        """Kind of a process's work in a training step, by which ``StepProfile`` and ``scaling`` divide the time."""
         return "replica"
 
     @property

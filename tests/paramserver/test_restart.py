@@ -1,4 +1,4 @@
-"""A coordinator that follows one that was killed: with its journal it goes on as if it had been stopped."""
+"""A coordinator that follows a killed coordinator: with the journal it goes on as if it had only been stopped."""
 
 import pickle
 import subprocess
@@ -27,18 +27,18 @@ SETTINGS = CoordinatorSettings("here", 2, 0)
 
 
 def follows(store: JournalStore, most: int = 10_000) -> Coordinator:
-    """What a journal makes of a new coordinator."""
+    """Return a new coordinator that has read a journal."""
     return Journaled(Coordinator(SETTINGS), store, follows=True, most=most).coordinator
 
 
 def epoch(number: int) -> Message:
-    """An epoch begins."""
+    """Return the message with which a worker begins an epoch."""
     fields = {"session": 0, "floor": 1, "epoch": number, "samples": 4, "chunk": 1}
     return Message("epoch", fields, (b"x",), number)
 
 
 def told(store: JournalStore, most: int = 10_000, count: int = 6) -> Journaled:
-    """A coordinator that two workers have come to, and one of them has begun some epochs."""
+    """Return a coordinator with two registered workers, of which one has begun some epochs."""
     role = Journaled(Coordinator(SETTINGS), store, most=most)
     role.start(0.0)
     for worker in range(2):
@@ -50,7 +50,7 @@ def told(store: JournalStore, most: int = 10_000, count: int = 6) -> Journaled:
     return role
 
 
-def test_the_time_without_a_coordinator_is_nobodys_silence() -> None:
+def test_the_time_without_a_coordinator_does_not_count_as_silence() -> None:
     run, peers = trained(2)
     run.strike("mute", peers[1], 20 * BEAT)
     run.passes(5 * BEAT)
@@ -58,13 +58,13 @@ def test_the_time_without_a_coordinator_is_nobodys_silence() -> None:
     run.passes(5 * BEAT)
     run.coordinate(1)
     run.passes(3.5 * BEAT)
-    assert run.members == peers, "it was silent for at most 9.5 s"
+    assert run.members == peers, "the worker was silent for at most 9.5 s"
     run.passes(2.5 * BEAT)
     assert run.members == peers[:1]
 
 
-def test_what_is_large_is_written_anew_when_as_much_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest of these journals is twice the state and what it may have beside it, and a message."""
+def test_a_large_journal_is_rewritten_when_it_has_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the largest size: twice the state and one message, plus the bytes that are always allowed."""
     monkeypatch.setattr(journal, "MOST_BYTES", 1 << 12)
     sheet, sizes = toys.Sheet(), []
     role = told(sheet, count=2)
@@ -73,12 +73,12 @@ def test_what_is_large_is_written_anew_when_as_much_has_come(monkeypatch: pytest
         role.on_message(9.0, Peer("worker", 0), Message("put", fields, (text,), number))
         sizes.append(len(sheet.read()))
     assert max(sizes) < 2 * (len(pickle.dumps(role.coordinator)) + (1 << 14)) + (1 << 12)
-    assert 4 < sum(after < before for before, after in pairwise(sizes)) < 30, "now and then"
+    assert 4 < sum(after < before for before, after in pairwise(sizes)) < 30, "the journal is rewritten now and then"
     assert differing(role.coordinator, follows(sheet)) is None
 
 
 @pytest.mark.parametrize("where", range(-29, 0, 3))
-def test_a_record_with_a_changed_byte_was_said_to_nobody(where: int) -> None:
+def test_a_last_record_with_a_changed_byte_is_ignored(where: int) -> None:
     sheet, other = toys.Sheet(), toys.Sheet()
     told(sheet)
     told(other, count=5).on_message(7.0, Peer("worker", 0), epoch(5))
@@ -89,15 +89,15 @@ def test_a_record_with_a_changed_byte_was_said_to_nobody(where: int) -> None:
 
 
 def played() -> list[str]:
-    """All that happens in a run in which much is lost."""
+    """Return the trace of a run in which many messages are lost."""
     plan = Plan(workers=3, servers=3, survivable=1, restarts=1, epochs=3, max_joiners=2)
     outcome = run(plan, Network(7, 1.0, tcp=False, rate=0.05), 7, traced=True)
     assert outcome.violation is None
     return outcome.trace
 
 
-def test_another_process_with_other_hashes_does_the_same() -> None:
-    """Else one that reads what another was told would be in another state."""
+def test_runs_do_not_depend_on_the_hash_seed() -> None:
+    """Compare two processes: a coordinator that reads another coordinator's journal must reach the same state."""
     environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)}
     command = [sys.executable, "-c", "import test_restart; print(*test_restart.played(), sep='\\n')"]
     other = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
@@ -107,9 +107,9 @@ def test_another_process_with_other_hashes_does_the_same() -> None:
 # The file
 
 
-def test_a_file_is_its_users_alone_and_written_anew_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_file_is_private_and_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal"
-    path.write_bytes(b"of a run before")
+    path.write_bytes(b"of a previous run")
     file = JournalFile(path)
     role = told(file, most=7)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -125,7 +125,7 @@ def test_a_file_is_its_users_alone_and_written_anew_as_a_whole(tmp_path: Path, m
     assert differing(role.coordinator, follows(JournalFile(path))) is None
 
 
-def test_a_full_disk_ends_no_run_and_leaves_no_half_journal(
+def test_a_full_disk_does_not_end_the_run_and_leaves_no_partial_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "journal"
@@ -143,4 +143,4 @@ def test_a_full_disk_ends_no_run_and_leaves_no_half_journal(
         follows(JournalFile(path))
     for tick in range(16):
         role.on_timer(30.0 + tick, "tick")
-    assert differing(role.coordinator, follows(JournalFile(path))) is None, "all of it was written anew"
+    assert differing(role.coordinator, follows(JournalFile(path))) is None, "the whole journal was written again"

@@ -21,7 +21,7 @@ def names() -> list[str]:
 
 
 def find(file_or_name: str) -> Path:
-    """Return the path of the configuration file that a value of ``--config`` means.
+    """Return the path of the configuration file for a value of ``--config``.
 
     The value is the path of an existing file, or the name of a recipe.
 

@@ -75,7 +75,7 @@ def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
             continue
         try:
             signature = inspect.signature(function).parameters
-        except ValueError:  # The function is written in C.
+        except ValueError:  # Functions that are written in C may have no signature.
             break
         parameters = {**signature, **parameters}
         if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.values()):
@@ -185,9 +185,10 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
 
 
 def _meant(name: str, others: Sequence[str] = ()) -> str:
-    """Return a suggestion with the class in `HOMES`, or the other name, that is most similar to a name.
+    """Return the part of an error message that suggests a name instead of a wrong one.
 
-    The result is empty if no class or name is similar.
+    The suggestion is the most similar class in `HOMES`, or the most similar name in `others`. The result is empty if no
+    name is similar.
     """
     members = [item for home in HOMES for item in vars(import_module(home)).items()]
     known = [class_name for class_name, kind in members if isinstance(kind, type)]

@@ -33,7 +33,7 @@ IN_OTHER_WORDS = tuple(
         ),
         (
             r"^Error\(s\) in loading state_dict for \w+:\s*([^\n]+)",
-            "ckpt_path: the checkpoint belongs to a different network from the one that `model` describes: {}",
+            "ckpt_path: the checkpoint does not fit the network of `model`: {}",
         ),
         (
             r"The parameter 'num_classes' expected value (\d+) but got (\d+) instead",
@@ -45,7 +45,7 @@ IN_OTHER_WORDS = tuple(
 )
 _NOT_FOUND = re.compile(r"Interpolation key '([^']*)' not found(?: \(resolved to '([^']*)'\))?")
 _CLASS = re.compile(r"Problem with given class_path '([^']+)'")
-# Packages that contain no code of the user. An error message names a line of other code if there is one.
+# Packages that contain no code of the user. If possible, an error message names a line outside of these packages.
 OF_OTHERS = ("cnnstrategies", "lightning", "torch", "jsonargparse")
 # Errors that usually mean a mistake in code. Their text alone does not help a user who wrote a configuration.
 OF_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError)
@@ -144,10 +144,10 @@ def refusal_in(traceback: str) -> str | None:
 
 
 def _explain_reference(error: OmegaConfBaseException) -> str:
-    """Return the line that explains why a reference, ``${...}``, could not be followed."""
+    """Return an error message of one line for a reference (`${...}`) in a configuration that cannot be resolved."""
     key = re.sub(rf"^({'|'.join(COMMANDS)})\.", "", str(error.full_key))
     reason = in_one_line(str(error.msg).split("\n")[0])
     if match := _NOT_FOUND.match(reason):
         target = match[2].partition(".")[2] if match[2] else match[1]
-        return f"{key}: refers to {target}, which is not there: give {key} a value, or refer to an existing key"
+        return f"{key} refers to {target}, which does not exist: give {key} a value, or refer to an existing key"
     return f"{key}: {reason}"

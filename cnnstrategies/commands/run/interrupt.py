@@ -54,7 +54,7 @@ def heeds_signals(end: Callable[[], None], seconds: float = 2.0) -> Iterator[Non
             # Without a Python handler, a signal is ignored or ends the process at once, so nothing needs to be done.
             if callable(handler):
                 signal.signal(signum, heed)
-        # When a signal arrives, the interpreter writes its number to this descriptor, even if no handler can run.
+        # When a signal arrives, the interpreter writes the signal's number here at once, even if no handler can run.
         previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         watcher = threading.Thread(target=watch, args=(reader,), daemon=True)
         watcher.start()
@@ -72,7 +72,7 @@ def heeds_signals(end: Callable[[], None], seconds: float = 2.0) -> Iterator[Non
 def _detach_socket() -> None:
     """Stop writing signals to the socket before a fork. Otherwise the child would write signals to its parent's socket.
 
-    The parent continues after the fork; see `_attach_socket`.
+    After the fork the parent writes signals to the socket again; see `_attach_socket`.
     """
     global _parents_descriptor
     if threading.current_thread() is threading.main_thread():

@@ -77,8 +77,8 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
             code = failed_elsewhere(launcher) if silent else 0
             if launcher is not None:
                 launcher.kill(signal.SIGKILL)
-            # If a rank was killed, the error here says so, because a rank that reports a lost connection may not know
-            # about the kill. An abort (SIGABRT) after a report is not the cause: torch aborts ranks that have lost a
+            # This error names the killed rank. A rank that has reported a lost connection may not know about the kill.
+            # An abort (SIGABRT) after such a report is not the cause, because torch aborts ranks that have lost a
             # connection.
             if killed is not None and not (silent and "SIGABRT" in killed):
                 raise RunEnded(killed) from error

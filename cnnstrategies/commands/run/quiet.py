@@ -44,7 +44,7 @@ WARNINGS = (
     r"You have overridden `on_(before|after)_batch_transfer` in `LightningModule` but have passed in a",
     r"torch.distributed.nn.functional.all_gather is deprecated",
     r"Grad strides do not match bucket view strides",
-    r"The dirpath has changed from ",  # Each run has its own folder, which the panel names.
+    r"The dirpath has changed from ",  # Each run has its own folder, and the start panel shows it.
 )
 
 

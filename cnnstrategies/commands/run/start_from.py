@@ -1,6 +1,6 @@
 """The checkpoint from which a run starts: the file in ``ckpt_path``, or the last checkpoint of a restarted run.
 
-If ``ckpt_path`` is ``last`` or ``best``, the file is searched in the folders of runs with the same name.
+If ``ckpt_path`` is ``last`` or ``best``, this module searches for the file in the folders of runs with the same name.
 """
 
 import os
@@ -36,8 +36,8 @@ def checkpoint_of(
     has started as a program uses the checkpoint that the starting rank has chosen, because the started rank may be
     restarted later, when newer checkpoints exist.
 
-    The function adds callbacks to the trainer: a :class:`SameCheckpoint` if a checkpoint was searched, and a
-    :class:`RunRecord` if the run has a name.
+    The function adds callbacks to the trainer: a :class:`SameCheckpoint` if a rank must search for the checkpoint,
+    and a :class:`RunRecord` if the run has a name.
 
     Args:
         trainer: Trainer of the run.

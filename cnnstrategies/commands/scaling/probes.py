@@ -86,7 +86,7 @@ def one_sample(loader: Any) -> dict[str, Any]:
 def _cpu_seconds() -> float:
     """Return the CPU time of this process plus the time that its main thread was waiting for a core, in seconds.
 
-    The waiting is added because the difference from the elapsed time must contain only waiting for data.
+    The waiting for a core is included, so that the difference from the elapsed time is only the waiting for data.
     """
     try:
         queued = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9

@@ -33,7 +33,7 @@ from cnnstrategies.models.samples import count_samples, samples_of
 from cnnstrategies.planning.scaling.figures import CALLBACK, LOGGER
 from cnnstrategies.planning.tune.trial import TRIAL
 
-# Part of a step in which the ranks agree whether to stop. Fast ranks wait for slow ranks in it.
+# The part of a step in which the ranks agree whether to stop. In this part, fast ranks wait for slow ranks.
 STOPPING = "stopping"
 VALIDATED = 4  # Number of validation batches to measure.
 MOST_READY = 32  # Largest number of batches to skip before a measurement, because they were loaded in advance.

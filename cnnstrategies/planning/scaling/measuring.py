@@ -96,9 +96,22 @@ class Training:
             ratios.append(figure(self.trial.ask(command)) / before)
         return statistics.median(ratios)
 
+    def can_make_larger(self, larger: int) -> bool:
+        """Return whether the ranks can make their batches larger by a factor.
+
+        A batch keeps its size if its class is the user's own. A comparison with itself would show noise only.
+        """
+        return _samples_of_a_step(self.trial.ask({"steps": FEWEST_STEPS, "larger": larger})) > _samples_of_a_step(
+            self._last
+        )
+
     def _count(self, larger: int) -> int:
         step: float = max(report["seconds"] / report["steps"] for report in self._last)
         return min(MOST_STEPS, max(FEWEST_STEPS, math.ceil(BLOCK_SECONDS / (step * larger))))
+
+
+def _samples_of_a_step(reports: Sequence[Report]) -> float:
+    return float(sum(report["samples"] / report["steps"] for report in reports))
 
 
 def _rate(reports: Sequence[Report]) -> float:
@@ -207,7 +220,7 @@ class Bench:
             each = max(1, facts.cores // run.devices)
             if not facts.accelerator and facts.threads > each:
                 known["with_fewer"] = run.rate * training.times(_rate, threads=each)
-            if alike:
+            if alike and training.can_make_larger(LARGER):
                 known["larger"] = run.slowest.compute * LARGER * training.times(_compute_of_a_sample, larger=LARGER)
             rates = [report["rate"] for report in trial.ask({"probe": "load", "seconds": LOADING_SECONDS})]
             known["loader"] = sum(rates) if all(rates) else None

@@ -187,7 +187,7 @@ class Linear(TorchFunctionMode):
         return result
 
     def _parameters_of(self, values: Iterable[Any]) -> list[str]:
-        """Return the origins of the tensors among some values: names of parameters, for tensors made from gradients."""
+        """Return the recorded origins of the tensors among some values. Each origin is the name of a parameter."""
         return [name for tensor in tensors_in(values) if (name := self._gradients.origin_of(tensor, ""))]
 
     def _is_linear(self, func: Callable[..., Any], args: Sequence[Any], parameters: Sequence[str]) -> bool:

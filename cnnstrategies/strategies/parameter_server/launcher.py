@@ -40,7 +40,7 @@ from cnnstrategies.runtime.processes import end_with_parent
 from cnnstrategies.strategies.parameter_server.checks import check_callbacks, check_dispatch
 from cnnstrategies.strategies.parameter_server.run import INCARNATION, SESSIONS, choose_rendezvous, open_supervision
 
-ENDED = 75  # Exit code (EX_TEMPFAIL) of a rank whose run has ended because another process failed.
+ENDED = 75  # Exit code (EX_TEMPFAIL) of a rank that ends because another process of the run has failed.
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Signals that are forwarded to the ranks.
 
 

@@ -144,8 +144,8 @@ class ParameterServerOptions(RunOptions):
             )
         if self.endpoints and self.replication > len(self.endpoints):
             yield (
-                f"replication={self.replication} needs as many servers, but endpoints names {len(self.endpoints)}: "
-                "start more servers, or lower replication"
+                f"replication={self.replication} needs at least {self.replication} servers, but endpoints names "
+                f"{len(self.endpoints)}: start more servers, or lower replication"
             )
         if self.key_file is not None and not Path(self.key_file).is_file():
             yield (
@@ -157,8 +157,8 @@ class ParameterServerOptions(RunOptions):
         """Raise a ConfigurationError if ``replication`` is larger than the number of servers on `nodes` nodes."""
         if self.replication > self.server_count(nodes):
             raise ConfigurationError(
-                f"replication={self.replication} needs as many servers, but servers_per_node={self.servers_per_node} "
-                f"and num_nodes={nodes}: change one of them"
+                f"replication={self.replication} needs at least {self.replication} servers, but servers_per_node="
+                f"{self.servers_per_node} and num_nodes={nodes} give {self.server_count(nodes)}: change one of them"
             )
 
     @property

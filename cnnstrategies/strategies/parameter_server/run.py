@@ -246,7 +246,7 @@ def _start_server(
         endpoint = f"tcp://{own_address(place.coordinator)}:*"
     else:
         # On the coordinator's machine, the coordinator's host name resolves to a loopback address, which other machines
-        # cannot reach. The server therefore listens on all interfaces, and is reached by the coordinator's host name.
+        # cannot reach. The server therefore listens on all interfaces, and workers use the coordinator's host name.
         endpoint, known_as = "tcp://0.0.0.0:*", place.coordinator.removeprefix("tcp://").rpartition(":")[0]
     address = _address(options, place, SERVER, identity, incarnation)
     service = ServerProcess(address, endpoint, place.key_file, options.security == "none", known_as, os.getpid())

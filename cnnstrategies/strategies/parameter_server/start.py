@@ -1,4 +1,4 @@
-"""The start of a worker's training: it takes the state of rank 0, connects to servers, and restores its progress."""
+"""Functions for the start of a worker's training, such as connecting to the servers and restoring progress."""
 
 import os
 import sys

@@ -136,7 +136,8 @@ class Stepper:
         """Add a batch to the current step.
 
         Args:
-            samples: Number of samples in the batch. The servers weight the step's gradient by all its samples.
+            samples: Number of samples in the batch. The servers weight the step's gradient by the
+                number of samples in all its batches.
         """
         self._samples += samples
         self._batches += 1

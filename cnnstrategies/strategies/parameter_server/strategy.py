@@ -54,8 +54,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     The design follows Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014. Workers
     push gradients while backward still runs. The forward of each layer waits only for the parameters of this layer. The
-    strategy does not use a torch process group: if a worker dies, the run continues without this worker, and a
-    restarted worker joins again at the beginning of an epoch.
+    strategy does not use a torch process group: if a worker dies, the run continues without this worker. A restarted
+    worker joins again when the next epoch begins, or earlier with ``data_dispatch: dynamic``.
 
     Each worker computes BatchNorm's running statistics from its own batches. Before each validation, test and
     checkpoint, the statistics are averaged over the workers.
@@ -81,9 +81,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
             default a run on one node uses a socket file in a private directory, and a run on several nodes uses
             Lightning's main address and port.
         compression: Compression of pushed gradients. ``none`` sends them as they are. ``fp16`` and ``bf16`` round to 16
-            bits. ``topk`` sends only the largest elements, and ``onebit`` one bit for each element, both with error
-            feedback. ``auto`` measures step times during training, and uses the fastest of ``none``, ``bf16`` and
-            ``onebit``.
+            bits. ``topk`` sends only the elements with the largest absolute values, and ``onebit`` one bit for each
+            element, both with error feedback. ``auto`` measures step times during training, and uses the fastest of
+            ``none``, ``bf16`` and ``onebit``.
         topk_density: For ``topk``: fraction of the elements that are sent; above 0 and at most 1.
         pull_compression: Compression of pulled parameters. With ``fp16`` and ``bf16``, forward and backward use rounded
             weights; the servers, validation and checkpoints use full precision. ``topk`` and ``onebit`` need mode
@@ -242,8 +242,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self.setup_precision_plugin()
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ConfigurationError(
-                "precision=16-mixed: all workers would need the same loss scale in each step, which strategy "
-                "parameter_server does not provide; use bf16-mixed"
+                "precision=16-mixed: all workers would need the same loss scale in each step, but strategy "
+                "parameter_server does not exchange it; use bf16-mixed"
             )
         if trainer.state.fn == TrainerFn.FITTING and self.options.mode != "local":
             for name in CLIPPING:  # The servers clip instead, because only they know the norm of the whole gradient.
@@ -314,7 +314,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if batch_idx > 0 or self._stepper is None:
             return
         if self.joined_late:
-            # The run has just admitted this worker, together with all other waiting workers.
+            # For this epoch the admission is over. This worker took part in it when it joined.
             self.joined_late = False
             return
         self._stepper.worker.interrupt()
@@ -410,7 +410,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         worker.interrupt()
         if self.options.mode == "local":
             self._stepper.outer_step()
-            worker.interrupt()  # An outer step that is made early must not count when step times choose encodings.
+            worker.interrupt()  # The duration of an early outer step must not influence the choice of encodings.
         worker.wait_all()
         self._dispatch.processed = self._dispatch.seen
         if not self._buffers_are_equal:
