@@ -157,12 +157,12 @@ def server_options_of(strategy: Any) -> ParameterServerOptions:
     return options
 
 
-def run(address: RunAddress, place: JoinPlace, words: Sequence[str]) -> None:
+def run(address: RunAddress, place: JoinPlace, arguments: Sequence[str]) -> None:
     """Train as a joiner until the run is over or this process gets a signal.
 
     Args:
         address: The run's address.
         place: The id, the incarnation and the session that the coordinator has offered.
-        words: Command-line arguments of the configuration.
+        arguments: Command-line arguments of the configuration.
     """
-    lightning_cli.main(["fit", *words], partial(JoiningCLI, address, place))
+    lightning_cli.main(["fit", *arguments], partial(JoiningCLI, address, place))

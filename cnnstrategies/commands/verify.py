@@ -27,12 +27,12 @@ class VerifiedCLI(ModelAndData):
             trainer.strategy.init_args.start_method = "fork"
 
 
-def main(options: VerifyOptions, words: Sequence[str]) -> None:
+def main(options: VerifyOptions, arguments: Sequence[str]) -> None:
     """Train under the configuration's strategy and on one device, and print the comparison.
 
     Exit with code 0 if the results are equal, and with code 1 if they differ or a run fails.
     """
-    cli = VerifiedCLI("verify", words)
+    cli = VerifiedCLI("verify", arguments)
     trainer = {name: value for name, value in vars(cli.config_init.trainer).items() if name not in LEFT_OUT}
     trainer |= {"steps": options.steps, "callbacks": as_list(trainer["callbacks"])}
     try:

@@ -28,12 +28,12 @@ from cnnstrategies.quantities import Duration, Size
 
 Kind = TypeVar("Kind", bound=type[Any])
 # Names of LightningCLI's options that contain no dot.
-CONFIGURATION_WORDS = ("config", "print_config", *ROOTS)
+CONFIGURATION_OPTIONS = ("config", "print_config", *ROOTS)
 # By type of an option's value: the name of the value in the help.
 VALUE_NAMES = {bool: "", int: "N", float: "NUMBER", Path: "FILE", Duration: "TIME", Size: "BYTES"}
 TRUTH = {"true": True, "false": False}  # By text: the value of a switch.
 # A command-line argument that begins with an option: `--name`, `--name=value` or `--name+=value`.
-_WORD = re.compile(r"--([A-Za-z][\w-]*)\+?(?:=(.*))?", re.DOTALL)
+_OPTION = re.compile(r"--([A-Za-z][\w-]*)\+?(?:=(.*))?", re.DOTALL)
 
 
 class Configuration(Enum):
@@ -242,11 +242,11 @@ class Command:
         parsed = docstring_parser.parse(self.declaration.__doc__ or "")
         return _in_one_line(f"{parsed.short_description or ''} {parsed.long_description or ''}")
 
-    def parse(self, words: Sequence[str]) -> tuple[Any, list[str]]:
+    def parse(self, arguments: Sequence[str]) -> tuple[Any, list[str]]:
         """Parse command-line arguments.
 
         Args:
-            words: Command-line arguments after the command's name.
+            arguments: Command-line arguments after the command's name.
 
         Returns:
             An instance of the declaration with the values of the command's options, and the other arguments, which
@@ -260,42 +260,42 @@ class Command:
         positionals = deque(option for option in options if option.positional)
         values: dict[str, Any] = {}
         rest: list[str] = []
-        waiting = deque(words)
+        waiting = deque(arguments)
         while waiting:
-            word = waiting.popleft()
-            match = _WORD.fullmatch(word)
+            argument = waiting.popleft()
+            match = _OPTION.fullmatch(argument)
             option = by_name.get(match[1].replace("-", "_")) if match else None
             if option is not None:
                 assert match is not None
                 text = _value(option, match[2], waiting)
                 _store(values, option, text)
-            elif positionals and not word.startswith("-") and not rest:
-                _store(values, positionals[0], word)
+            elif positionals and not argument.startswith("-") and not rest:
+                _store(values, positionals[0], argument)
                 if not positionals[0].many:
                     positionals.popleft()
             else:
-                rest.append(word)
+                rest.append(argument)
         self._check_rest(rest, [option.flag for option in by_name.values()])
         for option in options:
             if option.required and option.name not in values:
                 raise ConfigurationError(f"{self.name}: {option.flag} is missing: {option.meaning}")
         return self.declaration(**values), rest
 
-    def _check_rest(self, words: Sequence[str], flags: Sequence[str]) -> None:
+    def _check_rest(self, arguments: Sequence[str], flags: Sequence[str]) -> None:
         """Raise a ConfigurationError for an argument that belongs neither to this command nor to a configuration.
 
         Args:
-            words: Command-line arguments without the command's own options.
+            arguments: Command-line arguments without the command's own options.
             flags: The command's own options, for the error message.
         """
-        for word in words:
-            match = _WORD.fullmatch(word)
+        for argument in arguments:
+            match = _OPTION.fullmatch(argument)
             if self.configuration is Configuration.NONE:
-                if not word.startswith("-"):
-                    raise ConfigurationError(f"{self.name}: cannot use {word!r}; accepted: {', '.join(flags)}")
-                self._refuse(word.partition("=")[0], flags, flags)
-            elif match and match[1].replace("-", "_") not in CONFIGURATION_WORDS:
-                known = [f"--{name}" for name in CONFIGURATION_WORDS]
+                if not argument.startswith("-"):
+                    raise ConfigurationError(f"{self.name}: cannot use {argument!r}; accepted: {', '.join(flags)}")
+                self._refuse(argument.partition("=")[0], flags, flags)
+            elif match and match[1].replace("-", "_") not in CONFIGURATION_OPTIONS:
+                known = [f"--{name}" for name in CONFIGURATION_OPTIONS]
                 self._refuse(f"--{match[1]}", flags, [*flags, *known])
 
     def _refuse(self, name: str, flags: Sequence[str], known: Sequence[str]) -> None:
@@ -317,18 +317,18 @@ class Command:
         else:
             module.ModelAndData(self.name, ["--help"])
 
-    def run(self, words: Sequence[str]) -> None:
+    def run(self, arguments: Sequence[str]) -> None:
         """Run the command with the command-line arguments after its name."""
         if self.configuration is not Configuration.NONE:
             # A configuration may name classes of the user's modules in the working directory.
             if os.getcwd() not in sys.path:
                 sys.path.insert(0, os.getcwd())
-            words = recipes.with_files(with_underscores(words))
-        arguments: list[Any] = [[self.name, *words]]
+            arguments = recipes.with_files(with_underscores(arguments))
+        main_arguments: list[Any] = [[self.name, *arguments]]
         if self.configuration is not Configuration.LIGHTNING:
-            arguments = list(self.parse(words))
+            main_arguments = list(self.parse(arguments))
             if self.configuration is Configuration.NONE:
-                del arguments[1:]
+                del main_arguments[1:]
         # Garbage collection during the imports would take a sixth of the start-up time and free nothing, because
         # imported objects live until the process ends.
         gc.disable()
@@ -336,7 +336,7 @@ class Command:
         gc.freeze()
         atexit.register(gc.unfreeze)  # Some extension modules, such as triton's, report frozen objects as leaks.
         gc.enable()
-        module.main(*arguments)
+        module.main(*main_arguments)
 
 
 def _value(option: Option, text: str | None, waiting: deque[str]) -> str:

@@ -43,24 +43,24 @@ MAPPINGS = ("dict_kwargs", "env", "pod", "resources", "server_resources", "volum
 MOST_NAMES = 20
 
 
-def with_underscores(words: Sequence[str]) -> list[str]:
+def with_underscores(arguments: Sequence[str]) -> list[str]:
     """Replace dashes in the names of options by underscores: ``--run-name`` becomes ``--run_name``.
 
     Values do not change. The keys of mappings (:data:`MAPPINGS`) do not change either, because the user chooses them.
 
     Args:
-        words: Command-line arguments.
+        arguments: Command-line arguments.
 
     Returns:
         The changed command-line arguments.
     """
-    return [_with_underscores(word) for word in words]
+    return [_with_underscores(argument) for argument in arguments]
 
 
-def _with_underscores(word: str) -> str:
-    match = re.fullmatch(r"--([A-Za-z][\w.-]*)(.*)", word, re.DOTALL)
+def _with_underscores(argument: str) -> str:
+    match = re.fullmatch(r"--([A-Za-z][\w.-]*)(.*)", argument, re.DOTALL)
     if not match or not (match[2] == "" or match[2][0] in "+=/"):
-        return word
+        return argument
     parts = match[1].split(".")
     end = next((place for place, part in enumerate(parts, start=1) if part.replace("-", "_") in MAPPINGS), len(parts))
     parts[:end] = [part.replace("-", "_") for part in parts[:end]]

@@ -28,14 +28,14 @@ from cnnstrategies.strategies.hybrid_pipeline.contract import find_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 
 
-def job_from_configuration(options: PlanOptions, words: Sequence[str]) -> Job:
+def job_from_configuration(options: PlanOptions, arguments: Sequence[str]) -> Job:
     """Measure the network of a configuration, and return the planner's input.
 
     Args:
         options: The options of the command.
-        words: Command-line arguments of the configuration.
+        arguments: Command-line arguments of the configuration.
     """
-    cli = ModelAndData("plan", words)
+    cli = ModelAndData("plan", arguments)
     return job_for(cli.model, cli.data(), cli.config.trainer, options)
 
 

@@ -24,7 +24,7 @@ _OTHER_TYPES = re.compile(r"\n\s*-? ?(?:Expected an? <class|Given value)")
 SECTIONS = {"model", "data"}  # Sections of a configuration that most runs need.
 OF_LIGHTNING = " (of lightning.pytorch, and not of pytorch_lightning)"
 SHARDED = (".metadata", "meta.pt", "checkpoint")  # A folder that contains one of these files is a checkpoint.
-CHECKPOINT_WORDS = ("best", "last", "hpc")  # Values of ckpt_path that are not paths.
+CHECKPOINT_KEYWORDS = ("best", "last", "hpc")  # Values of ckpt_path that are not paths.
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
 # Modules whose classes a configuration may name by the name of the class alone.
 HOMES = (
@@ -115,15 +115,15 @@ def check_nulls(keys: Sequence[ConfiguredKey]) -> None:
         raise ConfigurationError(f"{key.path}: null is not accepted; use a value of type {names}, or leave the key out")
 
 
-def check_checkpoint(path: Any, words: Sequence[str] = CHECKPOINT_WORDS) -> None:
+def check_checkpoint(path: Any, keywords: Sequence[str] = CHECKPOINT_KEYWORDS) -> None:
     """Raise a ConfigurationError if the checkpoint in ``ckpt_path`` does not exist.
 
     Args:
-        path: The value of ``ckpt_path``: a path, or one of `words`, or None.
-        words: Accepted values that are not paths, such as ``best``. If `words` is not empty, values that begin with
+        path: The value of ``ckpt_path``: a path, or one of `keywords`, or None.
+        keywords: Accepted values that are not paths, such as ``best``. If `keywords` is not empty, values that begin with
             ``registry:`` are also accepted.
     """
-    if path is None or str(path) in words:
+    if path is None or str(path) in keywords:
         return
     if "://" in str(path):  # If the file of a URL is missing, an error is raised later, when the checkpoint is loaded.
         return
@@ -131,12 +131,12 @@ def check_checkpoint(path: Any, words: Sequence[str] = CHECKPOINT_WORDS) -> None
         raise ConfigurationError(f"ckpt_path: {str(path)!r} is a folder; give a file, such as last.ckpt in this folder")
     if Path(path).exists():
         return
-    if words and re.match(r"registry(:|$)", str(path), re.IGNORECASE):
+    if keywords and re.match(r"registry(:|$)", str(path), re.IGNORECASE):
         return
     beside = ", ".join(sorted(file.name for file in Path(path).parent.glob("*.ckpt")))
     hint = f"the folder contains {beside}" if beside else "the folder contains no checkpoints"
     raise ConfigurationError(
-        f"ckpt_path: there is no checkpoint {str(path)!r}; {hint}; give {' or '.join((*words, 'a path'))}"
+        f"ckpt_path: there is no checkpoint {str(path)!r}; {hint}; give {' or '.join((*keywords, 'a path'))}"
     )
 
 

@@ -24,7 +24,7 @@ from cnnstrategies.commands.arguments.keys import configured_keys, read_yaml
 from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.arguments.refuse import shows_tracebacks
 from cnnstrategies.commands.run.errors import (
-    CHECKPOINT_WORDS,
+    CHECKPOINT_KEYWORDS,
     check_checkpoint,
     check_functions,
     check_names,
@@ -38,7 +38,7 @@ from cnnstrategies.commands.run.failures import explain_build_error, explain_run
 from cnnstrategies.commands.run.outcome import ends_together
 from cnnstrategies.commands.run.parser import ArgumentParser
 from cnnstrategies.commands.run.quiet import quieten
-from cnnstrategies.commands.run.start_from import WORDS, check_trained, checkpoint_of
+from cnnstrategies.commands.run.start_from import KEYWORDS, check_trained, checkpoint_of
 from cnnstrategies.commands.run.strategy_names import check_recipe_names, with_help_of_class
 from cnnstrategies.commands.run.trainer import Trainer, add_sections, all_callbacks, all_plugins
 from cnnstrategies.data import ImageDataModule  # All data modules are imported, so that short names work for them.
@@ -140,19 +140,19 @@ class CLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        words = sys.argv[1:] = with_help_of_class(sys.argv[1:])
-        keys = configured_keys(words)
+        arguments = sys.argv[1:] = with_help_of_class(sys.argv[1:])
+        keys = configured_keys(arguments)
         check_recipe_names(keys)
         check_names(keys)
         check_nulls(keys)
-        if leaves_out_classes(words):
+        if leaves_out_classes(arguments):
             # The number of classes comes from the data module, which is built from the parsed configuration. The
             # first parsing uses a provisional number, because other keys may refer to the number.
-            sys.argv[1:] = [*words, f"--{NUM_CLASSES}=2"]
+            sys.argv[1:] = [*arguments, f"--{NUM_CLASSES}=2"]
             super().parse_arguments(parser, args)
             # Ranks that are started as programs inherit these command-line arguments, and so the number of classes.
             with _explains_failure():
-                sys.argv[1:] = [*words, f"--{NUM_CLASSES}={self._built_alone('data').num_classes}"]
+                sys.argv[1:] = [*arguments, f"--{NUM_CLASSES}={self._built_alone('data').num_classes}"]
         super().parse_arguments(parser, args)
         command = self.config.get("subcommand")
         config = self.config[command] if command else self.config
@@ -191,7 +191,7 @@ class CLI(LightningCLI):
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
-        check_checkpoint(config.ckpt_path, words=WORDS if self.subcommand in FROM_WEIGHTS else CHECKPOINT_WORDS)
+        check_checkpoint(config.ckpt_path, keywords=KEYWORDS if self.subcommand in FROM_WEIGHTS else CHECKPOINT_KEYWORDS)
         self.named = find_run(config.run_name, configuration_hash(config), os.environ)
         if self.named is not None:
             place(config, self.named)
@@ -271,7 +271,7 @@ class CLI(LightningCLI):
         config = self.config[self.subcommand]
         kwargs["ckpt_path"] = path = checkpoint_of(self.trainer, ckpt_path, training, self.named)
         # The saved configuration gets the path of the checkpoint, because `last` or `best` may be another file later.
-        if ckpt_path in WORDS:
+        if ckpt_path in KEYWORDS:
             config.ckpt_path = path
         if local_rank() == 0 and path is not None:
             check_weights(self.model, path, kwargs.get("weights_only"), training)
@@ -292,7 +292,7 @@ def _explains_failure() -> Iterator[None]:
         raise ConfigurationError(explain_build_error(error)) from error
 
 
-def leaves_out_classes(words: Sequence[str]) -> bool:
+def leaves_out_classes(arguments: Sequence[str]) -> bool:
     """Return whether the model's number of classes must come from the data module.
 
     This is so if the configuration does not set it, and if both the module and the data module are classes of this
@@ -300,14 +300,14 @@ def leaves_out_classes(words: Sequence[str]) -> bool:
     recipe for segmentation.
 
     Args:
-        words: Command-line arguments of the command.
+        arguments: Command-line arguments of the command.
     """
     # Each file and option is read separately, because a number of classes in an earlier file counts even if a later
     # file replaces the model's class.
-    alone = [key.path for place in range(len(words)) for key in configured_keys(words[place : place + 2])]
-    if {NUM_CLASSES, "model.num_classes"} & {*alone} or any(word.startswith("--print_config") for word in words):
+    alone = [key.path for place in range(len(arguments)) for key in configured_keys(arguments[place : place + 2])]
+    if {NUM_CLASSES, "model.num_classes"} & {*alone} or any(argument.startswith("--print_config") for argument in arguments):
         return False
-    keys = {key.path: key.value for key in configured_keys(words)}
+    keys = {key.path: key.value for key in configured_keys(arguments)}
     if any("${" in str(keys.get(path)) for path in ("data.init_args.num_classes", "data.num_classes")):
         return False
     model, data = (located(keys.get(f"{section}.class_path") or keys.get(section)) for section in ("model", "data"))
@@ -331,10 +331,10 @@ def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
         if getattr(ended, "clean", False):  # The run ended regularly before this restarted worker could join again.
             print(f"Nothing is left to do: {ended}", file=sys.stderr)
             sys.exit(0)
-        words = str(ended)
+        text = str(ended)
         if isinstance(ended, ProcessExitedException) and ended.signal_name is not None:
-            words = ended_by(ended.error_index, ended.exit_code)
-        print(f"The run cannot continue: {_with_notes(ended, words)}", file=sys.stderr)
+            text = ended_by(ended.error_index, ended.exit_code)
+        print(f"The run cannot continue: {_with_notes(ended, text)}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
         if shows_tracebacks() or isinstance(error, ConfigurationError):
@@ -349,8 +349,8 @@ def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
         sys.exit(1)
 
 
-def _with_notes(error: Exception, words: str) -> str:
-    return "; ".join((words, *getattr(error, "__notes__", ())))
+def _with_notes(error: Exception, text: str) -> str:
+    return "; ".join((text, *getattr(error, "__notes__", ())))
 
 
 class ModelAndData(CLI):
@@ -358,12 +358,12 @@ class ModelAndData(CLI):
 
     Args:
         command: Name of the command, for error messages.
-        words: Command-line arguments of the configuration, without the command's own options.
+        arguments: Command-line arguments of the configuration, without the command's own options.
     """
 
-    def __init__(self, command: str, words: Sequence[str]) -> None:
+    def __init__(self, command: str, arguments: Sequence[str]) -> None:
         # LightningCLI and the error messages read sys.argv.
-        sys.argv = [f"cnnstrategies {command}", *words]
+        sys.argv = [f"cnnstrategies {command}", *arguments]
         quieten()
         super().__init__(run=False)
 

@@ -158,8 +158,8 @@ def end_all_after_one(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     time.sleep(PATIENCE)
     for number, rank in enumerate(ranks, start=1):
         if rank.poll() == -signal.SIGKILL:
-            words = f"The run cannot continue: {ended_by(number, rank.returncode)}"
-            print(f"{words}, and rank 0 has waited {PATIENCE:.0f} s for this rank", file=sys.stderr, flush=True)
+            text = f"The run cannot continue: {ended_by(number, rank.returncode)}"
+            print(f"{text}, and rank 0 has waited {PATIENCE:.0f} s for this rank", file=sys.stderr, flush=True)
     for rank in ranks:
         rank.kill()
     os.kill(os.getpid(), signal.SIGKILL)

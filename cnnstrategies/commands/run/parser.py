@@ -89,7 +89,7 @@ def _dump(data: Any) -> str:
 
 
 set_dumper("yaml", _dump)
-# If a value cannot be written as YAML, jsonargparse writes a text that begins with these words.
+# If a value cannot be written as YAML, jsonargparse writes a text that begins with this prefix instead.
 UNWRITABLE = "Unable to serialize instance "
 
 

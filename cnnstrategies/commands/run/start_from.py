@@ -22,7 +22,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.loggers import KeptCSVLogger
 from cnnstrategies.runtime.processes import starter_variable
 
-WORDS = ("best", "last")  # Values of ckpt_path that are not paths; this module searches for their files.
+KEYWORDS = ("best", "last")  # Values of ckpt_path that are not paths; this module searches for their files.
 # Environment variable with the chosen checkpoint, for the ranks that the choosing rank starts as programs.
 FOUND = "CNNSTRATEGIES_CHECKPOINT"
 
@@ -52,11 +52,11 @@ def checkpoint_of(
     name = name if training else None
     if name is not None:
         path = (starters_path or None) if starters_path is not None else last_checkpoint(trainer, name) or ckpt_path
-    if path in WORDS:
+    if path in KEYWORDS:
         path = starters_path or str(find_checkpoint(str(path), trainer))
     if path != ckpt_path and starters_path is None:
         rank_zero_info(f"Continuing from {path}" if training else f"Weights: {path}")
-    if name is not None or ckpt_path in WORDS:
+    if name is not None or ckpt_path in KEYWORDS:
         os.environ[FOUND] = str(path or "")
         trainer.callbacks.append(SameCheckpoint(path))  # type: ignore[attr-defined]
     return path
@@ -80,7 +80,7 @@ def find_checkpoint(word: str, trainer: Trainer) -> Path:
         if "://" in folder:
             raise ConfigurationError(f"ckpt_path={word}: {folder} is not on a disk; give the checkpoint's path instead")
     files = [
-        file for folder, pattern in places for name in WORDS for file in Path(folder).glob(f"{pattern}{name}.ckpt")
+        file for folder, pattern in places for name in KEYWORDS for file in Path(folder).glob(f"{pattern}{name}.ckpt")
     ]
     if not files:
         where = " or ".join(str(Path(folder) / pattern) for folder, pattern in places)

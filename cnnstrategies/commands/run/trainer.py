@@ -35,7 +35,7 @@ from cnnstrategies.cluster.hosts import Interconnect
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.commands.arguments.refuse import write_anywhere
 from cnnstrategies.commands.run.quiet import quieten
-from cnnstrategies.commands.run.start_from import WORDS, find_checkpoint
+from cnnstrategies.commands.run.start_from import KEYWORDS, find_checkpoint
 from cnnstrategies.deploy.export import Format, export
 from cnnstrategies.deploy.quantize import quantize
 
@@ -116,7 +116,7 @@ class Trainer(LightningTrainer):
         console.print(f"Saved: {report.file}, with export.json beside it")
 
     def _load(self, model: LightningModule, ckpt_path: Path) -> None:
-        path = find_checkpoint(str(ckpt_path), self) if str(ckpt_path) in WORDS else ckpt_path
+        path = find_checkpoint(str(ckpt_path), self) if str(ckpt_path) in KEYWORDS else ckpt_path
         check_weights(model, path, weights_only=True)
         checkpoint = self.strategy.checkpoint_io.load_checkpoint(path, weights_only=True)
         model.load_state_dict(checkpoint["state_dict"])

@@ -28,14 +28,14 @@ MOST_WORKERS = 4  # Largest number of a DataLoader's worker processes to try, fo
 LOADING = "loading"
 
 
-def main(options: TuneOptions, words: Sequence[str]) -> None:
+def main(options: TuneOptions, arguments: Sequence[str]) -> None:
     """Measure settings, print the results, and write the fastest settings to a file.
 
     Args:
         options: The options of the command.
-        words: Command-line arguments of the configuration.
+        arguments: Command-line arguments of the configuration.
     """
-    cli = ModelAndData("tune", words)
+    cli = ModelAndData("tune", arguments)
     device = device_of(cli.config.trainer.accelerator)
     phases = {
         "compute": list(factorial(choices(cli.config, type(cli.model), device, options.allow))),
@@ -44,7 +44,7 @@ def main(options: TuneOptions, words: Sequence[str]) -> None:
     }
     console = Console()
     with tempfile.TemporaryDirectory(prefix="cnnstrategies_tune_") as folder, console.status("") as status:
-        search = Search(["fit", *words], Path(folder), cli.config, device, options, status)
+        search = Search(["fit", *arguments], Path(folder), cli.config, device, options, status)
         try:
             search.run(phases)
         except KeyboardInterrupt:
@@ -147,7 +147,7 @@ class Search:
         notes: Lines of output about phases that were left out, with the reason.
 
     Args:
-        words: Command-line arguments of a trial: ``fit`` and the arguments of the configuration.
+        arguments: Command-line arguments of a trial: ``fit`` and the arguments of the configuration.
         folder: Temporary folder for files of the trials.
         config: The configuration.
         device: The device that trains.
@@ -157,14 +157,14 @@ class Search:
 
     def __init__(
         self,
-        words: Sequence[str],
+        arguments: Sequence[str],
         folder: Path,
         config: Any,
         device: torch.device,
         options: TuneOptions,
         status: Status,
     ) -> None:
-        self.words, self.folder, self.config, self.device = list(words), folder, config, device
+        self.arguments, self.folder, self.config, self.device = list(arguments), folder, config, device
         self.contests: dict[str, Contest] = {}
         self.chosen: Setting | None = None
         self.notes: list[str] = []
@@ -203,13 +203,13 @@ class Search:
             self.chosen = contest.run([combined])
 
     def _contest(self, count: int, loads: bool) -> Contest:
-        words = self.words
+        arguments = self.arguments
         if self.chosen is not None:
             base = self.folder / f"base{len(self.contests)}.yaml"
             write_commented(base, nested(self.chosen.values))
-            words = [*words, "--config", str(base)]
+            arguments = [*arguments, "--config", str(base)]
         return Contest(
-            words,
+            arguments,
             self.folder,
             self._ends,
             together=max(1, count) if self.device.type == "cpu" else 1,

@@ -29,11 +29,11 @@ DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 class StepControl(Callback):
     """Callback that makes a training wait for orders between steps.
 
-    After an order the training makes the ordered number of steps, and then waits for the next order.
+    After a command the training makes the ordered number of steps, and then waits for the next command.
     """
 
     def __init__(self) -> None:
-        self._left = 0  # Number of steps that the training must still make for the current order.
+        self._left = 0  # Number of steps that the training must still make for the current command.
         self._losses: list[float] = []  # Losses of the first steps.
         self._resting: list[nn.Module] = []  # Dropout modules, which are inactive during the first steps.
 
@@ -42,8 +42,8 @@ class StepControl(Callback):
         return {}
 
     @abstractmethod
-    def obey(self, order: Mapping[str, Any]) -> None:
-        """Carry out an order. To make the training run some steps, set ``_left`` to their number."""
+    def obey(self, command: Mapping[str, Any]) -> None:
+        """Carry out a command. To make the training run some steps, set ``_left`` to their number."""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -65,11 +65,11 @@ class StepControl(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         while not self._left:
             line = self._answers.readline()
-            order = json.loads(line) if line else {"end": True}
-            if "end" in order:
+            command = json.loads(line) if line else {"end": True}
+            if "end" in command:
                 trainer.should_stop = True
                 return
-            self.obey(order)
+            self.obey(command)
 
     def note_loss(self, outputs: Any) -> bool:
         """Store the loss of a step, for the first :data:`COMPARED_STEPS` steps. Afterwards make dropout active again.

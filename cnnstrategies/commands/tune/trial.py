@@ -59,8 +59,8 @@ class TrialControl(StepControl):
         )
 
     @override
-    def obey(self, order: Mapping[str, Any]) -> None:
-        self._left = order["steps"]
+    def obey(self, command: Mapping[str, Any]) -> None:
+        self._left = command["steps"]
         self._started = time.perf_counter()
 
     @override
