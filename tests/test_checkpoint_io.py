@@ -26,7 +26,7 @@ def test_a_failing_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     io = AtomicCheckpointIO()
     io.save_checkpoint({"step": 1}, path)
     large = {"step": 2, "weights": torch.zeros(500_000)}
-    line = f"cannot write {path}: No space left on device; make room there"
+    line = f"cannot write {path}: No space left on device; free some space"
     (tmp_path / ".last.ckpt.partial").symlink_to("/dev/full")  # While it is written...
     with pytest.raises(ConfigurationError, match=line):
         io.save_checkpoint(large, path)
@@ -66,7 +66,7 @@ def test_a_changed_bit_is_found_or_changes_nothing(tmp_path):
         found.append(place)
     assert len(found) > 0.9 * len(places)  # Between the entries lies padding.
     path.write_bytes(content[:9000] + b"?" + content[9001:])
-    with pytest.raises(ConfigurationError, match=rf"{path} is damaged: archive/data/0 has changed since"):
+    with pytest.raises(ConfigurationError, match=rf"{path} is damaged: the checksum of archive/data/0 is wrong"):
         io.load_checkpoint(path)
 
 
@@ -86,7 +86,7 @@ def test_what_is_no_checkpoint_is_named_and_why(tmp_path):
     torch.save({"a": RunsCode()}, path)
     for content, message in (
         (path.read_bytes(), r"\(getattr\): if you trust .* add --weights_only=false"),
-        (archive[:9000], "is cut short after 9,000 bytes: copying the file did not finish; copy it again"),
+        (archive[:9000], "is truncated after 9,000 bytes, because copying did not finish: copy it again"),
         (b"a page that says: not found", "is not a checkpoint: it begins with b'a page that says'"),
         (b"", "is empty"),
         (other_archive, "cannot be read: RuntimeError: "),
@@ -96,7 +96,7 @@ def test_what_is_no_checkpoint_is_named_and_why(tmp_path):
             AtomicCheckpointIO().load_checkpoint(path)
     with pytest.raises(FileNotFoundError):
         AtomicCheckpointIO().load_checkpoint(tmp_path / "nowhere.ckpt")
-    with pytest.raises(ConfigurationError, match=r"http://host/last\.ckpt: download it first"):
+    with pytest.raises(ConfigurationError, match=r"http://host/last\.ckpt is a URL, .*: download the file"):
         AtomicCheckpointIO().load_checkpoint("http://host/last.ckpt")
 
 

@@ -78,7 +78,9 @@ def test_labels_and_numbers_are_learned_measured_and_predicted(task):
         assert found["mae"] == pytest.approx(float((logits - targets).abs().mean()), rel=1e-5)
         assert found["rmse"] == pytest.approx(float(F.mse_loss(logits, targets)) ** 0.5, rel=1e-5)
     assert found["loss"] == pytest.approx(float(model.loss(logits, targets)), rel=1e-5)
-    with pytest.raises(ConfigurationError, match=rf"task={task} needs targets of shape \(40, 3\), .* gives \(40,\)"):
+    with pytest.raises(
+        ConfigurationError, match=rf"task={task} needs targets of shape \(40, 3\), .* has targets of shape \(40,\)"
+    ):
         model.loss(logits, targets[:, 0])
 
 
@@ -107,7 +109,7 @@ def test_other_statistics_than_those_of_trained_weights_are_told():
         ImageClassifier(network, 10).check_data(data)
     data.preprocessing = IMAGENET
     with pytest.warns(
-        UserWarning, match=r"trained with bilinear, mean 0.5 .* DigitsDataModule gives bilinear, mean 0.485"
+        UserWarning, match=r"expect the preprocessing bilinear, mean 0.5 .* has the preprocessing bilinear, mean 0.485"
     ):
         ImageClassifier(network, 10).check_data(data)
 
@@ -193,11 +195,11 @@ MISTAKES = {
     r"label_smoothing=1.0 is outside \[0, 1\)": {"label_smoothing": 1.0},
     "cutmix_alpha=-0.5 is negative; use 0": {"cutmix_alpha": -0.5},
     r"class_weights=\[1.0, 2.0\]: give 10 numbers that are at least 0": {"class_weights": [1.0, 2.0]},
-    "cutmix_alpha need task=classes, and the model has task=multilabel": {
+    "cutmix_alpha need task=classes, but the model has task=multilabel": {
         "task": "multilabel",
         "mixup_alpha": 0.1,
     },
-    "class_weights with task=regression": {"task": "regression", "class_weights": [1.0] * 10},
+    "class_weights cannot be used with task=regression": {"task": "regression", "class_weights": [1.0] * 10},
 }
 
 

@@ -68,14 +68,17 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_left(monkeypatch):
     model, data = parts()
     with monkeypatch.context() as patched:
         patched.setattr(torch.export, "export", refuses)
-        message = "cannot export Sequential: a branch depends on the data; its weights are in the checkpoint"
+        message = "cannot export Sequential: a branch depends on the data; use the weights in the checkpoint"
         with pytest.raises(ConfigurationError, match=message):
             export.export(model, data, Path("out"), "torch_export")
         patched.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(ConfigurationError, match="not installed: pip install onnx onnxscript onnxruntime"):
             export.export(model, data, Path("out"), "onnx")
     monkeypatch.setattr(export, "to_torch_export", lambda *_: lambda images: model.network(images) + 1)
-    with pytest.raises(ConfigurationError, match="network as torch_export differ from the checkpoint's by up to 1:"):
+    with pytest.raises(
+        ConfigurationError,
+        match="network exported to torch_export differ from those of the original network by up to 1:",
+    ):
         export.export(model, data, Path("out"), "torch_export")
     assert list(Path.cwd().iterdir()) == []
 
@@ -86,6 +89,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing():
     with torch.no_grad():
         model.network.append(torch.nn.Linear(3, 200_000)).append(torch.nn.Linear(200_000, 3))
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-    with pytest.raises(ConfigurationError, match=r"^cannot write out: File too large; make room there"):
+    with pytest.raises(ConfigurationError, match=r"^cannot write out: File too large; free some space"):
         export.export(model, data, Path("out"), "torch_export")
     assert not list(Path().iterdir())

@@ -20,7 +20,7 @@ from torch import nn
 def network() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(144, 1000))
 """
-LINE = "the network gives 1000 logits for an image, but the model has num_classes=10: give model.init_args.network"
+LINE = "the network returned 1000 logits for an image, but the model has num_classes=10: set num_classes=10 also in"
 
 
 # Two of its ranks refuse, and the first one loses its connections to them.
@@ -58,7 +58,7 @@ def test_every_kind_of_step_refuses():
     for kind, step in itertools.product((ImageClassifier, Own), ("fit", "validate", "test", "predict")):
         model = kind(PlainCNN(12), 10, compile_backend="eager" if step == "fit" else None)
         trainer = Trainer(accelerator="cpu", devices=1, logger=False, num_sanity_val_steps=0, max_epochs=1)
-        with pytest.raises(ConfigurationError, match=r"gives 12 logits for an image, .* has num_classes=10"):
+        with pytest.raises(ConfigurationError, match=r"returned 12 logits for an image, .* has num_classes=10"):
             getattr(trainer, step)(model, datamodule=DigitsDataModule())
 
 
@@ -74,6 +74,6 @@ def test_logits_that_are_none_are_named():
     for words, output in outputs.items():
         with pytest.raises(ConfigurationError, match=rf"{words}.*needs logits of shape \(4, 4\)"):
             model.loss(output, targets)
-    with pytest.raises(ConfigurationError, match="gives 5 logits"):
+    with pytest.raises(ConfigurationError, match="returned 5 logits"):
         model.loss((torch.zeros(4, 4), torch.zeros(4, 5)), targets)  # An auxiliary classifier.
     assert model.loss((torch.zeros(4, 4), None), targets).isfinite()

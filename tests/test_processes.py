@@ -35,7 +35,7 @@ def test_a_process_ends_if_its_parent_is_gone_before_it_asks():
 
 @pytest.mark.parametrize(
     ("signum", "said"),
-    [(signal.SIGTERM, "was ended by SIGTERM"), (signal.SIGSTOP, "is stopped, as by SIGSTOP"), (0, None)],
+    [(signal.SIGTERM, "was ended by SIGTERM"), (signal.SIGSTOP, "is stopped, for example by SIGSTOP"), (0, None)],
 )
 def test_a_rank_that_is_killed_or_stopped_is_named(signum, said):
     programs = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]

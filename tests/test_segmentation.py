@@ -105,7 +105,9 @@ def test_the_loss_is_the_mean_of_images_over_counted_pixels():
     torch.testing.assert_close(model.loss(logits, masks), sum(each) / 3)
     outputs = OrderedDict(out=logits, aux=auxiliary)
     torch.testing.assert_close(model.loss(outputs, masks), sum(each) / 3 + 0.3 * model.loss(auxiliary, masks))
-    with pytest.raises(ConfigurationError, match=r"returned shape \(3, 3, 4, 5\), and shape \(3, 4, 4, 5\) is needed"):
+    with pytest.raises(
+        ConfigurationError, match=r"returned shape \(3, 3, 4, 5\) instead of logits of shape \(3, 4, 4, 5\)"
+    ):
         ImageSegmenter(nn.Identity(), num_classes=4).loss(logits, masks)
     assert UNet(3, widths=(4, 8, 16))(torch.zeros(2, 3, 16, 24)).shape == (2, 3, 16, 24)
 
@@ -162,7 +164,7 @@ def test_own_images_are_fitted_whole_and_masks_named():
     with Image.open("masks/a/x.png") as picture:
         assert picture.size == (24, 20)
     shutil.copy("data/train/images/1.png", "mine/a/x.jpg")
-    with pytest.raises(ConfigurationError, match=r"the masks of a/x.jpg and a/x.png would be the same file"):
+    with pytest.raises(ConfigurationError, match=r"the masks of a/x.jpg and a/x.png would be written to the same file"):
         images_of_folder(data, Path("mine"))
 
 
@@ -200,8 +202,11 @@ def read_all():
 MASK = Path("data/train/masks/3.png")
 MISTAKES = (
     (MASK.unlink, r"images/3.png has no mask: put 3.png into .*masks"),
-    (lambda: Image.new("L", (9, 9)).save(MASK), r"mask .*3.png has \(9, 9\) pixels, and its image has \(20, 24\)"),
-    (lambda: Image.new("L", (24, 20), 7).save(MASK), r"mask .*3.png has the class 7, and num_classes=2 allows 0 to 1"),
+    (lambda: Image.new("L", (9, 9)).save(MASK), r"mask .*3.png has \(9, 9\) pixels, but its image has \(20, 24\)"),
+    (
+        lambda: Image.new("L", (24, 20), 7).save(MASK),
+        r"mask .*3.png has the class 7, but num_classes=2 allows only 0 to 1",
+    ),
     (lambda: MASK.write_text("nothing"), r"broken mask .*3.png"),
     (
         lambda: shutil.copy("data/train/images/3.png", "data/train/images/3.jpg"),
@@ -229,7 +234,7 @@ def test_data_that_does_not_go_with_the_module_is_refused():
         (lambda: folder(class_names=["one"]), "class_names has 1 names, and num_classes=2"),
         (
             lambda: ImageClassifier(network, 2).check_data(data),
-            "SegmentationFolderDataModule has masks, and ImageClassifier learns",
+            "SegmentationFolderDataModule has masks, which ImageClassifier cannot learn",
         ),
         (
             lambda: ImageSegmenter(network, 2, ignore_index=9).check_data(data),

@@ -43,7 +43,8 @@ def test_a_least_and_a_most_hold_wherever_they_can(draws):
         assert all(count <= bound for count, bound in zip(dealt, of_each, strict=True))
     assert deal(100, [100, 1, 1], least=8, most=60) == (60, 20, 20)
     with pytest.raises(
-        ConfigurationError, match="9 samples for 2 processes, each of which holds 4 at most: use at most 8"
+        ConfigurationError,
+        match="9 samples cannot be divided among 2 processes that hold at most 4 each: use at most 8",
     ):
         deal(9, [1, 1], most=4)
 

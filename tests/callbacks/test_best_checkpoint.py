@@ -82,7 +82,7 @@ def test_a_monitor_that_is_not_logged_is_named_with_what_is():
         ConfigurationError, match=r"does not log 'val_accuracy'; did you mean 'val_acc'.* train_loss, val_acc"
     ):
         fit({"val_acc": [0.0]}, BestCheckpoint("saved", monitor="val_accuracy"), epochs=1)
-    with pytest.raises(ConfigurationError, match="does not log 'val_acc'; logged: train_loss"):
+    with pytest.raises(ConfigurationError, match="does not log 'val_acc'; it logs: train_loss"):
         fit({}, BestCheckpoint("saved", monitor="val_acc"), epochs=1, num_sanity_val_steps=0)
 
 

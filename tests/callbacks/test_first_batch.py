@@ -78,11 +78,11 @@ LOADERS = {
     ),
     "a batch of another size": (
         lambda: DataLoader(samples(32), 4, collate_fn=cut),
-        "has 6 samples and not 8 (2 processes x 4)",
+        "has 6 samples instead of 8 (2 processes x 4)",
     ),
     "another order in each process": (
         lambda: DataLoader(samples(32), 4, sampler=ByRank()),
-        "has drawn a different order in each process",
+        "has drawn different orders in different processes",
     ),
     "one small batch": (lambda: DataLoader(samples(6), 4), ""),
 }
@@ -105,7 +105,9 @@ def test_what_each_has_loaded(name, monkeypatch):
 
 
 def test_another_order_in_each_process_is_refused_where_its_samples_are_dealt(monkeypatch):
-    with pytest.raises(Exception, match=r"different order in each process, .*; seed the sampler alike in all"):
+    with pytest.raises(
+        Exception, match=r"different orders in different processes, .*: give the sampler a generator with the same seed"
+    ):
         warned(monkeypatch, BalancedDDPStrategy(start_method="fork"), DataLoader(samples(32), 4, sampler=ByRank()))
 
 
@@ -115,7 +117,7 @@ class Unequal(Small):
 
 
 def test_processes_with_unequal_numbers_of_batches_are_refused(monkeypatch):
-    refusal = "process 0 has 8 batches an epoch, process 1 has 9: .* --trainer.limit_train_batches=8"
+    refusal = "process 0 has 8 batches in an epoch, and process 1 has 9: .* --trainer.limit_train_batches=8"
     with pytest.raises(Exception, match=refusal):
         warned(monkeypatch, "ddp_fork", None, Unequal(), use_distributed_sampler=False)
     warned(monkeypatch, "ddp_fork", None, Unequal(), use_distributed_sampler=False, limit_train_batches=8)
@@ -128,7 +130,7 @@ class Ends(IterableDataset):
 
 @pytest.mark.parametrize("limit", [None, 5])
 def test_streams_of_unequal_length_are_refused_at_an_end(limit, monkeypatch):
-    with pytest.raises(Exception, match="process 0 has 2 batches an epoch, process 1 has 3 or more: "):
+    with pytest.raises(Exception, match="process 0 has 2 batches in an epoch, and process 1 has 3 or more: "):
         warned(monkeypatch, "ddp_fork", DataLoader(Ends(), 4), steps=9, limit_train_batches=limit)
     warned(monkeypatch, "ddp_fork", DataLoader(Ends(), 4), limit_train_batches=2, steps=5)
 
@@ -140,4 +142,4 @@ def test_other_strategies(strategy, monkeypatch):
     assert not warned(monkeypatch, STRATEGIES[strategy](), DataLoader(samples(32), batch_sampler=batches))
     own = DistributedSampler(samples(32), num_replicas=2, rank=0)  # Also on the other one.
     said = warned(monkeypatch, STRATEGIES[strategy](), DataLoader(samples(32), 4, sampler=own, collate_fn=cut))
-    assert ("0 and 1 have loaded" if strategy == "parameter_server" else "has 6 samples and not 8") in said
+    assert ("0 and 1 have loaded" if strategy == "parameter_server" else "has 6 samples instead of 8") in said

@@ -127,7 +127,7 @@ def test_other_settings_follow_and_what_was_learned_stays(before, now, tmp_path,
     with caplog.at_level(logging.INFO):
         trainer = train(resumed, ckpt_path=path)
     same_rates(resumed.rates, fresh.rates[SAVED:])
-    assert "As configured, and not as in the checkpoint: " in caplog.text
+    assert "Changed by the configuration since the checkpoint was saved: " in caplog.text
     assert trainer.optimizers[0].state[next(resumed.parameters())]["momentum_buffer"] is not None
 
 
@@ -162,12 +162,14 @@ def test_what_a_hook_has_set_stays_unless_configured(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         train(resumed, 2, ckpt_path=not_configured)
     assert resumed.rates[0][0]["lr"] == 0.1
-    assert "does not say how its run was configured" in caplog.text
+    assert "does not contain the configuration of its run" in caplog.text
 
 
 def test_an_ended_schedule_and_another_optimizer_are_refused(tmp_path):
     path = saved(tmp_path, lambda: Small(SCHEDULES["one cycle, momentum too"](16)))
-    with pytest.raises(ConfigurationError, match="continues at step 4 of its schedule, beyond the end of OneCycleLR"):
+    with pytest.raises(
+        ConfigurationError, match="has made 4 steps of its schedule, and the configured OneCycleLR is shorter"
+    ):
         train(Small(SCHEDULES["one cycle, momentum too"](2)), ckpt_path=path)
     (tmp_path.parent / "config.yaml").touch()
     with pytest.raises(ConfigurationError, match=r"not saved with AdamW .* include .*dampening, .*config\.yaml"):

@@ -54,7 +54,7 @@ def test_on_a_full_disk_predictions_are_those_of_before_or_none():
 
     write(2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-    with pytest.raises(ConfigurationError, match=r"^cannot write rows.csv: File too large; make room there, or give"):
+    with pytest.raises(ConfigurationError, match=r"^cannot write rows.csv: File too large; free some space, or set"):
         write(200)
     assert [len(path.read_text().splitlines()) for path in Path().iterdir()] == [1 + 2]
 
@@ -90,5 +90,5 @@ def test_what_cannot_be_predicted_or_written_is_refused():
     Path("empty").mkdir()
     with pytest.raises(ConfigurationError, match=r"images=empty: no images found; .* \.jpg, .*\.webp"):
         images_of_folder(DigitsDataModule(), Path("empty"))
-    with pytest.raises(ConfigurationError, match="images=empty: LightningDataModule does not define how"):
+    with pytest.raises(ConfigurationError, match="images=empty: LightningDataModule does not define the preprocessing"):
         images_of_folder(LightningDataModule(), Path("empty"))

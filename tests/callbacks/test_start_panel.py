@@ -134,8 +134,8 @@ def test_images_that_chose_the_checkpoint_are_no_test_images():
     data.test_source = data.train_source
     assert "best.ckpt" not in start_panel.images(trainer)[0][1]
     data.prepare_as(IMAGENET)
-    how = "bilinear, mean 0.485 0.456 0.406, deviation 0.229 0.224 0.225"
-    own = "that of SyntheticDataModule; the network's weights were trained with 224 pixels"
+    how = "bilinear, mean 0.485 0.456 0.406, std 0.229 0.224 0.225"
+    own = "set by SyntheticDataModule; the pretrained weights expect 224 pixels"
     assert start_panel.images(trainer)[1] == ("preprocessing", f"{own}, {how}")
     data.preprocessing, data.resize, data.image_shape = IMAGENET, 37, (3, 32, 32)
     assert start_panel.images(trainer)[1] == ("preprocessing", f"37 to 32 pixels, {how}")

@@ -90,7 +90,7 @@ def test_each_part_gets_its_time_and_the_pauses_get_none(spend, capsys, steps, v
     options = {"max_epochs": 3, "limit_train_batches": 8, "val_check_interval": validate_every, "profiler": mine}
     trainer = fit(profile, SpendingCallback(spend), model=model, logger=CSVLogger("."), **options)
     printed = capsys.readouterr().out
-    assert f"Where {measured} training steps spent" in printed
+    assert f"Time of {measured} training steps by part" in printed
     times = dict(profile.milliseconds)
     # What follows the last batch before a pause is not counted, so `other` may lack its second half there.
     assert times.pop("other") == pytest.approx(1000 * SPENT["other"], rel=0.2)
@@ -201,7 +201,7 @@ def test_a_slow_stage_computes_and_the_other_one_waits_for_it(capfd):
     assert first["receive"] > first["step"] / 2 > first["forward"] + first["backward"]
     printed = capfd.readouterr().out
     assert "┃ stage 0 ┃ stage 1 ┃ share ┃" in printed
-    assert f"Waiting for other ranks: stage 0 {waiting(first):.0%}, stage 1 {waiting(last):.0%}. The others" in printed
+    assert f"Waiting for other ranks: stage 0 {waiting(first):.0%}, stage 1 {waiting(last):.0%}. The stage" in printed
 
 
 def waiting(times):

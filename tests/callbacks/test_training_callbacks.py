@@ -27,7 +27,7 @@ def test_one_run_with_all_of_them(run_cli, quick, monkeypatch):
     held = re.search(r"peak memory +(\d+) to (\d+) MB of 2 processes", output).groups()
     assert all(50 < int(megabytes) < 20_000 for megabytes in held)
 
-    table = output[output.index("Where 10 training steps spent") :]
+    table = output[output.index("Time of 10 training steps by part") :]
     parts = {
         part: re.search(rf"{part} +│ +([\d.]+) │ +([\d.]+) │ +([\d.]+)", table) for part in ("communication", "step")
     }

@@ -55,7 +55,7 @@ def test_what_differs_or_does_not_work_is_named(tmp_path: Path, monkeypatch: pyt
     assert (code, second) == (1, 0), output
     assert "problem: lightning differs: " in output
     assert "2.6.4 on beta" in output
-    assert f"problem: beta: {tmp_path}/shared: files that alpha writes do not appear here" in output
+    assert f"problem: beta: {tmp_path}/shared: a file from alpha does not appear on this host" in output
     assert re.search(rf"problem: beta: cannot write {tmp_path}/shared/\S+: Read-only file system", output), output
 
 
@@ -76,5 +76,5 @@ def test_without_other_hosts_it_checks_this_machine(
         monkeypatch.setenv(name, value)
     alone, told = run_cli("doctor", "--wait=0.1")
     assert (little, alone) == (1, 1)
-    assert re.search("problem: .* has rank 0 been started", told), told
-    assert (f"torch {torch.__version__} cannot use its 1 GPU" in output) != torch.cuda.is_available()
+    assert re.search("problem: .* check that rank 0 was started", told), told
+    assert (f"torch {torch.__version__} cannot use the 1 GPU" in output) != torch.cuda.is_available()

@@ -41,17 +41,17 @@ MPIRUN = {
 }
 # Variables, devices, nodes, and what is said; None where it is right.
 WORLDS: list[tuple[dict[str, str], int, int, str | None]] = [
-    (SLURM, 2, 1, r"srun has started 1 process, .* x trainer.devices=2 are 2: .*--ntasks-per-node=2"),
-    (FOUR, 2, 3, "has started 4 processes, and trainer.num_nodes=3 x"),
-    (FOUR, 1, 1, "has started 4 processes, and trainer.num_nodes=1 x"),
+    (SLURM, 2, 1, r"srun has started 1 process, .* x trainer.devices=2 needs 2: .*--ntasks-per-node=2"),
+    (FOUR, 2, 3, "has started 4 processes, but trainer.num_nodes=3 x"),
+    (FOUR, 1, 1, "has started 4 processes, but trainer.num_nodes=1 x"),
     (FOUR, 4, 1, "trainer.num_nodes=1, trainer.devices=4: .* in SLURM"),
     (
         TORCHRUN,
         4,
         1,
-        "torchrun has started 2 processes, .* start them with `torchrun --nnodes=1 --nproc-per-node=4`, or",
+        "torchrun has started 2 processes, .* start the run with `torchrun --nnodes=1 --nproc-per-node=4`, or",
     ),
-    (MPIRUN, 4, 1, "mpirun has started 2 processes, .* are 4: start them with `mpirun -n 4 --map-by ppr:4:node`"),
+    (MPIRUN, 4, 1, "mpirun has started 2 processes, .* needs 4: start the run with `mpirun -n 4 --map-by ppr:4:node`"),
     (SLURM, 1, 1, None),
     (FOUR, 2, 2, None),
     (TORCHRUN, 2, 1, None),
@@ -90,7 +90,7 @@ def test_without_srun_a_run_starts_its_ranks_itself_on_one_node(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert [type(one) for one in environment_plugins([])] == [LightningEnvironment]
-    with pytest.raises(ConfigurationError, match=r"trainer.num_nodes=2: this job of SLURM has .* write srun before"):
+    with pytest.raises(ConfigurationError, match=r"trainer.num_nodes=2, but this SLURM job has .* with srun, with one"):
         environment_plugins([], num_nodes=2)
     assert find_place() is None
     monkeypatch.setenv("NODE_RANK", "0")

@@ -174,9 +174,11 @@ def test_all_objects_are_made_or_none(tmp_path: Path, monkeypatch: pytest.Monkey
     for refuses, seen in (("", [trial, makes]), ("trial", [trial]), ("job", [trial, makes, deletes])):
         (tmp_path / "seen").write_text("")
         monkeypatch.setenv("REFUSES", refuses)
-        with pytest.raises(ConfigurationError, match="the run: Job is invalid; see") if refuses else nullcontext():
+        with (
+            pytest.raises(ConfigurationError, match=r"the run \(Job is invalid\): check") if refuses else nullcontext()
+        ):
             create(run())
         assert (tmp_path / "seen").read_text().splitlines() == seen
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    with pytest.raises(ConfigurationError, match="kubectl is not found"):
+    with pytest.raises(ConfigurationError, match="kubectl is not installed"):
         create(run())

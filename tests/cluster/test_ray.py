@@ -57,7 +57,7 @@ def test_after_a_nodes_death_the_run_resumes_on_another(tmp_path: Path, cluster:
     output = run.output()
     # The other node's program may fail for it, and end, before Ray knows of the loss.
     why = r"node 1 \(.*\) was lost(; node 0 then ended with code 1)?"
-    assert len(re.findall(rf"The run starts again \(1 of at most 3\): {why}\n", output)) == 1, output
+    assert len(re.findall(rf"The run restarts \(restart 1 of at most 3\), because {why}\n", output)) == 1, output
     checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     history = next(state["history"] for state in checkpoint["callbacks"].values() if "history" in state)
     assert list(history) == list(range(EPOCHS))  # Every epoch was trained, and none twice.

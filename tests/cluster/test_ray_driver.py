@@ -127,12 +127,12 @@ def test_a_failure_is_retried_as_often_as_allowed_and_no_mistake(capsys, monkeyp
     says = 'echo "called$SLURM_PROCID$WORLD_SIZE with $OMP_NUM_THREADS"; '
     code, log = run(FakeRay(), capsys, says + 'if [ "$NODE_RANK" = 1 ]; then exit 3; fi; exit 1')
     assert code in (1, 3)
-    assert log.count("The run starts again (1 of at most 1): ") == 1
+    assert log.count("The run restarts (restart 1 of at most 1), because ") == 1
     assert log.count("\ncalled with 3\n") == log.count("\n[node 1] called with 3\n") == 2
     assert "cluster.ray.max_restarts=1" in log.splitlines()[-1]
     code, log = run(FakeRay(), capsys, 'if [ "$NODE_RANK" = 1 ]; then exit 2; fi; exit 1')
     assert code == 2
-    assert "starts again" not in log
+    assert "restarts" not in log
 
 
 NODE = r"node 1 \(.+, 127\.0\.0\.1\)"
@@ -154,17 +154,17 @@ def test_a_lost_node_ends_the_others_and_all_starts_again(loses, silent, failed,
     script = '[ "$START" = 0 ] || exit 0; [ "$NODE_RANK" = {} ] && exit {}; exec sleep 1000'
     ended, log = run(ray, capsys, script.format(failed, code))
     assert ended == 0
-    assert re.search(rf"The run starts again \(1 of at most 1\): {why}\n", log), log
+    assert re.search(rf"The run restarts \(restart 1 of at most 1\), because {why}\n", log), log
     assert ray.actors[1 - failed].node.program.wait() == -signal.SIGKILL
 
 
 def test_what_keeps_a_run_from_its_start_is_told(capsys, tmp_path, monkeypatch):
-    with pytest.raises(ConfigurationError, match=r"has no cnnstrategies \(nothing here\): install it"):
+    with pytest.raises(ConfigurationError, match=r"cnnstrategies is not installed on .* \(nothing here\): install it"):
         run(FakeRay(), capsys, "exit 0", probe="echo nothing here; exit 1")
     with pytest.raises(ConfigurationError, match="2 nodes with 1 CPU each were not free within 0 s"):
         run(FakeRay(free=False), capsys, "exit 0")
     Path("digits/config.yaml").unlink()
-    with pytest.raises(ConfigurationError, match=r"does not see .*config\.yaml: put cluster.folder on a disk"):
+    with pytest.raises(ConfigurationError, match=r"config\.yaml does not exist on .*: set cluster.folder"):
         run(FakeRay(), capsys, "exit 0")
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"

@@ -89,11 +89,11 @@ def test_another_runs_checkpoint_is_not_gone_on_from():
     """Not even after a crash before the first checkpoint of its own."""
     made = trainer("saved")
     write(Path("saved/last.ckpt"))
-    with pytest.raises(ConfigurationError, match="is not of the run digits"):
+    with pytest.raises(ConfigurationError, match="does not belong to the run digits"):
         last_checkpoint(made, "digits")
     write_record(Path("saved"), {"run": "digits"})
     assert last_checkpoint(made, "digits") == Path("saved/last.ckpt").resolve()
-    with pytest.raises(ConfigurationError, match="is not of the run other"):
+    with pytest.raises(ConfigurationError, match="does not belong to the run other"):
         last_checkpoint(made, "other")
 
 

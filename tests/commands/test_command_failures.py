@@ -43,7 +43,7 @@ LINES = [
     (raised(lambda: nn.Conv2d(64, 4, 3)(torch.zeros(2, 32, 8, 8))), None),
     (
         raised(lambda: nn.Linear(2, 3).load_state_dict(nn.Linear(3, 3).state_dict())),
-        "ckpt_path: the checkpoint belongs to a different network from the one that `model` describes: size",
+        "ckpt_path: the checkpoint does not fit the network of `model`: size mismatch for weight",
     ),
     (FileNotFoundError(errno.ENOENT, "No such file or directory", "labels.csv"), None),
     (
@@ -165,7 +165,8 @@ def test_a_killed_rank_is_named_in_one_line():
     ended = fit((1,), f"{spoken}; os.kill(os.getpid(), 9)")
     assert ended.returncode == 1, ended.stderr
     assert (
-        "The run cannot continue: rank 1 was ended by SIGKILL, as the system does when memory is short" in ended.stderr
+        "The run cannot continue: rank 1 was ended by SIGKILL, which the system sends when memory runs out"
+        in ended.stderr
     )
     assert "Traceback" not in ended.stderr
 

@@ -108,4 +108,4 @@ def test_a_job_of_more_nodes_is_told_that_it_uses_one(said, monkeypatch, tmp_pat
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     assert environment_plugins([]) == []
-    assert [text.split(",")[0] for text in said] == ["This job of SLURM has 2 nodes"]
+    assert [text.split(",")[0] for text in said] == ["This SLURM job has 2 nodes"]

@@ -141,7 +141,7 @@ def test_options_that_belong_to_no_strategy_are_refused(capsys):
     line = refusal(capsys, "--trainer.strategy=hybrid_pipelin", "--trainer.strategy.stages=2")
     assert line.endswith("trainer.strategy: unknown strategy 'hybrid_pipelin'; did you mean 'hybrid_pipeline'?")
     line = refusal(capsys, "--trainer.strategy=ddp", "--trainer.strategy.timeout=soon")
-    assert "trainer.strategy.timeout: cannot use 'soon': it is not a duration: give seconds, as in 90" in line
+    assert "trainer.strategy.timeout: cannot use 'soon': it is not a duration: write seconds, such as 90" in line
     line = refusal(capsys, "--trainer.strategy=hybrid_pipeline", "--trainer.strategy.stage=2")
     assert "unknown key trainer.strategy.stage: hybrid_pipeline has no 'stage'; did you mean 'stages'?" in line
 

@@ -29,7 +29,7 @@ def test_dry_run_prints_the_script_and_writes_nothing(capsys):
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n" in output
     assert "#SBATCH --partition=short\n" in output
     assert not list(Path().iterdir())
-    assert "sbatch is not found: submit on a login node" in refusal([QUICKSTART, *TWO_NODES], capsys)
+    assert "sbatch is not installed: run submit on a login node" in refusal([QUICKSTART, *TWO_NODES], capsys)
 
 
 def test_one_file_serves_fit_and_submit(run_cli):
@@ -67,7 +67,7 @@ REFUSED = {
     "nodes disagree with the layout": ([HYBRID, *TWO_NODES], r"replicas=\[3, 1\] need 4 devices, but there are 2"),
     "global batch of a pipeline": (
         [HYBRID, "--trainer.num_nodes=4", "--trainer.devices=1", "--data.init_args.global_batch_size=2"],
-        "each of 3 processes that load: use at least 3",
+        "each of 3 processes that load data: set it to at least 3",
     ),
     "own processes": ([QUICKSTART, "--trainer.strategy=ddp_spawn"], "the strategy starts its processes itself"),
 }
@@ -100,21 +100,21 @@ def test_what_a_launcher_cannot_run_is_refused():
 
     refused("slurm", "make a key file with")
     refused("ray", "make a key file with")
-    refused("ray", "cluster.server_nodes=1 with --to ray", server_nodes=1)
+    refused("ray", "cluster.server_nodes=1 cannot be used with --to ray", server_nodes=1)
     refused("kubernetes", "kubectl create secret generic run-key --from-file=run.key")
-    refused("kubernetes", "cluster.kubernetes.image: name the container image", kubernetes={"image": None})
-    refused("kubernetes", "small letters, digits", job_name="My_Run")
+    refused("kubernetes", "cluster.kubernetes.image is not set: set the container image", kubernetes={"image": None})
+    refused("kubernetes", "lower-case letters, digits", job_name="My_Run")
     base = replace(base, server_options=None)
-    refused("kubernetes", "is for a ParameterServerStrategy", base, {"key_secret": "run-key"})
-    no_volume = r"finds its checkpoints only in a volume; add one .* cluster.kubernetes.volumes: {/runs: CLAIM}"
+    refused("kubernetes", "has no effect without a ParameterServerStrategy", base, {"key_secret": "run-key"})
+    no_volume = r"is not in a volume, .*: add a volume .* cluster.kubernetes.volumes: {/runs: CLAIM}"
     refused("kubernetes", no_volume, base, {"volumes": {}})
-    refused("kubernetes", "choose a directory in /runs", base, folder=Path("/data"))
+    refused("kubernetes", "set a directory in /runs", base, folder=Path("/data"))
     # What `fit` would refuse in the job is refused before it is queued.
     base.config.checkpoint.dirpath = "mine"
     Path("mine").mkdir()
     Path("mine/last.ckpt").touch()
-    refused("slurm", r"mine/last.ckpt is not of the run cnn-\d+", base)
-    refused("kubernetes", r"checkpoint.dirpath=mine: .* choose", base)
+    refused("slurm", r"mine/last.ckpt does not belong to the run cnn-\d+", base)
+    refused("kubernetes", r"checkpoint.dirpath=mine is not in .* set", base)
     write_record(Path("mine"), {"run": "resnet"})
     base.config.run_name = "resnet"
     base.job(launcher_named("slurm"), "submit")

@@ -56,19 +56,19 @@ def test_sizes_that_do_not_go_together_are_refused_before_a_run():
     for refused, said in (
         (
             lambda: DigitsDataModule(global_batch_size=11).check_trainer(accumulated),
-            "less than one sample for each of 3 processes that load x accumulate_grad_batches=4: use at least 12",
+            "for each of 3 processes that load data x accumulate_grad_batches=4: set it to at least 12",
         ),
-        (lambda: loaders(quiet_trainer("ddp", 3)), r"batches of 21 and of 22 samples: add .*SampleWeights\(\)"),
+        (lambda: loaders(quiet_trainer("ddp", 3)), r"batches have 21 and others 22 samples: add .*SampleWeights\(\)"),
         (
             lambda: data.check_trainer(quiet_trainer(callbacks=[scheduled])),
-            "GradientAccumulationScheduler: the schedule changes the samples of a step",
+            "GradientAccumulationScheduler, which changes the number of samples in a step",
         ),
         (
             lambda: DigitsDataModule(batch_size=32, global_batch_size=64),
             r"batch_size=32 .* and global_batch_size=64 .*: set one of them",
         ),
         (lambda: DigitsDataModule(global_batch_size=0), "global_batch_size=0: a batch needs at least 1 sample"),
-        (lambda: setattr(data, "batch_size", 16), "batch_size=16 cannot be set because global_batch_size=64"),
+        (lambda: setattr(data, "batch_size", 16), "batch_size=16 cannot be set, because global_batch_size=64"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             refused()

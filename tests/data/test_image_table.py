@@ -45,9 +45,7 @@ def test_columns_of_numbers_are_labels_or_values():
     assert [source.targets.tolist() for source in (data.val_source, data.test_source)] == [[[0.0, 0.0]], [[1.0, 0.0]]]
     data = table(LABELS.replace("0,0", "-2.5,7"), task="regression", columns=["wet"])
     assert data.val_source.targets.tolist() == [[-2.5]]
-    with pytest.raises(
-        ConfigurationError, match="task=classes, and ImageTableDataModule has targets for regression: set"
-    ):
+    with pytest.raises(ConfigurationError, match="task=classes, but ImageTableDataModule has task=regression: set"):
         ImageClassifier(torch.nn.Flatten(), 2).check_data(table(LABELS, task="regression"))
 
 
@@ -71,18 +69,30 @@ def test_it_is_evaluated_and_predicted(task):
 
 MISTAKES = {
     "no file": ("", {"labels": Path("other.csv")}, r"other.csv cannot be read \(No such file"),
-    "no rows": ("image,species\n", {}, "has the targets' columns none: task=classes needs one"),
-    "no column": (CLASSES, {"columns": ["age"]}, "has no column 'age': it has image, species"),
-    "two columns": (LABELS, {}, "columns wet, cold: task=classes needs one; name them in"),
-    "other split": (LABELS.replace("testing", "trial"), {"task": "multilabel"}, "the split 'trial': use train, val"),
-    "no training": ("image,split,a\na.png,val,1\n", {"task": "regression"}, "has no images for training"),
-    "other class": ("image,split,a\na.png,train,x\nb.png,train,y\nc.png,val,z\n", {}, "gives c.png the class 'z'"),
-    "no label": (LABELS.replace("1,1", "1,2"), {"task": "multilabel"}, "gives b.png 1, 2: 0 or 1 for each label is"),
-    "no number": (LABELS.replace("1,1", "1,"), {"task": "regression"}, "gives b.png 1, : a number for each target is"),
+    "no rows": ("image,species\n", {}, "has the target columns none, but task=classes needs one"),
+    "no column": (CLASSES, {"columns": ["age"]}, "has no column 'age', but only image, species"),
+    "two columns": (LABELS, {}, "columns wet, cold, but task=classes needs one: set data"),
+    "other split": (
+        LABELS.replace("testing", "trial"),
+        {"task": "multilabel"},
+        "the value 'trial' in the column split: use train, val",
+    ),
+    "no training": ("image,split,a\na.png,val,1\n", {"task": "regression"}, "has no training images"),
+    "other class": ("image,split,a\na.png,train,x\nb.png,train,y\nc.png,val,z\n", {}, "has the class 'z' for c.png"),
+    "no label": (
+        LABELS.replace("1,1", "1,2"),
+        {"task": "multilabel"},
+        "has the targets 1, 2 for b.png: write 0 or 1 for each label",
+    ),
+    "no number": (
+        LABELS.replace("1,1", "1,"),
+        {"task": "regression"},
+        "has the targets 1,  for b.png: write a number in each",
+    ),
     "no image": (
         LABELS.replace("a.png", "e.png"),
         {"task": "regression"},
-        "names e.png, which does not exist: write paths",
+        "lists e.png, which does not exist: make the paths",
     ),
 }
 

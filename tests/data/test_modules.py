@@ -63,7 +63,7 @@ def test_a_failed_download_names_data_set_directory_and_remedy(tmp_path, monkeyp
     monkeypatch.delenv("no_proxy", raising=False)
     for module in (MNISTDataModule, FashionMNISTDataModule, CIFAR10DataModule, CIFAR100DataModule):
         name = module.__name__.removesuffix("DataModule")
-        for download, why in ((True, "the download failed"), (False, f"it does not exist.*{name} stores from")):
+        for download, why in ((True, "the download failed"), (False, f"it does not exist.*{name} creates from")):
             with pytest.raises(ConfigurationError, match=f"no {name} in {tmp_path}/images: {why}") as caught:
                 module(root=tmp_path / "images", download=download).prepare_data()
             message = str(caught.value)
@@ -143,9 +143,7 @@ def test_a_file_name_not_in_utf8_is_read_and_written():
     assert r"val/cat/caf\xe9.png" in names
     assert module.val_source.fetch([names.index(r"val/cat/caf\xe9.png")])[0].shape == (1, 3, 16, 16)
     Path("images/train/cat").rename(os.fsdecode(b"images/train/caf\xe9"))
-    with pytest.raises(
-        ConfigurationError, match=r"train/caf\\xe9: the name of this class's folder is not UTF-8: rename the"
-    ):
+    with pytest.raises(ConfigurationError, match=r"train/caf\\xe9: the name of this folder is not UTF-8; rename the"):
         ImageFolderDataModule(Path("images"))
 
 
@@ -155,7 +153,7 @@ def test_a_broken_image_is_refused_by_its_path_in_one_line():
     broken.write_bytes(broken.read_bytes()[:300])
     module = set_up(ImageFolderDataModule(Path("images"), image_size=16, num_workers=0))
     with pytest.raises(
-        ConfigurationError, match=r"^broken image images/train/dog/0.JPG \(.*\): repair or .* leaves out broken images$"
+        ConfigurationError, match=r"^broken image images/train/dog/0.JPG \(.*\): repair or .* skips broken images$"
     ):
         list(module.train_dataloader())
 
@@ -213,20 +211,23 @@ def folder(*directories, full=False, **options):
 
 MISTAKES = {
     "no such directory": (lambda: ImageFolderDataModule(Path("nowhere")), "no directory .*nowhere"),
-    "no classes": (lambda: ImageFolderDataModule(Path(".")), "has 0 class directories"),
+    "no classes": (lambda: ImageFolderDataModule(Path(".")), "contains 0 folders of classes"),
     "batch size": (lambda: DigitsDataModule(batch_size=0), "batch_size=0"),
     "workers": (lambda: DigitsDataModule(num_workers=-1), "num_workers=-1 is negative"),
     "sizes of images": (lambda: folder(resize=16, image_size=32), "image_size=32 and resize=16"),
-    "empty directory": (lambda: folder("train/owl", full=True), "no images for the class owl in .*owl: .* end in .jpg"),
+    "empty directory": (lambda: folder("train/owl", full=True), "no images of the class owl in .*owl: .* end in .jpg"),
     "nothing to predict": (lambda: folder("predict", full=True), "no images for predict in"),
-    "no images for the test": (lambda: folder("Test/cat", full=True), "no images for test in a directory for each cl"),
-    "two for one": (lambda: folder("valid", full=True), "images/val and images/valid are both folders for val"),
-    "for either": (lambda: folder("Eval", full=True), "images/Eval may be for validation or for the test: rename it"),
+    "no images for the test": (lambda: folder("Test/cat", full=True), "no images for test in a folder for each class"),
+    "two for one": (lambda: folder("valid", full=True), "images/val and images/valid are both the val split"),
+    "for either": (lambda: folder("Eval", full=True), "images/Eval may be the validation or the test split: rename it"),
     "other classes": (
         lambda: folder("val/fox", full=True),
-        "images/val has classes that images/train does not have: fox",
+        "images/val contains classes that images/train does not contain: fox",
     ),
-    "split": (lambda: set_up(DigitsDataModule(val_split=1.0)), "val_split=1.0 of 1438 samples leaves 0 for training"),
+    "split": (
+        lambda: set_up(DigitsDataModule(val_split=1.0)),
+        "val_split=1.0 of 1438 samples gives 0 samples for training",
+    ),
     "synthetic size": (lambda: SyntheticDataModule(num_samples=5), "num_samples=5: use at least 10"),
     "synthetic channels": (lambda: SyntheticDataModule(channels=0), "channels=0: use at least 1"),
 }

@@ -93,5 +93,5 @@ def test_each_epoch_is_a_permutation_and_each_batch_has_a_seed():
 def test_drop_last_leaves_the_partial_batch_out():
     assert len(ShuffledBatches(65, 32, 0, 2, 0, drop_last=True)) == 2
     assert len(ShuffledBatches(65, 32, 0, 2, 0, drop_last=False)) == 3
-    with pytest.raises(ConfigurationError, match="31 training samples do not fill one global batch of 32"):
+    with pytest.raises(ConfigurationError, match="31 training samples are less than one global batch of 32"):
         ShuffledBatches(31, 32, 0, 2, 0, drop_last=True)

@@ -242,7 +242,7 @@ def test_the_command_lists_damaged_images_and_checks_shards(capsys):
         (["--check", "shards"], "train-000000.tar is damaged: its checksum"),
         (["nothing", "out"], "no directory "),
         (["images/", "out", "--quality", "99"], "--quality 99 is outside the range from 1 to 95"),
-        (["masks/", "out"], "masks has masks, which cannot be packed: use SegmentationFolderDataModule"),
+        (["masks/", "out"], "masks has masks, which cannot be packed: train with SegmentationFolderDataModule"),
     ):
         with pytest.raises(SystemExit) as stop:
             main(["pack", *words])
@@ -267,18 +267,22 @@ def test_what_is_wrong_with_shards_is_said_with_the_remedy(packed, monkeypatch):
     fewer = described | {"class_names": described["class_names"][:5]}
     outside = str(Path("others/train-000000.tar").resolve())
     for path, content, message in (
-        (shard, intact[:-600], rf"000001.tar is truncated: it has {size - 600} bytes of {size}; copy it"),
-        (shard, intact + b"0", "the index belongs to other shards; copy all files"),
-        (shard, (foreign * 9)[:size], "belongs to another packing than index.json: copy all files of one packing"),
+        (shard, intact[:-600], rf"000001.tar is truncated: it has {size - 600} of {size} bytes; copy it"),
+        (shard, intact + b"0", "they were not written together; copy all files"),
+        (shard, (foreign * 9)[:size], "was not written together with index.json: copy all files of the same"),
         (shard, broken, r"broken image train/c\d\d/one.jpg in shards/train-000001.tar \(.*--check shards"),
-        (samples, b"PK", "samples.npz does not belong to index.json: copy both"),
+        (samples, b"PK", "samples.npz was not written together with index.json, or is damaged: copy both"),
         (index, b"{", "index.json is damaged"),
         (index, {}, r"index.json is damaged \(KeyError: 'version'\)"),
-        (index, described | {"version": 9}, "has version 9, and this cnnstrategies reads version 1"),
-        (index, with_shard("../more/train.tar"), "which is not a file of this folder: replace links"),
-        (index, with_shard(outside), "which is not a file of this folder: replace links"),
-        (index, with_shard("none.tar"), "no shard shards/none.tar, which index.json names: copy it"),
-        (index, fewer, r"an image of class 13, and the index has 5 classes \(0 to 4\)"),
+        (
+            index,
+            described | {"version": 9},
+            "has the format version 9, but this version of cnnstrategies reads format version 1",
+        ),
+        (index, with_shard("../more/train.tar"), "which is not a file in this folder: replace links"),
+        (index, with_shard(outside), "which is not a file in this folder: replace links"),
+        (index, with_shard("none.tar"), "the shard shards/none.tar is missing: copy it"),
+        (index, fewer, r"an image of class 13, but the index has only 5 classes \(0 to 4\)"),
     ):
         before = path.read_bytes()
         path.write_bytes(json.dumps(content).encode() if isinstance(content, dict) else content)
@@ -299,10 +303,12 @@ def test_what_is_wrong_with_shards_is_said_with_the_remedy(packed, monkeypatch):
             read_index(Path("shards"))
     shard.rename("elsewhere.tar")
     shard.symlink_to(Path("elsewhere.tar").resolve())
-    with pytest.raises(ConfigurationError, match=r"which is not a file of this folder: replace links by the files"):
+    with pytest.raises(ConfigurationError, match=r"which is not a file in this folder: replace links with the files"):
         read_index(Path("shards"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match="decoder=simplejpeg is not installed: pip install simplejpeg, or use"):
+    with pytest.raises(
+        ConfigurationError, match="decoder=simplejpeg needs the package simplejpeg: pip install simplejpeg, or use"
+    ):
         find_decoder("simplejpeg")
 
 

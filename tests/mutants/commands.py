@@ -87,7 +87,7 @@ removes(
     killed_by=test_processes.test_a_rank_that_is_killed_or_stopped_is_named,
     gives=False,
     signum=19,
-    said="is stopped, as by SIGSTOP",
+    said="is stopped, for example by SIGSTOP",
 )
 removes(
     spawned_by_a_thread,

@@ -33,7 +33,7 @@ IN_OTHER_WORDS = tuple(
         ),
         (
             r"^Error\(s\) in loading state_dict for \w+:\s*([^\n]+)",
-            "ckpt_path: the checkpoint belongs to a different network from the one that `model` describes: {}",
+            "ckpt_path: the checkpoint does not fit the network of `model`: {}",
         ),
         (
             r"The parameter 'num_classes' expected value (\d+) but got (\d+) instead",
