@@ -39,7 +39,7 @@ class OrderBatches(DealtBatches):
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's batches of an epoch."""
+        """Yield the batches of this rank in the epoch that Lightning has set on the distributed sampler."""
         if isinstance(self._trainer.train_dataloader, list | tuple | dict):
             raise ConfigurationError(
                 "training has several loaders (CombinedLoader), but only the batches of a single loader can be divided "
@@ -56,7 +56,7 @@ class OrderLoader(DataLoader[Any]):
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield this rank's batches of an epoch."""
+        """Yield the batches of this rank in an epoch. Loading starts when the caller requests the first batch."""
         yield from super().__iter__()
 
 

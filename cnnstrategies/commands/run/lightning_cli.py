@@ -191,7 +191,9 @@ class CLI(LightningCLI):
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
-        check_checkpoint(config.ckpt_path, keywords=KEYWORDS if self.subcommand in FROM_WEIGHTS else CHECKPOINT_KEYWORDS)
+        check_checkpoint(
+            config.ckpt_path, keywords=KEYWORDS if self.subcommand in FROM_WEIGHTS else CHECKPOINT_KEYWORDS
+        )
         self.named = find_run(config.run_name, configuration_hash(config), os.environ)
         if self.named is not None:
             place(config, self.named)
@@ -305,7 +307,9 @@ def leaves_out_classes(arguments: Sequence[str]) -> bool:
     # Each file and option is read separately, because a number of classes in an earlier file counts even if a later
     # file replaces the model's class.
     alone = [key.path for place in range(len(arguments)) for key in configured_keys(arguments[place : place + 2])]
-    if {NUM_CLASSES, "model.num_classes"} & {*alone} or any(argument.startswith("--print_config") for argument in arguments):
+    if {NUM_CLASSES, "model.num_classes"} & {*alone} or any(
+        argument.startswith("--print_config") for argument in arguments
+    ):
         return False
     keys = {key.path: key.value for key in configured_keys(arguments)}
     if any("${" in str(keys.get(path)) for path in ("data.init_args.num_classes", "data.num_classes")):
