@@ -27,8 +27,8 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if args is not None:
             sys.argv[1:] = args
-        # The handler turns SIGTERM into an exception. On an exception, `ends_together` ends the run's other processes.
-        # During training, the callback GracefulStop handles the signal instead.
+        # The handler turns SIGTERM into an exception, because `ends_together` ends the run's other processes after an
+        # exception. During training, the callback GracefulStop handles the signal instead.
         signal.signal(signal.SIGTERM, _exit_on_signal)
         from cnnstrategies.commands.arguments.refuse import write_anywhere
 
@@ -78,7 +78,7 @@ def _exit_on_signal(signum: int, frame: "FrameType | None") -> None:
 
 
 def server() -> None:
-    """Run the program ``cnnstrategies-server``; see :mod:`cnnstrategies.commands.server`."""
+    """Run the program ``cnnstrategies-server``, which :mod:`cnnstrategies.commands.server` describes."""
     try:
         from cnnstrategies.commands.server import main
 

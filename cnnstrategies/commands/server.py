@@ -30,7 +30,7 @@ from cnnstrategies.paramserver.services import ServerProcess, serve_and_exit
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.run import key_file_of, own_address
 
-APPEAR = 600.0  # Time in seconds to wait for the run's coordinator, unless the configuration sets `interconnect.wait`.
+APPEAR = 600.0  # Time-out in seconds for the run's coordinator, unless the configuration sets `interconnect.wait`.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -31,22 +31,23 @@ Kind = TypeVar("Kind", bound=type[Any])
 CONFIGURATION_OPTIONS = ("config", "print_config", *ROOTS)
 # By type of an option's value: the name of the value in the help.
 VALUE_NAMES = {bool: "", int: "N", float: "NUMBER", Path: "FILE", Duration: "TIME", Size: "BYTES"}
-TRUTH = {"true": True, "false": False}  # By text: the value of a switch.
-# A command-line argument that begins with an option: `--name`, `--name=value` or `--name+=value`.
+TRUTH = {"true": True, "false": False}  # By the text that the user types: the value of a switch.
+# Pattern of a command-line argument that begins with an option: `--name`, `--name=value` or `--name+=value`.
 _OPTION = re.compile(r"--([A-Za-z][\w-]*)\+?(?:=(.*))?", re.DOTALL)
 
 
 class Configuration(Enum):
     """Whether and how a command reads a training configuration."""
 
-    NONE = "none"  # The command has only its own options. `main` gets the options.
-    BESIDE = "beside"  # `main` gets the command's own options, and the configuration's command-line arguments.
+    NONE = "none"  # The command has only its own options, and `main` gets these options.
+    # `main` gets the command's own options, and separately the command-line arguments of the configuration.
+    BESIDE = "beside"
     LIGHTNING = "lightning"  # LightningCLI parses the options and the configuration. `main` gets all arguments.
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a command, from a field of the command's dataclass.
+    """Option of a command, declared by a field of the command's dataclass.
 
     Attributes:
         name: Name of the field.
@@ -72,18 +73,19 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The option as the user types it."""
-        # The field of the option --try is named `try_`, because `try` is a keyword of Python.
+        """The option as the user types it, such as ``--minutes``. For a positional argument, the name of the value."""
+        # The field of the option --try is named `try_`, because `try` is a keyword of Python. The option has no
+        # underscore.
         return self.metavar if self.positional else f"--{self.name.removesuffix('_')}"
 
     @property
     def meaning(self) -> str:
-        """The option's documentation without the full stop, for an error message."""
+        """The option's documentation without the full stop, as a part of an error message."""
         return self.text.removesuffix(".")
 
     @property
     def row(self) -> tuple[str, str]:
-        """The option's line in the help as a pair: the option with the name of its value, and its documentation."""
+        """The option's line in the help, as a pair of the option with the name of its value, and the documentation."""
         has_default = self.default not in (None, False, [], dataclasses.MISSING) and "default" not in self.text
         shown = f"{self.default:g}" if isinstance(self.default, float) else self.default
         text = f"{self.text.removesuffix('.')} (default: {shown})" if has_default else self.text
@@ -224,12 +226,12 @@ class Command:
 
     @property
     def options(self) -> list[Option]:
-        """The command's own options."""
+        """The command's own options, without the keys of a configuration."""
         return options_of(self.declaration)
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """The lines of the help about the command's options, keys and sections, as pairs of a name and a text."""
+        """The lines of the help about the command's options, keys and sections: pairs of a name and a description."""
         rows = [option.row for option in self.options]
         rows += self.keys
         for section, declaration in self.sections:
@@ -334,7 +336,8 @@ class Command:
         gc.disable()
         module = importlib.import_module(f"cnnstrategies.commands.{self.module}")
         gc.freeze()
-        atexit.register(gc.unfreeze)  # Some extension modules, such as triton's, report frozen objects as leaks.
+        # Some extension modules, such as triton's, would otherwise report the frozen objects as leaks.
+        atexit.register(gc.unfreeze)
         gc.enable()
         module.main(*main_arguments)
 

@@ -16,8 +16,8 @@ import yaml
 from cnnstrategies.commands.arguments.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 
-# By each key at the root of a configuration: the class whose parameters are below the key. None if the configuration
-# itself names a class there, or if the key has a plain value.
+# By each key at the root of a configuration: the class whose parameters are below the key. The value is None if the
+# configuration itself names the class, or if the key has a plain value.
 ROOTS: dict[str, str | None] = {
     "trainer": "lightning.pytorch.Trainer",
     "model": None,
@@ -39,7 +39,7 @@ NESTED = {
 OF_CLASS = ("class_path", "init_args", "dict_kwargs")  # Keys with which a configuration describes an object.
 # Options whose values are mappings. The user chooses the keys of these mappings.
 MAPPINGS = ("dict_kwargs", "env", "pod", "resources", "server_resources", "volumes")
-# An error message with a suggested name also lists all accepted names, unless there are more names than this number.
+# Largest number of accepted names that an error message lists in addition to a suggestion.
 MOST_NAMES = 20
 
 
@@ -133,7 +133,7 @@ def read_yaml(text: str) -> Any:
         return yaml.safe_load(text)
 
 
-_read_cached = functools.cache(read_yaml)  # One start of a command reads the same files several times.
+_read_cached = functools.cache(read_yaml)  # While a command starts, it reads the same files several times.
 
 
 def accepted(value: str, names: Sequence[str]) -> str:
@@ -141,7 +141,8 @@ def accepted(value: str, names: Sequence[str]) -> str:
 
     Args:
         value: The wrong name.
-        names: The accepted names. If there are many, and one is similar to the wrong name, they are not listed.
+        names: The accepted names. They are not listed if there are more than `MOST_NAMES`, and if one of them is
+            similar to the wrong name.
     """
     if not names:
         return ""
@@ -150,13 +151,16 @@ def accepted(value: str, names: Sequence[str]) -> str:
 
 
 def closest(value: str, names: Sequence[str]) -> str:
-    """Return ``; did you mean 'NAME'?`` with the name that is most similar to a value; ``;`` if no name is similar."""
+    """Return ``; did you mean 'NAME'?`` with the accepted name that is most similar to a value.
+
+    Return ``;`` if no name is similar.
+    """
     close = difflib.get_close_matches(value, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else ";"
 
 
 def misspelt(name: str, known: Sequence[str] = OF_CLASS) -> str:
-    """Return ``did you mean 'NAME'?`` if a name is very similar to a known name, or else an empty text.
+    """Return ``did you mean 'NAME'?`` if a name is very similar to a known name. Return an empty text otherwise.
 
     Args:
         name: The name that may be misspelt.
@@ -172,7 +176,7 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             base = old if isinstance(old, dict) else _as_class(old)
             if "class_path" in value and value["class_path"] != base.get("class_path"):
-                base = {}  # The earlier arguments belong to another class, so they are dropped.
+                base = {}  # The earlier arguments belong to a different class, so they are dropped.
             into[key] = _merge(base, value)
         elif isinstance(old, dict) and "class_path" in old and isinstance(value, str):
             into[key] = old if old["class_path"] == value else _as_class(value)

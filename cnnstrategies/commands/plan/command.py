@@ -27,7 +27,7 @@ def main(options: PlanOptions, arguments: Sequence[str]) -> None:
     if options.profile is not None and not arguments:
         job = job_from_files(options)
     else:
-        # This import takes seconds, because it imports torch and Lightning.
+        # This import takes seconds, because it imports torch and Lightning. Plans from files do not need it.
         from cnnstrategies.commands.plan.measured import job_from_configuration
 
         job = job_from_configuration(options, arguments)
@@ -59,7 +59,7 @@ def job_from_files(options: PlanOptions) -> Job:
 
 
 def show(ranking: Ranking, options: PlanOptions) -> None:
-    """Print a ranking, and write the files that the options name."""
+    """Print a ranking of the strategies, and write the files that the options name."""
     console = Console()
     console.print(ranking_table(ranking))
     chosen = ranking.hybrid

@@ -41,7 +41,9 @@ from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.commands.run.start_from import KEYWORDS, check_trained, checkpoint_of
 from cnnstrategies.commands.run.strategy_names import check_recipe_names, with_help_of_class
 from cnnstrategies.commands.run.trainer import Trainer, add_sections, all_callbacks, all_plugins
-from cnnstrategies.data import ImageDataModule  # All data modules are imported, so that short names work for them.
+
+# All data modules are imported, so that a configuration may name them without their module.
+from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.image_folder import images_of_folder
 from cnnstrategies.deploy.inference import give_predict_step
 from cnnstrategies.errors import ConfigurationError
@@ -51,23 +53,24 @@ from cnnstrategies.pretrained import trained_with
 from cnnstrategies.runtime.processes import ended_by
 
 NUM_CLASSES = "model.init_args.num_classes"
-FROM_WEIGHTS = ("quantize", "export")  # Subcommands that load a checkpoint's weights, and neither train nor evaluate.
+# Subcommands that only load the weights of a checkpoint, and neither train nor evaluate.
+FROM_WEIGHTS = ("quantize", "export")
 
 
 class SavedConfiguration(SaveConfigCallback):
-    """Lightning's callback that saves the configuration, except that it saves nothing if there is no log directory.
+    """Lightning's callback that saves the configuration, but without an error if there is no log directory.
 
     A logger that sends runs to an MLflow server, for example, has no log directory. Lightning's callback would fail.
     """
 
     @override
     def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
-        # Lightning broadcasts the value of `log_dir`, so every rank must read it.
+        # Lightning broadcasts the value of `log_dir`, so every rank must read the property.
         self.save_to_log_dir = self.save_to_log_dir and trainer.log_dir is not None
         super().setup(trainer, pl_module, stage)
 
 
-# By command: the method of a module that loads data, if there is no data module.
+# By subcommand: the name of the module's method that loads data, if there is no data module.
 LOADERS = {
     "fit": "train_dataloader",
     "validate": "val_dataloader",
@@ -113,7 +116,8 @@ class CLI(LightningCLI):
             name: skipped | {option.name for option in COMMANDS[name].options}
             for name, skipped in skipped_arguments.items()
         }
-        # Building parsers takes much of the start-up time, so only the requested subcommand gets a parser.
+        # Building the parsers of all subcommands would take much of the start-up time, so only the requested subcommand
+        # gets a parser.
         requested = [name for name in sys.argv[1:2] if name in skipped_arguments]
         return {name: skipped_arguments[name] for name in requested or skipped_arguments}
 
@@ -177,7 +181,7 @@ class CLI(LightningCLI):
 
     @override
     def _dump_config(self) -> None:
-        """Store the configuration that Lightning saves with the module, without validating it a second time.
+        """Store the configuration that Lightning saves with the module, and do not validate it a second time.
 
         This method's name is private in Lightning. If Lightning renames it, mypy reports an error.
         """
@@ -217,11 +221,17 @@ class CLI(LightningCLI):
             self.datamodule.check_trainer(self.trainer)
 
     def _own_loader(self) -> str:
-        """Return the name of the module's method that loads data for this command; empty if there is no such method."""
+        """Return the name of the method with which a module loads data for this subcommand.
+
+        Return an empty text if no method loads data for this subcommand.
+        """
         return LOADERS.get(str(self.subcommand), "")
 
     def _prepare_as_trained(self) -> None:
-        """Make the data module use the preprocessing of the network's pretrained weights, if there are any."""
+        """Make the data module use the preprocessing of the network's pretrained weights.
+
+        Do nothing if the network has no pretrained weights.
+        """
         if not isinstance(self.model, NetworkModule) or not isinstance(self.datamodule, ImageDataModule):
             return
         config = self.config[self.subcommand] if self.subcommand else self.config
@@ -242,19 +252,19 @@ class CLI(LightningCLI):
         return trainer
 
     def fit(self, **kwargs: Any) -> None:
-        """Train."""
+        """Train the model. The trainer's method gets the options of the configuration."""
         self._run(self.trainer.fit, **kwargs)
 
     def validate(self, **kwargs: Any) -> None:
-        """Evaluate on the validation data."""
+        """Evaluate the model on the validation data."""
         self._run(self.trainer.validate, **kwargs)
 
     def test(self, **kwargs: Any) -> None:
-        """Evaluate on the test data."""
+        """Evaluate the model on the test data."""
         self._run(self.trainer.test, **kwargs)
 
     def predict(self, **kwargs: Any) -> None:
-        """Write predictions to a file, without keeping them in memory."""
+        """Write the model's predictions to a file, without keeping them in memory."""
         give_predict_step(self.model)
         if (folder := self.config_init[self.subcommand].predictions.images) is not None:
             # Each rank searches for the images again. Here the search fails before any process is started.
@@ -326,13 +336,14 @@ def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
         args: Command-line arguments, beginning with the command's name.
         kind: Class or function that makes the command line.
     """
-    # LightningCLI and the error messages read sys.argv.
+    # LightningCLI and the error messages read sys.argv, so it must contain the arguments.
     sys.argv[1:] = args
     quieten()
     try:
         kind()
     except (RunEnded, ServersUnreachableError, RemovedError, ProcessExitedException) as ended:
-        if getattr(ended, "clean", False):  # The run ended regularly before this restarted worker could join again.
+        # The run ended without an error before this restarted worker could join again.
+        if getattr(ended, "clean", False):
             print(f"Nothing is left to do: {ended}", file=sys.stderr)
             sys.exit(0)
         text = str(ended)
@@ -366,7 +377,7 @@ class ModelAndData(CLI):
     """
 
     def __init__(self, command: str, arguments: Sequence[str]) -> None:
-        # LightningCLI and the error messages read sys.argv.
+        # LightningCLI and the error messages read sys.argv, so it must contain the arguments.
         sys.argv = [f"cnnstrategies {command}", *arguments]
         quieten()
         super().__init__(run=False)
@@ -392,7 +403,7 @@ class ModelAndData(CLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Do nothing. The checks of the base class are for runs of a trainer."""
+        """Do nothing, because the checks of the base class are for commands that run a trainer."""
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Any:

@@ -112,9 +112,10 @@ def own_temporary_folder(launcher: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for rank in launcher.procs:  # A rank that is being killed may still write to the folder.
+        # A rank that is being killed may still write to the folder, so wait until it has ended.
+        for rank in launcher.procs:
             rank.join(PATIENCE)
-        tempfile.tempdir = None  # The module `tempfile` then determines its folder again.
+        tempfile.tempdir = None  # With None, the module `tempfile` determines its folder again.
         os.environ.pop("TMPDIR")
         if before is not None:
             os.environ["TMPDIR"] = before
@@ -179,10 +180,13 @@ def _names_the_cause(error: Exception) -> bool:
     lose their connection.
     """
     if isinstance(error, ProcessExitedException):
-        return error.exit_code == -signal.SIGKILL  # This error says which rank was killed.
+        return error.exit_code == -signal.SIGKILL  # This error names the rank that was killed.
     return isinstance(error, ProcessRaisedException) and "by peer" not in str(error)
 
 
 def _reports_failure(error: Exception) -> bool:
-    """Return whether this rank must report its failure: True for the first rank that fails."""
+    """Return whether this rank must report its failure.
+
+    The result is True only for the first rank that fails.
+    """
     return first_to_fail(1 if explain_run_error(error) is None else 2)

@@ -22,8 +22,9 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.loggers import KeptCSVLogger
 from cnnstrategies.runtime.processes import starter_variable
 
-KEYWORDS = ("best", "last")  # Values of ckpt_path that are not paths; this module searches for their files.
-# Environment variable with the chosen checkpoint, for the ranks that the choosing rank starts as programs.
+KEYWORDS = ("best", "last")  # Values of ckpt_path for which this module searches for a file.
+# Name of the environment variable with the path of the chosen checkpoint. The rank that chooses sets it for the ranks
+# that it starts as programs.
 FOUND = "CNNSTRATEGIES_CHECKPOINT"
 
 
@@ -98,11 +99,12 @@ def find_checkpoint(word: str, trainer: Trainer) -> Path:
 
 
 def _places(trainer: Trainer) -> list[tuple[str, str]]:
-    """Return where runs with the name of this run write checkpoints, as pairs of a folder and a pattern.
+    """Return where runs with this run's name write checkpoints, as pairs of a folder and a pattern.
 
     The pattern describes the subfolders that contain checkpoints. Lightning's ModelCheckpoint chooses the same folders.
     """
-    if trainer.loggers and not isinstance(trainer.loggers[0], DummyLogger):  # fast_dev_run uses a DummyLogger.
+    # With fast_dev_run, the trainer has a DummyLogger.
+    if trainer.loggers and not isinstance(trainer.loggers[0], DummyLogger):
         logger = trainer.loggers[0]
         usual = (str(Path(logger.save_dir or trainer.default_root_dir) / str(logger.name)), "*/checkpoints/")
     else:
@@ -160,7 +162,8 @@ class RunRecord(Callback):
         ids = {}
         for number, logger in enumerate(trainer.loggers):
             if type(logger).__name__ in IDS:
-                _ = logger.experiment  # type: ignore[attr-defined]  # Starts the logger's run, so that it gets an id.
+                # This read starts the logger's run, which then has an id.
+                _ = logger.experiment  # type: ignore[attr-defined]
                 ids[str(number)] = str(logger.version)
         for folder in dict.fromkeys(folders):
             write_record(folder, {**read_record(folder), "run": self.name, "loggers": ids})
@@ -174,7 +177,8 @@ class RunRecord(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _flush(trainer)  # Lightning has logged the means of the last epoch after saving that epoch's checkpoint.
+        # Lightning logs the means of an epoch after it has saved the epoch's checkpoint, so flush the logs again.
+        _flush(trainer)
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ from cnnstrategies.deploy.export import Format, export
 from cnnstrategies.deploy.quantize import quantize
 
 # Number of updates of the progress bar per second. An update takes 2 ms on rank 0, and the other ranks wait for rank 0.
-# Lightning's own progress bar is updated up to 100 times per second.
+# Lightning's own progress bar would be updated up to 100 times per second.
 BAR_RATE = 4
 
 
@@ -128,7 +128,7 @@ def add_sections(parser: LightningArgumentParser) -> None:
     parser.set_defaults(
         {
             "checkpoint.enable_version_counter": False,
-            # The summary is not needed, because StartPanel shows the number of parameters.
+            # StartPanel shows the number of parameters, so Lightning's model summary is not needed.
             "trainer.enable_model_summary": False,
         }
     )
@@ -191,7 +191,10 @@ def _has(callbacks: list[Callback], kind: type) -> bool:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a list from a configuration's value, which may be a list, a single object, or None for an empty list."""
+    """Return the elements of a configuration's value as a list.
+
+    The value may be a list, a single object, or None for an empty list.
+    """
     if value is None:
         return []
     return list(value) if isinstance(value, list) else [value]

@@ -136,7 +136,7 @@ def _faster_settings(contest: Callable[[int], Contest], causes: Sequence[Reason]
 
 
 def _outcome(contest: Contest, setting: Setting) -> tuple[str, bool]:
-    """Measure a setting, and return a description of the outcome and whether the setting is faster."""
+    """Measure a setting. Return a description of the result, and whether the setting is faster."""
     try:
         contest.run([setting])
     except TrialError as failure:

@@ -1,8 +1,8 @@
 """The program of a rank in a trial that trains like ``fit``, with new batches in each step.
 
-``scaling`` uses such trials, and ``tune`` uses them to measure loading. The measuring process orders a number of steps,
-and each rank reports how long the parts of these steps took. Only :class:`cnnstrategies.planning.tune.trial.Trial` runs
-this module.
+``scaling`` uses such trials, and ``tune`` uses them to measure loading. The measuring process requests a number of
+steps, and each rank reports how long the parts of these steps took. Only
+:class:`cnnstrategies.planning.tune.trial.Trial` runs this module.
 """
 
 import os
@@ -33,18 +33,18 @@ from cnnstrategies.models.samples import count_samples, samples_of
 from cnnstrategies.planning.scaling.figures import CALLBACK, LOGGER
 from cnnstrategies.planning.tune.trial import TRIAL
 
-# The part of a step in which the ranks agree whether to stop. In this part, fast ranks wait for slow ranks.
+# Name of the part of a step in which the ranks agree whether to stop. In this part, fast ranks wait for slow ranks.
 STOPPING = "stopping"
-VALIDATED = 4  # Number of validation batches to measure.
-MOST_READY = 32  # Largest number of batches to skip before a measurement, because they were loaded in advance.
-# Class names of loggers that send runs to a server.
+VALIDATED = 4  # Number of validation batches that are measured.
+MOST_READY = 32  # Largest number of batches that are skipped before a measurement, because they were loaded in advance.
+# Class names of the loggers that send runs to a server, which a measured run leaves out.
 REMOTE = ("WandbLogger", "MLFlowLogger", "CometLogger", "NeptuneLogger")
-# Callbacks that a measured run leaves out.
+# Classes of callbacks that a measured run leaves out.
 LEFT_OUT = (Checkpoint, EarlyStopping, ProgressBar, SaveConfigCallback, StartPanel, TrainingSummary)
 
 
 class ScalingControl(StepControl):
-    """Callback that makes the ordered number of steps, measures their parts, and reports the results.
+    """Callback that makes the requested number of steps, measures the parts of these steps, and reports the results.
 
     Args:
         saving: The run's checkpoint callbacks. They do not run here. This callback reports how often they would save a
@@ -88,8 +88,8 @@ class ScalingControl(StepControl):
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
         self._usual = samples_of(loader, datamodule) or 1
         steps = trainer.num_training_batches
-        # The time of the first validation batch includes the start of the loader's workers. It is left out if there are
-        # enough other batches.
+        # The time of the first validation batch includes the start of the loader's workers, so this batch is left out
+        # if there are enough other batches.
         end_times = self._validated[1:] if len(self._validated) > 2 else self._validated
         seconds = (end_times[-1] - end_times[0]) / (len(end_times) - 1) if len(end_times) > 1 else 0.0
         return {
@@ -117,7 +117,10 @@ class ScalingControl(StepControl):
         )
 
     def _part(self, action: str) -> str | None:
-        """Return the part of a step to which an action of Lightning's profiler belongs; None if it belongs to none."""
+        """Return the part of a step to which an action of Lightning's profiler belongs.
+
+        Return None if the action belongs to no part.
+        """
         if (part := self._meter.parts.of(action)) is not None:
             return part
         return part_of_hook(action, self._default_callbacks)
@@ -148,8 +151,8 @@ class ScalingControl(StepControl):
     def _begin(self, command: Mapping[str, Any]) -> None:
         self._meter.remove(self._trainer)
         self._meter = StepMeter(self._trainer, self._part)
-        # The current batch, and the batches that were loaded in advance, are not measured: their loading took place
-        # before the measurement.
+        # The current batch, and the batches that were loaded in advance, are not measured, because they were loaded
+        # before the measurement began.
         self._left, self._skipped, self._larger = command["steps"], 1 + self._ready, command.get("larger", 1)
         self._samples, self._threads = 0.0, torch.get_num_threads()
         if "threads" in command:
@@ -299,8 +302,8 @@ class ScalingCLI(TrialCLI):
         trainer.num_sanity_val_steps = VALIDATED
         arguments = getattr(trainer.strategy, "init_args", None) or {}
         if arguments.get("data_dispatch") == "dynamic":
-            # All ranks must make the same number of ordered steps. With dynamic dispatch a rank may get no more batches
-            # at the end of an epoch, and could not make the rest of its ordered steps.
+            # All ranks must make the requested number of steps. With dynamic dispatch a rank may get no more batches at
+            # the end of an epoch, and could not make the rest of these steps.
             arguments["data_dispatch"], arguments["max_joiners"] = "static", 0
         if not isinstance(trainer.logger, bool):
             kept = [logger for logger in as_list(trainer.logger) if logger.class_path.rpartition(".")[2] not in REMOTE]
@@ -323,7 +326,7 @@ class ScalingCLI(TrialCLI):
 
 
 def main() -> None:
-    """Run this process as a rank of a measured run."""
+    """Run this process as a rank of a trial that trains like ``fit``."""
     run_rank(ScalingCLI)
 
 

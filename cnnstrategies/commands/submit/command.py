@@ -51,7 +51,7 @@ def check(args: Sequence[str]) -> Submission:
 
 
 def _dump(cli: SubmitCLI) -> Callable[[Namespace], str]:
-    """Return a function that converts a configuration of this command to YAML, with all of its keys."""
+    """Return a function that converts a configuration of this command to YAML, with all keys of the configuration."""
     return lambda config: str(cli.parser.dump(config, skip_none=False))
 
 

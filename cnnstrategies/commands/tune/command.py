@@ -22,7 +22,7 @@ from cnnstrategies.planning.tune.contest import Contest, repeats, table
 from cnnstrategies.planning.tune.settings import Setting, factorial, joined, nested, write_commented
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, ONE_BATCH, TrialError
 
-MOST_WORKERS = 4  # Largest number of a DataLoader's worker processes to try, for each rank.
+MOST_WORKERS = 4  # Largest number of worker processes of a DataLoader that ``tune`` tries for each rank.
 # Name of the phase that tries settings of the DataLoader. Its trials load new batches like a training. The trials of
 # other phases use the same batch in all steps.
 LOADING = "loading"
@@ -94,7 +94,7 @@ def choices(config: Any, model: type, device: torch.device, allow: Collection[st
 
 
 def compilers(config: Any, model: type) -> list[Setting]:
-    """Return the settings of compilation to try.
+    """Return the settings of compilation that ``tune`` tries.
 
     They are tried only together with the fastest combination of other settings, because compiling takes much time.
 
@@ -110,7 +110,7 @@ def compilers(config: Any, model: type) -> list[Setting]:
 
 
 def loading(config: Any, data: type) -> list[Setting]:
-    """Return settings that change the number of the DataLoader's worker processes.
+    """Return the settings that change the number of the DataLoader's worker processes.
 
     Args:
         config: The configuration.
@@ -130,7 +130,7 @@ def loading(config: Any, data: type) -> list[Setting]:
 
 
 def _arguments(config: Any, model: type) -> tuple[Any, Collection[str]]:
-    """Return the module's arguments in the configuration, and the names of all arguments of its class."""
+    """Return the module's arguments in the configuration, and the names of all arguments of the module's class."""
     if not hasattr(config.model, "init_args"):
         return {}, ()
     return config.model.init_args, parameters_of(model)
@@ -221,7 +221,7 @@ class Search:
     def _has_spare_cores(self) -> bool:
         ranks = str(self.config.trainer.devices)
         threads = os.environ.get("OMP_NUM_THREADS", "")
-        # If OMP_NUM_THREADS is not set, Lightning gives all cores to the ranks.
+        # If OMP_NUM_THREADS is not set, Lightning gives all cores to the ranks, so no core is spare.
         known = ranks.isdigit() and threads.isdigit()
         return known and (os.cpu_count() or 1) > int(ranks) * int(threads)
 

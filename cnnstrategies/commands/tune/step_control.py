@@ -1,8 +1,8 @@
 """Common code of the ranks in a trial, which is a training whose steps ``tune`` or ``scaling`` measures.
 
 A Unix socket connects each rank to the measuring process. :mod:`cnnstrategies.planning.tune.trial` has the code of the
-measuring process, which sends orders, such as a number of steps to make. The ranks send reports. Orders and reports are
-JSON objects, one in each line.
+measuring process, which sends commands, such as a number of steps to make. The ranks send reports. Each command and
+each report is a JSON object in one line.
 """
 
 import json
@@ -27,34 +27,38 @@ DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 
 
 class StepControl(Callback):
-    """Callback that makes a training wait for orders between steps.
+    """Callback that makes a training wait for commands between steps.
 
-    After a command the training makes the ordered number of steps, and then waits for the next command.
+    After a command the training makes the requested number of steps, and then waits for the next command.
     """
 
     def __init__(self) -> None:
         self._left = 0  # Number of steps that the training must still make for the current command.
-        self._losses: list[float] = []  # Losses of the first steps.
+        self._losses: list[float] = []  # Losses of the first steps, in the order of the steps.
         self._resting: list[nn.Module] = []  # Dropout modules, which are inactive during the first steps.
 
     def hello(self, trainer: Trainer) -> dict[str, Any]:
-        """Return additional keys and values for this rank's first report, which has the rank and the world size."""
+        """Return entries to add to this rank's first report, which always has the rank and the world size."""
         return {}
 
     @abstractmethod
     def obey(self, command: Mapping[str, Any]) -> None:
-        """Carry out a command. To make the training run some steps, set ``_left`` to their number."""
+        """Carry out a command of the measuring process.
+
+        To make the training run some steps, set ``_left`` to the number of steps.
+        """
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.fit_loop.max_epochs = -1
-        # Compiled code draws different random numbers from eager code. Without dropout, their losses can be compared.
+        # Compiled code draws different random numbers from eager code. Without dropout, the losses of both can be
+        # compared.
         self._resting = [module for module in pl_module.modules() if isinstance(module, DROPOUT)]
         for module in self._resting:
             module.eval()
         for schedule in trainer.strategy.lr_scheduler_configs:
-            # Learning-rate schedules must not run: a schedule may end before the trial does, or need a validation's
-            # result.
+            # Learning-rate schedules must not run, because a schedule may end before the trial does, or may need a
+            # validation's result.
             schedule.frequency = sys.maxsize
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(os.environ[TRIAL])
@@ -72,7 +76,9 @@ class StepControl(Callback):
             self.obey(command)
 
     def note_loss(self, outputs: Any) -> bool:
-        """Store the loss of a step, for the first :data:`COMPARED_STEPS` steps. Afterwards make dropout active again.
+        """Store the loss of a step, for the first :data:`COMPARED_STEPS` steps.
+
+        After the last of these steps, make dropout active again.
 
         Args:
             outputs: Result of the module's ``training_step``. If it contains no loss, 0 is stored.
@@ -91,7 +97,7 @@ class StepControl(Callback):
         return True
 
     def say(self, message: Mapping[str, Any]) -> None:
-        """Send a report to the measuring process."""
+        """Send a report to the measuring process, as a line of JSON."""
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
 
@@ -101,7 +107,7 @@ class TrialCLI(CLI):
     @override
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
-        self.named = None  # A trial must not continue from a checkpoint of a run with the same name.
+        self.named = None  # A trial must not continue from a checkpoint of an earlier run with the same name.
         trainer = self.config.fit.trainer
         trainer.enable_progress_bar = False
         trainer.max_steps, trainer.max_time, trainer.fast_dev_run, trainer.overfit_batches = -1, None, False, 0.0

@@ -42,7 +42,7 @@ class OneBatch(Dataset[Any]):
 
 
 class TrialControl(StepControl):
-    """Callback that makes the ordered steps with the same batch, and reports their duration and the first losses."""
+    """Callback that makes the requested steps with the same batch, and reports the duration and the first losses."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -106,7 +106,7 @@ class OneBatchCLI(TrialCLI):
 
 
 def main() -> None:
-    """Run a rank of a trial."""
+    """Run this process as a rank of a trial with the same batch in all steps."""
     run_rank(OneBatchCLI)
 
 

@@ -136,9 +136,9 @@ def _within_epochs(trainer: Trainer) -> Iterator[tuple[str, str]]:
 # gives the same result before and after the mean. A norm, a clamp or a test for NaN gives different results.
 HOOKS = ("on_after_backward", "on_before_optimizer_step")
 # Names of torch's functions that are linear in gradients. `_is_linear` also accepts the in-place variants and operators
-# of these functions, such as `mul_` and `__rmul__` for `mul`. The functions in `PRODUCTS` are linear if only one argument
-# comes from a gradient, and the functions in `QUOTIENTS` if only the dividend does. The functions in `LINEAR` are linear
-# in all arguments, or do not depend on the values.
+# of these functions, such as `mul_` and `__rmul__` for `mul`. The functions in `PRODUCTS` are linear if only one
+# argument comes from a gradient, and the functions in `QUOTIENTS` if only the dividend comes from a gradient. The
+# functions in `LINEAR` are linear in all arguments, or do not depend on the values.
 PRODUCTS = ("mul", "multiply", "matmul", "masked_fill", "where")
 QUOTIENTS = ("div", "truediv", "true_divide")
 LINEAR = (
