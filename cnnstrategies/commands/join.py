@@ -39,4 +39,4 @@ def main(options: JoinOptions, arguments: Sequence[str]) -> None:
         if not ended.clean:
             print(f"The run cannot continue: {ended}", file=sys.stderr)
             sys.exit(1)
-        print(f"Nothing to join at {address.coordinator}: {ended}", file=sys.stderr)
+        print(f"There is no run to join at {address.coordinator}: {ended}", file=sys.stderr)

@@ -110,7 +110,7 @@ class Option:
             if text in names:
                 return get_args(self.kind)[names.index(text)]
             raise ConfigurationError(
-                f"{self.flag}: {text!r} is not accepted{closest(text, names)} accepted: {', '.join(names)}"
+                f"{self.flag}: {text!r} is not accepted{closest(text, names)} use one of: {', '.join(names)}"
             )
         if self.kind is bool:
             if text in TRUTH:
@@ -294,7 +294,7 @@ class Command:
             match = _OPTION.fullmatch(argument)
             if self.configuration is Configuration.NONE:
                 if not argument.startswith("-"):
-                    raise ConfigurationError(f"{self.name}: cannot use {argument!r}; accepted: {', '.join(flags)}")
+                    raise ConfigurationError(f"{self.name}: cannot use {argument!r}; use one of: {', '.join(flags)}")
                 self._refuse(argument.partition("=")[0], flags, flags)
             elif match and match[1].replace("-", "_") not in CONFIGURATION_OPTIONS:
                 known = [f"--{name}" for name in CONFIGURATION_OPTIONS]
@@ -308,7 +308,7 @@ class Command:
         if self.configuration is not Configuration.NONE:
             keys = " and a configuration's keys (--config, --trainer.KEY, ...)"
         guess = closest(name.replace("-", "_").replace("__", "--", 1), known)
-        raise ConfigurationError(f"{self.name}: unknown option {name}{guess} accepted: {', '.join(flags)}{keys}")
+        raise ConfigurationError(f"{self.name}: unknown option {name}{guess} use one of: {', '.join(flags)}{keys}")
 
     def show_all_options(self) -> None:
         """Print the help of LightningCLI's parser, which describes all keys of a configuration."""

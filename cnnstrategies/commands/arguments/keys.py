@@ -147,7 +147,7 @@ def accepted(value: str, names: Sequence[str]) -> str:
     if not names:
         return ""
     guess = closest(value, names)
-    return guess if guess != ";" and len(names) > MOST_NAMES else f"{guess} accepted: {', '.join(names)}"
+    return guess if guess != ";" and len(names) > MOST_NAMES else f"{guess} use one of: {', '.join(names)}"
 
 
 def closest(value: str, names: Sequence[str]) -> str:

@@ -159,7 +159,7 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
     if match := re.search(r"arguments are required: (.+)", message):
         names = [name.rpartition(".")[2] for name in match[1].split(", ")]
         if names == ["ckpt_path"]:
-            return "no ckpt_path: give the checkpoint, --ckpt_path FILE"
+            return "ckpt_path is missing: give a checkpoint, as in --ckpt_path FILE"
         return _explain_missing(names, args)
     if match := re.search(r"Problem with given class_path '([^']+)':\s*(.*)", message, re.DOTALL):
         reason = in_one_line(_OTHER_TYPES.split(match[2])[0])
@@ -170,7 +170,7 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
     if match and not re.search(r"Expected an? <class '(?!NoneType)", message):
         strategies = StrategyRegistry.available_strategies() if key == "trainer.strategy" else []
         meant = _meant(match[1], strategies)
-        return f"{where}no class {match[1]!r}; {meant}give its import path, for example package.module.ClassName"
+        return f"{where}there is no class {match[1]!r}; {meant}give an import path, such as package.module.ClassName"
     if match := re.search(r"Given value: (.*)$", message, re.DOTALL):
         types = re.search(r"Subtypes: \[(.*)\]\s*\n", message)
         value, expected = in_one_line(match[1]), _types(types[1] if types else "")
@@ -221,7 +221,7 @@ def _explain_unknown(key: str, args: Sequence[str]) -> str:
         parent, _, name = next(
             configured for configured in beside if f"{configured[0]}." in parents and configured[2] not in OF_CLASS
         )
-        return f"{parent}.{name} is beside class_path: put the arguments of a class below {parent}.init_args"
+        return f"{parent}.{name} is at the level of class_path: put the arguments of a class below {parent}.init_args"
     for configured in keys:
         if configured.path == key or configured.path.endswith("." + key):
             return _unknown_key(configured.path, configured.owner, args)
@@ -280,7 +280,8 @@ def none_given(sections: Set[str]) -> str:
     """Return the error message for a configuration without some of its sections."""
     missing = " and ".join(sorted(sections))
     classes = " and ".join(f"--{name} CLASS" for name in sorted(sections))
-    return f"no {missing}: give {classes}, or a configuration that has {missing}, as in --config quickstart"
+    subject = f"the section {missing} is" if len(sections) == 1 else f"the sections {missing} are"
+    return f"{subject} missing: give {classes}, or a configuration that has {missing}, as in --config quickstart"
 
 
 def check_functions(model: Any) -> None:
