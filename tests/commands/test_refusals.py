@@ -53,8 +53,8 @@ NETWORK = "--model.init_args.network"
 # Words, and parts of the line: its beginning first. Words without quickstart.yaml begin with FIT.
 REFUSED = {
     "FIT": [
-        "the sections data and model are missing: give --data CLASS and --model CLASS, or a configuration that has data "
-        "and model"
+        "the sections data and model are missing: give --data CLASS and --model CLASS, or a configuration that has "
+        "data and model"
     ],
     "fitt": ["unknown command 'fitt'; did you mean 'fit'?"],
     "predict --model=mine.Lit": ["predict: Lit has no forward that maps images to logits: define one, for example"],

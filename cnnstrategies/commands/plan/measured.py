@@ -53,8 +53,8 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
     """
     if options.profile is not None:
         raise ConfigurationError(
-            "profile: the arguments have a configuration and a profile, but the network can come from only one of them: "
-            "leave out --profile or --config"
+            "profile: the arguments have a configuration and a profile, but the network can come from only one of "
+            "them: leave out --profile or --config"
         )
     submodule = getattr(getattr(trainer.strategy, "init_args", None), "submodule", None)
     network = network_at(model, find_network(model, submodule))

@@ -37,8 +37,8 @@ IN_OTHER_WORDS = tuple(
         ),
         (
             r"The parameter 'num_classes' expected value (\d+) but got (\d+) instead",
-            "weights: these weights are for {} classes, but num_classes={}: to keep them and replace the last layer, use "
-            "class_path: cnnstrategies.pretrained.pretrained with the network's name",
+            "weights: these weights are for {} classes, but num_classes={}: to keep them and replace the last layer, "
+            "use class_path: cnnstrategies.pretrained.pretrained with the network's name",
         ),
         (r"^(Early stopping conditioned on metric .*)", "{}"),
     )
