@@ -81,7 +81,7 @@ class Dealing:
         assert module is not None
         trainer = module.trainer
         keep_batches(trainer)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Balance)]
         self._deals = self.stopwatch = None
         if trainer.state.fn != TrainerFn.FITTING:

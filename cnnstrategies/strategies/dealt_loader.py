@@ -29,7 +29,8 @@ class OrderBatches(DealtBatches):
     """
 
     def __init__(self, batches: BatchSampler, trainer: Trainer, deals: Deals) -> None:
-        self.sampler: DistributedSampler[Any] = batches.sampler  # type: ignore[assignment]  # checked by the caller
+        # The caller has checked that the sampler is a distributed sampler.
+        self.sampler: DistributedSampler[Any] = batches.sampler  # type: ignore[assignment]
         ranks, rank, size = self.sampler.num_replicas, self.sampler.rank, samples_in(self.sampler)
         accumulated = trainer.accumulate_grad_batches
         samples = batches.batch_size * ranks * accumulated

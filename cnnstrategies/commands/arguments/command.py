@@ -322,7 +322,7 @@ class Command:
     def run(self, arguments: Sequence[str]) -> None:
         """Run the command with the command-line arguments after its name."""
         if self.configuration is not Configuration.NONE:
-            # A configuration may name classes of the user's modules in the working directory.
+            # A configuration may name classes in the user's modules, so the working directory must be in sys.path.
             if os.getcwd() not in sys.path:
                 sys.path.insert(0, os.getcwd())
             arguments = recipes.with_files(with_underscores(arguments))

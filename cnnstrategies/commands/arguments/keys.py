@@ -31,13 +31,13 @@ ROOTS: dict[str, str | None] = {
     "ckpt_path": None,
     "run_name": None,
 }
-# By keys below the root: the class whose parameters are below the key.
+# By the path of a key below the root: the class whose parameters are below the key.
 NESTED = {
     "cluster.kubernetes": "cnnstrategies.cluster.options.KubernetesOptions",
     "cluster.ray": "cnnstrategies.cluster.options.RayOptions",
 }
 OF_CLASS = ("class_path", "init_args", "dict_kwargs")  # Keys with which a configuration describes an object.
-# Options whose values are mappings. The user chooses the keys of these mappings.
+# Names of options whose values are mappings. The user chooses the keys of these mappings, so their dashes are kept.
 MAPPINGS = ("dict_kwargs", "env", "pod", "resources", "server_resources", "volumes")
 # Largest number of accepted names that an error message lists in addition to a suggestion.
 MOST_NAMES = 20

@@ -6,7 +6,7 @@ import re
 import sys
 from typing import NoReturn
 
-DEBUG = "CNNSTRATEGIES_DEBUG"  # Environment variable; if it is set, errors are shown with their tracebacks.
+DEBUG = "CNNSTRATEGIES_DEBUG"  # Name of the environment variable that makes commands show errors with tracebacks.
 
 
 def fail(message: str) -> NoReturn:

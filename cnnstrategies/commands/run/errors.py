@@ -165,8 +165,8 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
         reason = in_one_line(_OTHER_TYPES.split(match[2])[0])
         return f"{where}cannot use {match[1]!r}: {reason}"
     match = re.search(r"Expected a dot import path string: (\S+)", message)
-    # A key that also accepts plain values, such as numbers, need not name a class, so this error message would be
-    # wrong.
+    # If the key also accepts plain values, such as numbers, the value need not be the name of a class, so this error
+    # message is not used.
     if match and not re.search(r"Expected an? <class '(?!NoneType)", message):
         strategies = StrategyRegistry.available_strategies() if key == "trainer.strategy" else []
         meant = _meant(match[1], strategies)

@@ -59,7 +59,7 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
     """
     with one_refusal(), own_temporary_folder(trainer.strategy.launcher):
         try:
-            trainer.callbacks.insert(0, FirstToFail())  # type: ignore[attr-defined]  # set by the callback connector
+            trainer.callbacks.insert(0, FirstToFail())  # type: ignore[attr-defined]
             with (
                 heeds_signals(partial(_end_others, trainer)),
                 own_store(facts_of(trainer.strategy).connects_hosts),
@@ -90,7 +90,8 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
                     f"them: {error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
                 ) from error
             if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
-                raise KeyboardInterrupt from None  # Lightning has replaced the KeyboardInterrupt by a SystemExit.
+                # Lightning has replaced the KeyboardInterrupt by a SystemExit, so raise it again.
+                raise KeyboardInterrupt from None
             raise
 
 

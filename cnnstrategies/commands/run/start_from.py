@@ -49,7 +49,7 @@ def checkpoint_of(
     path = ckpt_path
     starters_path = starter_variable(FOUND)
     if name is not None:
-        trainer.callbacks.insert(0, RunRecord(name))  # type: ignore[attr-defined]  # set by the callback connector
+        trainer.callbacks.insert(0, RunRecord(name))  # type: ignore[attr-defined]
     name = name if training else None
     if name is not None:
         path = (starters_path or None) if starters_path is not None else last_checkpoint(trainer, name) or ckpt_path
@@ -157,7 +157,7 @@ class RunRecord(Callback):
             for callback in trainer.checkpoint_callbacks
             if isinstance(callback, ModelCheckpoint) and callback.dirpath and "://" not in str(callback.dirpath)
         ]
-        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]  # set outside the class
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         ids = {}
         for number, logger in enumerate(trainer.loggers):

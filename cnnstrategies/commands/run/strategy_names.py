@@ -11,7 +11,7 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-import cnnstrategies.strategies  # noqa: F401  # registers the names of this package
+import cnnstrategies.strategies  # noqa: F401  # Registers this package's strategies by name.
 from cnnstrategies._jsonargparse_private import NestedArg, import_path, pass_values_through
 from cnnstrategies.commands.arguments.keys import ConfiguredKey, accepted
 from cnnstrategies.commands.arguments.recipes import names

@@ -71,7 +71,7 @@ class ScalingControl(StepControl):
         self._epochs = trainer.check_val_every_n_epoch or 1
         trainer.check_val_every_n_epoch = sys.maxsize
         self._trainer = trainer
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by the callback connector
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._default_callbacks = default_callbacks(callbacks, self._configured) | {type(self).__name__}
         self._meter = StepMeter(trainer, self._part)
         for logger in trainer.loggers:
@@ -85,7 +85,7 @@ class ScalingControl(StepControl):
     def hello(self, trainer: Trainer) -> dict[str, Any]:
         loader: Any = trainer.train_dataloader
         self._ready = min(MOST_READY, prefetched(loader))
-        datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's data connector sets it.
         self._usual = samples_of(loader, datamodule) or 1
         steps = trainer.num_training_batches
         # The time of the first validation batch includes the start of the loader's workers, so this batch is left out
@@ -98,7 +98,7 @@ class ScalingControl(StepControl):
                 "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
                 "threads": torch.get_num_threads(),
                 "workers": int(getattr(loader, "num_workers", 0) or 0),
-                "log_every": trainer.log_every_n_steps,  # type: ignore[attr-defined]  # set by the logger connector
+                "log_every": trainer.log_every_n_steps,  # type: ignore[attr-defined]
             },
             "steps": int(steps) if steps != float("inf") else None,
             "validation": seconds * self._validation_batches(trainer),
@@ -110,7 +110,7 @@ class ScalingControl(StepControl):
         """Return the mean number of validation batches in a training epoch."""
         every, steps = trainer.val_check_batch, trainer.num_training_batches
         if every is None:
-            return 0.0  # The trainer validates after a duration, not after a number of batches.
+            return 0.0  # The trainer validates after a duration, so the number of batches is not known.
         validations = 1 if float("inf") in (every, steps) else steps / every
         return (
             sum(batches for batches in trainer.num_val_batches if batches != float("inf")) * validations / self._epochs
@@ -315,7 +315,7 @@ class ScalingCLI(TrialCLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer = super().instantiate_trainer(**kwargs)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by the callback connector
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         saving = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
         configured = {callback.class_path.rpartition(".")[2] for callback in as_list(self.config.fit.trainer.callbacks)}
         callbacks[:] = [

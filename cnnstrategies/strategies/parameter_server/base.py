@@ -144,7 +144,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
 
         The file is removed when the session ends. All ranks must call this.
         """
-        if trainer.fast_dev_run or not trainer.loggers:  # type: ignore[attr-defined]  # set outside the class
+        if trainer.fast_dev_run or not trainer.loggers:  # type: ignore[attr-defined]
             return
         folder = trainer.log_dir  # Lightning broadcasts this value, so every rank must read it.
         if self._address is not None and self.global_rank == 0 and folder is not None and "://" not in folder:

@@ -214,7 +214,7 @@ def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int) -> dic
         own_steps: In mode ``local``, the number of steps since the last outer step.
     """
     callbacks = {}
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the callback connector
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning's callback connector sets it.
         state = callback.state_dict()
         if state and _can_be_sent(state):
             callbacks[callback.state_key] = state
