@@ -86,7 +86,8 @@ def find_checkpoint(word: str, trainer: Trainer) -> Path:
     if not files:
         where = " or ".join(str(Path(folder) / pattern) for folder, pattern in places)
         raise ConfigurationError(
-            f"ckpt_path={word}: no {word}.ckpt in {where}; train without ckpt_path first, or give a checkpoint's path"
+            f"ckpt_path={word}: there is no {word}.ckpt in {where}; train without ckpt_path first, or give a "
+            "checkpoint's path"
         )
     newest = max(files, key=lambda file: file.stat().st_mtime_ns)
     checkpoint = newest.with_name(f"{word}.ckpt")
