@@ -1,7 +1,7 @@
 """The program of a rank in a trial that trains like ``fit``, with new batches in each step.
 
-``scaling`` uses such trials, and ``tune`` uses them to measure loading. The measuring process requests a number of
-steps, and each rank reports how long the parts of these steps took. Only
+``scaling`` uses such trials, and ``tune`` uses them to measure loading. The measuring process sends a command to make a
+number of steps, and each rank reports how long the parts of these steps took. Only
 :class:`cnnstrategies.planning.tune.trial.Trial` runs this module.
 """
 
@@ -142,7 +142,7 @@ class ScalingControl(StepControl):
         return called
 
     @override
-    def obey(self, command: Mapping[str, Any]) -> None:
+    def execute(self, command: Mapping[str, Any]) -> None:
         if "probe" in command:
             self.say(self._probe(command))
         else:
