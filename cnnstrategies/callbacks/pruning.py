@@ -60,7 +60,7 @@ class Pruning(ModelPruning):
     ) -> Sequence[tuple[nn.Module, str]]:
         """Return the weights of the convolutions and linear layers.
 
-        Lightning's own method would also return the weights of normalisations.
+        Lightning's own method would also return the weights of normalisation layers.
         """
         return [(module, "weight") for module in _layers(pl_module)]
 

@@ -40,7 +40,7 @@ class StartPanel(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # After this hook the strategy may divide the network.
+        # After this hook the strategy may divide the network among the ranks, so the parameters are counted here.
         self._before = count_parameters(pl_module)
 
     @override

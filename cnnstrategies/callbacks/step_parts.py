@@ -128,18 +128,18 @@ class PartClock(Profiler):
         self.user.stop(action_name)
 
     def run(self) -> None:
-        """Start counting. Call this when no part is open."""
+        """Start counting the time of each part. Call this when no part is open."""
         self.running = True
         self.open_parts.clear()
         self._mark = self._now()
         self._inner_before = dict(self._inner())
 
     def pause(self) -> None:
-        """Stop counting, and discard the time since the last reading."""
+        """Stop counting the time of each part, and discard the time since the last call of :meth:`read`."""
         self.running = False
 
     def read(self) -> None:
-        """Add the time since the last reading to the parts."""
+        """Add the time since the last call of this method to the times of the parts."""
         if self.running:
             now = self._now()
             passed = now - self._mark
@@ -193,7 +193,8 @@ class StepMeter:
         self.steps = 0
         self.pipeline = facts.pipeline
         self._ddp = strategy.model if isinstance(strategy.model, DistributedDataParallel) else None
-        self._engine: dict[str, float] = {}  # By kind of task: seconds of the pipeline's tasks so far.
+        # Keys: kinds of tasks of the pipeline. Values: seconds that all tasks of this kind have taken so far.
+        self._engine: dict[str, float] = {}
         # For each all-reduce of DDP: the seconds that do not overlap with backward, and the seconds in total.
         self._all_reduces: list[tuple[float, float]] = []
         self._synchronised = 0  # Number of measured steps with an all-reduce.

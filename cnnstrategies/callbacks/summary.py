@@ -18,7 +18,7 @@ from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.models.metric_names import is_of_epochs, less_is_better, worth_showing
 
 History = Mapping[int, Mapping[str, float]]
-PANELS = {"loss": "Loss", "acc": "Accuracy"}  # Keys: parts of metrics' names. Values: titles of the panels.
+PANELS = {"loss": "Loss", "acc": "Accuracy"}  # Keys: parts of the metrics' names. Values: titles of the plots.
 
 
 class TrainingSummary(Callback):

@@ -102,7 +102,7 @@ def _files(root: Path, at: str, left_out: Counter[str], above: tuple[tuple[int, 
     try:
         status = folder.stat()
         identity = status.st_dev, status.st_ino
-        if identity in above:  # The folder is a link to a folder that contains the link.
+        if identity in above:  # A link to a folder above it would be followed without end.
             return
         with os.scandir(folder) as entries:
             for entry in entries:

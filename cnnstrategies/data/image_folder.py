@@ -112,7 +112,7 @@ class ImageFolderDataModule(ImageDataModule):
         self.centre = v2.Compose([v2.Resize(self.resize, trained.mode), v2.CenterCrop(image_size)])
         crop = v2.RandomResizedCrop(image_size, interpolation=trained.mode)
         self.crop = v2.Compose([crop, v2.RandomHorizontalFlip()]) if self.augment else self.centre
-        # Images are decoded and cropped one at a time. The normalisation is faster for a whole batch.
+        # Images are decoded and cropped one at a time. Whole batches are normalised, because that is faster.
         self.eval_transform = to_normalised(trained.mean, trained.std)
         self.train_transform = nn.Sequential(*each_image(self.transforms, self.image_shape), self.eval_transform)
 
@@ -156,7 +156,7 @@ class ImageFolderDataModule(ImageDataModule):
         return [name for name in folders_in(directory) if directory / name not in self.folders.values()]
 
     def _check_folders(self) -> None:
-        """Refuse a class without training images, a split without images, and classes without training images."""
+        """Refuse classes without training images, splits without images, and classes that only other splits have."""
         for name in self.class_names:
             if readable(name) != name:
                 raise ConfigurationError(

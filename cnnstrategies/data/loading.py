@@ -150,7 +150,7 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
             yield unshared(batch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch, the number of batches that were returned in it, and the identity of the sampler."""
+        """Return the epoch, the number of its batches that the loader has returned, and the sampler's settings."""
         if self._resume is not None:
             return dict(self._resume)
         identity = self.sampler.identity() if isinstance(self.sampler, ShuffledBatches) else {}
@@ -181,8 +181,8 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
 
     def _already_served(self, sampler: ShuffledBatches) -> int:
         resume, self._resume = self._resume, None
-        # A state that was saved at the end of an epoch has the number of this epoch, so the next epoch starts with its
-        # first batch.
+        # A state that was saved at the end of an epoch has the number of the finished epoch. The next epoch has a
+        # different number and starts with its first batch.
         if resume is None or resume["epoch"] != sampler.epoch or resume["served"] == 0:
             return 0
         before = {name: value for name, value in resume.items() if name not in ("epoch", "served")}

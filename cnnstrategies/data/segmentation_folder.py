@@ -209,7 +209,7 @@ class MaskedSource:
         try:
             with Image.open(path) as opened:
                 mask = torch.from_numpy(np.array(opened if opened.mode in ("L", "P") else opened.convert("L")))
-        except Exception as error:  # For damaged files, Pillow's decoders raise many kinds of errors.
+        except Exception as error:  # For damaged files, Pillow's decoders raise errors of many classes.
             reason = " ".join(str(error).split())
             raise ConfigurationError(f"broken mask {path} ({reason}): repair or remove it") from None
         size = tuple(image.shape[1:])
