@@ -82,8 +82,8 @@ class GracefulStop(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning installs its own signal handlers after `setup` and `on_fit_start`, and before this hook, so the
-        # callback's handlers are installed again.
+        # Lightning installs its own signal handlers after `setup` and `on_fit_start`, and before this hook. They would
+        # replace handlers that the callback had installed in an earlier hook.
         self._install(trainer)
         ask_of_sigterm(trainer, not self._previous)
         self._next_check = trainer.global_step

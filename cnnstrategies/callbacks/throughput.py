@@ -32,7 +32,7 @@ class SamplesPerSecond(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._epoch_samples, self._epoch_seconds = 0, 0.0
-        # The run's first step takes longer than the others, so the measurement starts after it.
+        # The run's first step also builds caches and connections, so the measurement starts after this step.
         self._mark = time.monotonic() if self._samples else None
 
     @override
