@@ -53,7 +53,7 @@ def _split(key: str) -> tuple[list[str], str, str] | None:
 
 
 def parse_key(self: Namespace, key: str) -> tuple[str, Namespace | None, str]:
-    """Return the same as ``split_key``, but faster.
+    """Split a key like jsonargparse's function ``split_key``, but faster.
 
     Returns:
         The last name of a key, the namespace that contains this name, and the key of that namespace.

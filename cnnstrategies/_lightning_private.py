@@ -32,8 +32,8 @@ __all__ = ["GlobalState", "MultiProcessingLauncher", "ScriptLauncher"]
 def acts_within_epochs(callback: Callback) -> str | None:
     """Return the argument because of which a Lightning callback needs all ranks to be at the same step within an epoch.
 
-    This is a ModelCheckpoint that saves within an epoch, or a Timer that stops the run within an epoch. For other
-    callbacks the result is None.
+    A ModelCheckpoint that saves within an epoch, and a Timer that stops the run within an epoch, have such an argument.
+    For other callbacks the result is None.
 
     Returns:
         The argument and its value as a text, for an error message.

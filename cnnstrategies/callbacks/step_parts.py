@@ -32,8 +32,8 @@ class Parts:
     """Parts of a training step under one kind of strategy.
 
     Attributes:
-        explained: Short description of each part, by the part's name, in the order of the table's rows.
-        actions: Names of the parts, by the end of the name of a profiler action, such as ``backward``.
+        explained: Short description of each part; keys are the parts' names, in the order of the table's rows.
+        actions: Names of the parts; keys are ends of the names of profiler actions, such as ``backward``.
         waiting: Names of the parts in which a rank waits for other ranks.
     """
 
@@ -248,10 +248,10 @@ class StepMeter:
                 measure_rarely(self._ddp)
 
     def means(self) -> dict[str, float]:
-        """Return the mean time of each part per step, in seconds; with the key ``TOTAL``, that of the whole step.
+        """Return the mean time of each part per step, in seconds. The keys are the parts' names.
 
-        Under DDP the key ``communication_total`` has the time of the whole all-reduce, including the time in which it
-        overlaps with backward.
+        The key ``TOTAL`` has the time of the whole step. Under DDP the key ``communication_total`` has the time of the
+        whole all-reduce, including the time in which the all-reduce overlaps with backward.
         """
         steps = max(1, self.steps)
         times = {part: seconds / steps for part, seconds in self.clock.seconds.items()}

@@ -44,8 +44,8 @@ class StepProfile(Callback):
         steps: Number of profiled steps. When left out, all steps after the first ``skip_first`` are profiled.
 
     Attributes:
-        milliseconds: Result of fit: time of each part per step, by the name of the part, as a mean over all ranks.
-            The key ``communication_total`` has the time of the whole all-reduce under DDP. Empty if no step was
+        milliseconds: Result of fit: mean time of each part per step over all ranks; keys are the parts' names. The key
+            ``communication_total`` has the time of the whole all-reduce under DDP. The mapping is empty if no step was
             profiled.
         stages: Result of fit under a pipeline: for each stage a mapping like ``milliseconds``, with means over the
             ranks of the stage.

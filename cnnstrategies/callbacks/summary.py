@@ -125,7 +125,7 @@ def draw_curves(history: History, path: Path) -> None:
 
 
 def choose_panels(history: History) -> dict[str, list[str]]:
-    """Return the names of the metrics of each panel, by the panel's title.
+    """Return the names of the metrics of each panel. The keys are the panels' titles.
 
     Losses and accuracies have a panel each. If neither were logged, one panel has all metrics. If nothing was logged,
     the result is empty.

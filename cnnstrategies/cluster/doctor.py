@@ -37,7 +37,7 @@ class HostReport:
 
     Attributes:
         name: Name of the host.
-        versions: Versions that must be equal on all hosts, by the name of the software.
+        versions: Software versions that must be equal on all hosts; keys are the names of the software.
         problems: Problems of this host with their remedies, one line each.
         interface: Name of the network interface for the traffic to the other hosts.
         address: IP address of this interface.
@@ -159,7 +159,7 @@ def unseen(others: Sequence[ProbedHost], files: Mapping[int, Path]) -> list[Prob
 
     Args:
         others: The other hosts.
-        files: Path of each host's file, by the number of the host.
+        files: Path of each host's file; keys are the numbers of the hosts.
     """
     deadline = time.monotonic() + SHARED_SECONDS
     missing = list(others)

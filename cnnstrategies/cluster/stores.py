@@ -25,8 +25,9 @@ FREE_PORT = "free port"  # Key in rank 0's store. Its value is the number of a f
 
 
 def serve_on_loopback(address: str = LOOPBACK, port: int = 0) -> TCPStore:
-    """Return a torch.distributed store that listens only on the loopback interface. Normally stores listen on all.
+    """Return a torch.distributed store that listens only on the loopback interface.
 
+    Stores normally listen on all interfaces.
     If ``torch.distributed`` later opens a store at this port in this process, that store uses the same server.
 
     Args:

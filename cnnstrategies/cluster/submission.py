@@ -131,7 +131,7 @@ class Submission:
         Args:
             folder: Path of the run folder in the run's processes. Checkpoints are saved in it, unless the configuration
                 sets another directory.
-            changes: Values that the launcher sets, by key of the configuration.
+            changes: Values that the launcher sets; keys are keys of the configuration.
         """
         config = self.config.clone()
         config.pop("config", None)

@@ -18,9 +18,9 @@ from cnnstrategies.data.decoding import BrokenImageError, decode
 from cnnstrategies.data.folders import (
     EXTENSIONS,
     FILES_END_IN,
-    beside,
     folders_in,
     has_images,
+    ignored_folders,
     image_files,
     part_folders,
     readable,
@@ -130,7 +130,7 @@ class ImageFolderDataModule(ImageDataModule):
 
     def parts(self) -> dict[str, Files]:
         """Return the files and targets of each split that exists, and count the ignored files in ``left_out``."""
-        self.left_out = beside(self.root, self.folders)
+        self.left_out = ignored_folders(self.root, self.folders)
         parts = {"train": self._labelled(self.training_root)}
         for part, folder in self.folders.items():
             if part == "predict":
@@ -231,7 +231,7 @@ def images_of_folder(
     Args:
         datamodule: Data module with which the network was trained. It determines the shape and the preprocessing.
         folder: Folder of the images.
-        left_out: Counter to which the number of ignored files is added, by the reason.
+        left_out: Counter to which the numbers of ignored files are added; keys are the reasons.
 
     Raises:
         ConfigurationError: The data module is not an :class:`ImageDataModule`, the folder has no images, or the masks

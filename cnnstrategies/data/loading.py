@@ -159,7 +159,7 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Skip the batches that ``state_dict`` counts as served.
 
-        They are skipped only if the next epoch is the one in which the state was saved.
+        The batches are skipped only if the state was saved within the epoch that the loader returns next.
 
         Raises:
             ConfigurationError: The state was saved within an epoch with dynamic dispatch.

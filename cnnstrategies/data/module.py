@@ -44,7 +44,7 @@ class ImageDataModule(LightningDataModule):
             otherwise None.
         places: Folder or file of each split's samples, for the start panel. A split that is not in this mapping is held
             out of the training samples.
-        left_out: Number of ignored files, by the reason.
+        left_out: Numbers of ignored files; keys are the reasons.
 
     Args:
         batch_size: Number of samples in a batch of each process; by default 32, or the subclass's default.

@@ -59,7 +59,7 @@ class LearningTask:
         return outputs, targets.argmax(dim=1) if targets.ndim == 2 else targets
 
     def metrics(self, outputs: int, training: bool) -> dict[str, Metric]:
-        """Return new metrics, by name.
+        """Return new metrics. The keys are the metrics' names.
 
         For ``classes`` these are the accuracy and, with more than five classes and not for training, the top-5
         accuracy.
