@@ -60,7 +60,9 @@ def pretrained(name: str, num_classes: int, weights: str = "DEFAULT", frozen: bo
 def trained_with(
     network: nn.Module, builder: str = "", arguments: Mapping[str, Any] | None = None
 ) -> Preprocessing | None:
-    """Return the preprocessing that a network's pretrained weights expect; None if it is not known.
+    """Return the preprocessing that a network's pretrained weights expect.
+
+    The result is None if the network has no pretrained weights, or if their preprocessing is not known.
 
     Args:
         network: Network from :func:`pretrained`, timm or torchvision.

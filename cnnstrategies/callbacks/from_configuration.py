@@ -240,7 +240,7 @@ def _advance(trainer: Trainer, config: LRSchedulerConfig, fresh: State, past: St
         with warnings.catch_warnings(action="ignore"):  # torch warns because the optimizer makes no steps here.
             for _ in range(steps):
                 scheduler.step()
-    except ValueError as error:  # torch's OneCycleLR raises this error after its last step.
+    except ValueError as error:  # torch's OneCycleLR raises it after the schedule's last step.
         raise ConfigurationError(
             f"the run has made {steps} steps of its schedule, and the configured {type(scheduler).__name__} is shorter "
             f"({error}): give it more steps"

@@ -51,7 +51,7 @@ class PredictionWriter(Callback):
         self._indices: list[Tensor] = []
         self._probabilities: list[Tensor] = []
         self._folder = Path()
-        self._masks: int | None = None  # Number of masks that this process has written; None without masks.
+        self._masks: int | None = None  # Number of masks that this process has written; None for a CSV file.
         self._are_values = False
 
     @override

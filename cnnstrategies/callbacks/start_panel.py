@@ -96,7 +96,9 @@ def count_parameters(module: nn.Module) -> tuple[int, int]:
 
 
 def whole_network(trainer: Trainer, module: LightningModule, before: tuple[int, int]) -> tuple[int, int] | None:
-    """Return :func:`count_parameters` of the whole network; None if the process never held the whole network.
+    """Return the result of :func:`count_parameters` for the whole network.
+
+    The result is None if this process never held the whole network.
 
     Args:
         trainer: The trainer.
@@ -110,7 +112,7 @@ def whole_network(trainer: Trainer, module: LightningModule, before: tuple[int, 
 
 
 def devices(trainer: Trainer) -> str:
-    """Return a text with the number of devices, their kind, and the number of nodes, for example "2 GPUs on 1 node"."""
+    """Return a text with the number and kind of the devices and the number of nodes, such as "2 GPUs on 1 node"."""
     kind = trainer.strategy.root_device.type
     world, nodes = trainer.world_size, trainer.num_nodes
     if kind == "cpu":

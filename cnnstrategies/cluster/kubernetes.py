@@ -73,8 +73,8 @@ def host(name: str, role: str, number: int) -> str:
 def objects(run: PodRun) -> list[Object]:
     """Return the Kubernetes objects of a run, in the order in which to create them. The last object starts the run."""
     configuration = _object(run, "v1", "ConfigMap", immutable=True, data={"config.yaml": run.configuration})
-    # The headless service gives the pods their host names, also before the pods are ready, because they connect to each
-    # other while they start.
+    # The headless service gives the pods their host names. The pods need these names before they are ready, because
+    # they connect to each other while they start.
     names = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": _labels(run)}
     roles = [SERVERS, TRAINER] if run.servers else [TRAINER]
     return [configuration, _object(run, "v1", "Service", spec=names), *(_job(run, role) for role in roles)]

@@ -182,7 +182,9 @@ def checkpoint_arguments(config: Any) -> list[Any]:
 
 
 def last_checkpoint(trainer: Trainer, name: str) -> Path | None:
-    """Return the path of the last complete checkpoint of a run; None if the run has no checkpoint yet.
+    """Return the path of the last complete checkpoint of a run.
+
+    The result is None if the run has no checkpoint yet.
 
     Raises:
         ConfigurationError: The last checkpoint in the folder belongs to a different run.

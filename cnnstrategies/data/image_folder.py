@@ -273,7 +273,7 @@ def shorter_side(datamodule: ImageDataModule) -> int:
 def grey_of(image: Tensor) -> Tensor:
     """Convert a uint8 RGB image (3, H, W) to greyscale (1, H, W), with the usual weights of ITU-R BT.601.
 
-    torchvision's own conversion rounds down, and so makes images darker that are already grey.
+    torchvision's own conversion rounds down, so images that are already grey would become darker.
     """
     weights = torch.tensor([0.299, 0.587, 0.114]).reshape(3, 1, 1)
     return (image * weights).sum(dim=0, keepdim=True).round().to(torch.uint8)

@@ -92,7 +92,7 @@ def started_processes(launcher: Any) -> list[Any]:
 
 
 def killed_rank(launcher: Any, seconds: float = 0.5) -> str | None:
-    """Return a text about a rank that was ended by a signal or is stopped; None if no such rank is found.
+    """Return a text about a rank that was ended by a signal or is stopped. Return None if no such rank is found.
 
     For forked and spawned ranks only SIGKILL counts, because torch itself sends SIGTERM to the other ranks when a rank
     fails.
