@@ -1,4 +1,4 @@
-"""A checkpoint of another network is refused with a line, and one of the same is not."""
+"""A checkpoint of a different network is refused with an error message of one line."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def train():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """That of a run."""
+    """Return the path of a run's checkpoint."""
     path = tmp_path_factory.mktemp("run") / "checkpoints" / "best.ckpt"
 
     def save():
@@ -69,7 +69,7 @@ def test_another_network_is_refused_naming_its_configuration(saved, tmp_path):
 
 
 @pytest.mark.light
-def test_what_only_the_module_knows_is_left_to_it(saved):
+def test_modules_that_convert_or_loosen_loading_are_not_checked(saved):
     class Renames(ImageClassifier):
         def on_load_checkpoint(self, checkpoint):
             pass

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.light
         ("1:30", 90.0),
         ("90:00", 5400.0),
         ("1:30:00", 5400.0),
-        (5400, 5400.0),  # as YAML reads 1:30:00 without quotes
+        (5400, 5400.0),  # YAML reads 1:30:00 without quotes as this number.
         ("0:00:00.250", 0.25),
         ("1 day, 0:00:10", 86410.0),
         (timedelta(minutes=10), 600.0),
@@ -31,7 +31,7 @@ def test_a_duration_is_seconds_or_a_clock(value, expected):
 
 
 @pytest.mark.parametrize("value", ["soon", "1:60", "1:60:00", "1:5", "1::30", "-1:30", "", True, float("nan"), "inf"])
-def test_what_is_not_a_duration_is_refused_with_the_remedy(value):
+def test_an_invalid_duration_is_refused_with_the_remedy(value):
     with pytest.raises(ConfigurationError, match=r"^wait=.* is not a duration: write seconds, such as 90, .* '1:30'"):
         seconds(value, "wait")
 
@@ -69,7 +69,7 @@ def test_a_size_is_bytes_or_has_a_unit(value, expected):
 
 
 @pytest.mark.parametrize("value", ["much", "8 apples", "-1GiB", 0, "0GiB", "1:30", True, "nan"])
-def test_what_is_not_a_size_is_refused_with_the_remedy(value):
+def test_an_invalid_size_is_refused_with_the_remedy(value):
     with pytest.raises(
         ConfigurationError, match=r"^memory_limit=.* is not a size above 0: write a number of bytes, .* 8GiB"
     ):

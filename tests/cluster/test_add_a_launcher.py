@@ -1,4 +1,4 @@
-"""The page "Add a launcher": its launcher, as printed there, is detected, gives ranks and takes submissions."""
+"""The launcher that is printed on the page "Add a launcher" is detected, gives ranks and accepts submissions."""
 
 import os
 import re
@@ -23,7 +23,7 @@ SIZE = ["--trainer.num_nodes=2", "--trainer.devices=2"]
 
 @pytest.fixture(autouse=True)
 def _toy(monkeypatch):
-    """Register the page's launcher, for one test."""
+    """Register the page's launcher for one test."""
     monkeypatch.setattr(registry, "REGISTRY", dict(registry.REGISTRY))
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     exec(compile(code, PAGE.name, "exec"), {"__name__": "toy"})

@@ -1,4 +1,4 @@
-"""What cannot be right is refused, with words that say why."""
+"""Invalid options of clusters, names and addresses are refused with the reason."""
 
 import re
 import socket
@@ -20,7 +20,7 @@ from cnnstrategies.errors import ConfigurationError
 pytestmark = pytest.mark.light
 
 UNNAMED = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "3"}
-NAMES = ("", "a/b", "..", "-x", "a b", "version_3", "x" * 121)  # They cannot be folders of their own.
+NAMES = ("", "a/b", "..", "-x", "a b", "version_3", "x" * 121)  # These names cannot be names of folders.
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (partial(ClusterOptions, time=5400), "without quotes"),
     (partial(ClusterOptions, signal_seconds=10), "at least 30"),
@@ -57,7 +57,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (partial(demand, ClusterOptions(memory="much"), Size(1, 1, 0)), "cluster.memory='much'"),
     (partial(find_interface, "none0"), rf"{socket.gethostname()} has no interface 'none0'; use one of lo (127.0.0.1)"),
     (partial(find_interface, "10.0.0.0/99"), "'10.0.0.0/99' is not a subnet"),
-    # A main address that nobody knows: at once, in rank 0 and in another.
+    # An unknown main address is refused at once, in rank 0 and in other ranks.
     (partial(open_store, "nowhere.invalid", free_port(), True, 1), "cannot resolve the host name 'nowhere.invalid'"),
     (partial(open_store, "nowhere.invalid", free_port(), False, 1), "cannot resolve the host name 'nowhere.invalid'"),
     (partial(find_run, None, "hash", UNNAMED), "--run_name <name>"),
@@ -66,12 +66,12 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 ]
 
 
-def test_what_cannot_be_right_is_refused() -> None:
+def test_invalid_cluster_options_and_names_are_refused() -> None:
     for call, words in REFUSED:
         with pytest.raises(ConfigurationError, match=re.escape(words)):
             call()
 
 
-def test_what_looks_like_it_is_not() -> None:
+def test_valid_options_that_resemble_invalid_ones_are_accepted() -> None:
     lines = ["--exclusive", "-p gpu", "--gres=nvme:1", "--gpu-freq=high", "--nodelist=n1", "-w n1", "--mail-type=END"]
     ClusterOptions(sbatch=lines, server_nodes=1, server_sbatch=["--cpus-per-task=8", "--mem=8G"])

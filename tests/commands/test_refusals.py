@@ -1,4 +1,4 @@
-"""What cannot run is refused before it starts: in a line that names the key, the value and the remedy."""
+"""A run that cannot work is refused before it starts, in one line with the key, the value and the remedy."""
 
 import re
 from pathlib import Path
@@ -50,7 +50,7 @@ FILES = {
     "strategy.yaml": "trainer.strategy: {class_path: ParameterServerStrategy, init_args: {mode: asink}}",
 }
 NETWORK = "--model.init_args.network"
-# Words, and parts of the line: its beginning first. Words without quickstart.yaml begin with FIT.
+# By command line: texts in the error message, first its beginning. "FIT" means fit without quickstart.yaml.
 REFUSED = {
     "FIT": ["no data and model: give --data CLASS and --model CLASS, or a configuration that has data and model"],
     "fitt": ["unknown command 'fitt'; did you mean 'fit'?"],
@@ -115,7 +115,7 @@ REFUSED = {
 }
 
 
-def test_what_cannot_run_is_refused_in_a_line(quick, monkeypatch, capfd):
+def test_invalid_runs_are_refused_in_one_line(quick, monkeypatch, capfd):
     for name, text in FILES.items():
         Path(name).write_text(text)
     other = ImageClassifier(SmallCNN(10, widths=[8, 16]), 10)
@@ -125,24 +125,24 @@ def test_what_cannot_run_is_refused_in_a_line(quick, monkeypatch, capfd):
     one_device = ["--trainer.devices=1", "--trainer.strategy=auto"]
     for words, (start, *parts) in REFUSED.items():
         command, *options = words.split()
-        given = [] if command == "FIT" else [*quick, *one_device]
+        common = [] if command == "FIT" else [*quick, *one_device]
         with pytest.raises(SystemExit) as stopped:
-            main([command.lower(), *given, *options])
-        said = "".join(capfd.readouterr())
+            main([command.lower(), *common, *options])
+        output = "".join(capfd.readouterr())
         assert stopped.value.code == 2, words
-        assert said.startswith(f"cnnstrategies: error: {start}"), (words, said)
-        assert said.count("\n") == 1, words
-        assert all(part in said for part in parts), (words, said)
+        assert output.startswith(f"cnnstrategies: error: {start}"), (words, output)
+        assert output.count("\n") == 1, words
+        assert all(part in output for part in parts), (words, output)
 
 
 @pytest.mark.light
-def test_what_the_parser_refuses_in_other_words_is_said_in_a_line():
+def test_the_parsers_error_messages_become_one_line():
     missing = "the following arguments are required: in_channels"
-    said = "a class in the configuration needs in_channels: add in_channels to its init_args"
-    assert explain_parse_error(missing, []) == said
+    message = "a class in the configuration needs in_channels: add in_channels to its init_args"
+    assert explain_parse_error(missing, []) == message
     kind = 'Parser key "trainer.strategy":\n  Expected a dot import path string: parameter_server_frok'
-    said = "no class 'parameter_server_frok'; did you mean 'parameter_server_fork'? Or give its import path, for"
-    assert explain_parse_error(kind, []).startswith(f"trainer.strategy: {said}")
+    message = "no class 'parameter_server_frok'; did you mean 'parameter_server_fork'? Or give its import path, for"
+    assert explain_parse_error(kind, []).startswith(f"trainer.strategy: {message}")
 
 
 NULLS = {
@@ -160,8 +160,8 @@ RESNET = [f"{NETWORK}=torchvision.models.resnet18", f"{NETWORK}.init_args.weight
 @pytest.mark.light
 def test_null_is_refused_where_a_value_is_needed():
     for key, types in NULLS.items():
-        said = f"model.init_args.{key}: null is not accepted; use a value of type {types}, or leave the key out"
-        with pytest.raises(ConfigurationError, match=f"^{re.escape(said)}$"):
+        message = f"model.init_args.{key}: null is not accepted; use a value of type {types}, or leave the key out"
+        with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
             check_nulls(configured_keys([QUICKSTART, f"--model.init_args.{key}=null"]))
     check_nulls(configured_keys([QUICKSTART, *(f"--{key}=null" for key in TAKEN), *RESNET]))
 
@@ -171,15 +171,15 @@ TEXTS = {"trainer:\n  devices: [1\n": "config: run.yaml is not YAML: while parsi
 
 
 @pytest.mark.light
-def test_a_file_that_cannot_be_meant_is_refused():
+def test_a_file_without_keys_is_refused():
     for text, line in TEXTS.items():
         Path("run.yaml").write_text(text)
         with pytest.raises(ConfigurationError, match=line):
             configured_keys([QUICKSTART, "--config=run.yaml"])
 
 
-def test_null_is_null_for_what_a_class_in_a_class_takes(run_cli, quick):
-    """A builder of torchvision takes no weights, and a text is not the text None."""
+def test_null_stays_null_for_arguments_of_nested_classes(run_cli, quick):
+    """torchvision's builder gets null for its weights, and an option with a text does not get the text "None"."""
     timm = ["--model.init_args.compile_backend=null", "--trainer.logger.init_args.version=null"]
     code, output = run_cli("fit", *quick, *RESNET, *timm, "--print_config")
     assert code == 0, output

@@ -1,4 +1,4 @@
-"""Images that a CSV file names, and what it says of them."""
+"""Images and their classes, labels or values from a CSV file."""
 
 import csv
 from pathlib import Path
@@ -29,8 +29,10 @@ def table(text, **options):
 def test_a_column_of_names_has_the_classes():
     data = table(CLASSES, val_split=0.5)
     assert data.class_names == ["cat", "dog"]
-    found = {source.name(i): int(source.targets[i]) for source in (data.train_source, data.val_source) for i in (0, 1)}
-    assert found == {"a.png": 0, "b.png": 1, "c.png": 0, "d.png": 1}
+    classes = {
+        source.name(i): int(source.targets[i]) for source in (data.train_source, data.val_source) for i in (0, 1)
+    }
+    assert classes == {"a.png": 0, "b.png": 1, "c.png": 0, "d.png": 1}
     assert data.describe("val").startswith("2 held out of labels.csv, ")
 
 
@@ -50,7 +52,7 @@ def test_columns_of_numbers_are_labels_or_values():
 
 
 @pytest.mark.parametrize("task", ["multilabel", "regression"])
-def test_it_is_evaluated_and_predicted(task):
+def test_tables_of_labels_or_values_can_be_evaluated_and_predicted(task):
     data = table(LABELS, task=task)
     torch.manual_seed(0)
     model = ImageClassifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 2)), 2, task=task)

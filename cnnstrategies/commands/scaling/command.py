@@ -90,7 +90,7 @@ def main(options: ScalingOptions, words: Sequence[str]) -> None:
                 together=1,
                 deterministic=repeats(config.trainer.strategy),
                 progress=status.update,
-                command=AS_IN_TRAINING,
+                module=AS_IN_TRAINING,
             )
 
         faster = _faster_settings(contest, causes, console)

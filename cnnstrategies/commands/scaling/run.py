@@ -1,8 +1,8 @@
 """The program of a rank in a trial that trains like ``fit``, with new batches in each step.
 
-``scaling`` uses such trials, and ``tune`` uses them to measure loading. The measuring process orders a number of steps,
-and each rank reports how long the parts of these steps took. Only :class:`cnnstrategies.planning.tune.trial.Trial` runs
-this module.
+``scaling`` uses such trials, and ``tune`` uses them to measure loading. The measuring process sends a command to make a
+number of steps, and each rank reports how long the parts of these steps took. Only
+:class:`cnnstrategies.planning.tune.trial.Trial` runs this module.
 """
 
 import os
@@ -139,22 +139,22 @@ class ScalingControl(StepControl):
         return called
 
     @override
-    def obey(self, order: Mapping[str, Any]) -> None:
-        if "probe" in order:
-            self.say(self._probe(order))
+    def execute(self, command: Mapping[str, Any]) -> None:
+        if "probe" in command:
+            self.say(self._probe(command))
         else:
-            self._begin(order)
+            self._begin(command)
 
-    def _begin(self, order: Mapping[str, Any]) -> None:
+    def _begin(self, command: Mapping[str, Any]) -> None:
         self._meter.remove(self._trainer)
         self._meter = StepMeter(self._trainer, self._part)
         # The current batch, and the batches that were loaded in advance, are not measured: their loading took place
         # before the measurement.
-        self._left, self._skipped, self._larger = order["steps"], 1 + self._ready, order.get("larger", 1)
+        self._left, self._skipped, self._larger = command["steps"], 1 + self._ready, command.get("larger", 1)
         self._samples, self._threads = 0.0, torch.get_num_threads()
-        if "threads" in order:
-            torch.set_num_threads(order["threads"])
-        if order.get("reads"):
+        if "threads" in command:
+            torch.set_num_threads(command["threads"])
+        if command.get("reads"):
             self._reads = HostReads()
             self._reads.__enter__()  # type: ignore[no-untyped-call]
 
@@ -199,17 +199,17 @@ class ScalingControl(StepControl):
             self._reads = None
         self.say(answer)
 
-    def _probe(self, order: Mapping[str, Any]) -> dict[str, Any]:
+    def _probe(self, command: Mapping[str, Any]) -> dict[str, Any]:
         trainer, module = self._trainer, self._trainer.lightning_module
-        if order["probe"] == "sum":
+        if command["probe"] == "sum":
             return sum_alone(module, trainer.accumulate_grad_batches)
-        if order["probe"] == "sample":
+        if command["probe"] == "sample":
             return one_sample(trainer.train_dataloader)
-        if order["probe"] == "save":
+        if command["probe"] == "save":
             began = time.perf_counter()
-            trainer.save_checkpoint(Path(order["path"]))
+            trainer.save_checkpoint(Path(command["path"]))
             return {"seconds": time.perf_counter() - began}
-        return load_alone(trainer.train_dataloader, order["seconds"])
+        return load_alone(trainer.train_dataloader, command["seconds"])
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

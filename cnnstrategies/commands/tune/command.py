@@ -215,7 +215,7 @@ class Search:
             together=max(1, count) if self.device.type == "cpu" else 1,
             deterministic=repeats(self.config.trainer.strategy),
             progress=self._progress,
-            command=AS_IN_TRAINING if loads else ONE_BATCH,
+            module=AS_IN_TRAINING if loads else ONE_BATCH,
         )
 
     def _has_spare_cores(self) -> bool:

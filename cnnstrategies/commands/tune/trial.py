@@ -42,7 +42,10 @@ class OneBatch(Dataset[Any]):
 
 
 class TrialControl(StepControl):
-    """Callback that makes the ordered steps with the same batch, and reports their duration and the first losses."""
+    """Callback that makes the steps that a command requests, all with one batch.
+
+    After the steps it reports their duration and the losses of the first steps of the training.
+    """
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -59,8 +62,8 @@ class TrialControl(StepControl):
         )
 
     @override
-    def obey(self, order: Mapping[str, Any]) -> None:
-        self._left = order["steps"]
+    def execute(self, command: Mapping[str, Any]) -> None:
+        self._left = command["steps"]
         self._started = time.perf_counter()
 
     @override
