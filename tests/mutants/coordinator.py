@@ -8,7 +8,7 @@ import test_dispatch
 import test_restart
 import test_simulation
 from mutants.faulty import removes, replaces
-from simulation.toys import Sheet
+from simulation.toys import MemoryJournal
 
 from cnnstrategies.paramserver.coordinator.collective_rounds import Rounds
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
@@ -85,7 +85,7 @@ def changes_by_a_timer_are_not_written_to_the_journal(original, self, now, name)
     return self.coordinator.on_timer(now, name)
 
 
-@replaces(Sheet.replace, killed_by=HUNDRED_RUNS)
+@replaces(MemoryJournal.replace, killed_by=HUNDRED_RUNS)
 def records_after_an_incomplete_record_are_lost(original, self, contents):
     if not self.read().startswith(contents):
         original(self, contents)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simulation.faults import Fault, Moment, Network
-from simulation.toys import Sheet, newer_view
+from simulation.toys import MemoryJournal, newer_view
 from simulation.world import Program, Sleep, Tell, World
 
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
@@ -17,7 +17,7 @@ from cnnstrategies.paramserver.coordinator.status import PLACE, WATCH, WATCHER
 from cnnstrategies.paramserver.core.node import Call, End, Message, Peer, Role, Send
 
 LATENCY = 0.001
-WHILE = 0.01  # Seconds within which a request has a reply that does not wait for other members.
+AT_ONCE = 0.01  # Seconds within which a request has a reply that does not wait for other members.
 SOON = 0.1  # Seconds within which a server has seen a view.
 LOST = Moment("lost")
 
@@ -66,7 +66,7 @@ class Run:
         self.settings = {"timeout": timeout, "supervised": True, **settings}
         self.counts = workers, servers
         self.links = Links()
-        self.sheet = Sheet()
+        self.journal = MemoryJournal()
         self.world = World(0, self.links)
         self.figures: Callable[[Peer], dict[str, float]] = lambda peer: {}
         self._answers: dict[tuple[Peer, int], Answer] = {}
@@ -77,7 +77,7 @@ class Run:
     def coordinate(self, incarnation: int = 0) -> None:
         """Start the coordinator, or replace it with its next incarnation."""
         coordinator = Coordinator(CoordinatorSettings("here", *self.counts, **self.settings))
-        role = Journaled(coordinator, self.sheet, follows=incarnation > 0)
+        role = Journaled(coordinator, self.journal, follows=incarnation > 0)
         self.coordinator = role.coordinator
         self._spawn(Peer("coordinator", 0, incarnation), role, _idle())
 
@@ -96,7 +96,7 @@ class Run:
         if before is not None:
             self.world.kill(before)
         self.world.spawn(peer, role, program)
-        self.passes(WHILE)
+        self.passes(AT_ONCE)
         return peer
 
     def passes(self, seconds: float) -> None:
@@ -111,7 +111,7 @@ class Run:
         answer = Answer()
         self._answers[peer, len(self._answers) + 1] = answer
         self.world.tell(self.world.processes[peer[:2]], Call(len(self._answers), kind, fields, frames))
-        self.passes(WHILE)
+        self.passes(AT_ONCE)
         return answer
 
     def collect(
@@ -119,7 +119,7 @@ class Run:
     ) -> Answer:
         return self.call(peer, "collect", b"x", operation=operation, seal=seal, boundary=boundary, **more)
 
-    def died(self, peer: Peer, replaced: bool) -> None:
+    def report_death(self, peer: Peer, replaced: bool) -> None:
         """Kill a process and let the supervision report the death."""
         self.world.kill(self.world.processes[peer[:2]])
         about = {"role": peer.role, "id": peer.id, "incarnation": peer.incarnation, "process": 4711}
@@ -142,7 +142,7 @@ class Run:
         (message,) = [effect.message for effect in effects if isinstance(effect, Send) and effect.to == sender]
         return message.fields
 
-    def joins(self) -> tuple[Peer, Answer]:
+    def start_joiner(self) -> tuple[Peer, Answer]:
         """Start a joiner; return it and the result of its wait to be let in."""
         offer = self.ask(PLACE)
         peer = self.member("worker", offer["place"], offer["incarnation"])

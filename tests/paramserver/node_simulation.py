@@ -18,7 +18,7 @@ from data_world import Servers
 from torch import Tensor, nn
 
 from cnnstrategies.paramserver import api
-from cnnstrategies.paramserver.combiner import shared_state as board_module
+from cnnstrategies.paramserver.combiner import shared_state as shared_state_module
 from cnnstrategies.paramserver.combiner import worker as worker_module
 from cnnstrategies.paramserver.combiner.shared_state import SharedState, size_of
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
@@ -187,7 +187,7 @@ class World:
         self.servers.follow(replace(self.servers.view, number=2, workers=tuple(map(WorkerInfo, ranks)), begun=1))
         self.parameters = {rank: [value.detach().clone() for value in first] for rank in ranks}
         memory = {rank: memoryview(bytearray(size_of(first))) for rank in ranks}
-        self.boards = {rank: SharedState(memory[rank], first) for rank in ranks}
+        self.shared_states = {rank: SharedState(memory[rank], first) for rank in ranks}
         self.copies = [LateCopies() for _ in ranks] if self.random.random() < 0.3 else []  # Empty without devices.
         patch.setattr(api, "Links", lambda specification, slices, views, heard, keys: FakeLinks(self, heard))
         patch.setattr(api, "staging_for", lambda parameters: None)
@@ -222,12 +222,12 @@ class World:
 
     def _worker(self, rank: int) -> CombinedWorker:
         first = rank // self.per_node * self.per_node
-        boards = {other: self.boards[other] for other in range(first, first + self.per_node)}
+        shared_states = {other: self.shared_states[other] for other in range(first, first + self.per_node)}
         copies = self.copies[rank] if self.copies else None
         self._patch.setattr(worker_module, "staging_for", lambda values: copies and Staging(values, copies))
         parameters, views = self.parameters[rank], SimpleNamespace()
         return CombinedWorker(
-            rank, boards, parameters,
+            rank, shared_states, parameters,
             lambda call: api.Worker(self.specification, parameters, views, rank, on_arrival=call),  # type: ignore[arg-type]
             lambda: self._alive(rank), self.pause, DENSE,
         )  # fmt: skip
@@ -250,12 +250,12 @@ class World:
 
     def run(self) -> None:
         """Run until all threads have ended."""
-        threads = {rank: threading.Thread(target=self._main, args=(rank,)) for rank in self.workers}
+        threads = {rank: threading.Thread(target=self._run_rank, args=(rank,)) for rank in self.workers}
         for thread in threads.values():
             thread.start()
         while left := [rank for rank, thread in threads.items() if rank not in self.finished and thread.is_alive()]:
             self.turn += 1
-            self._play(self.turn)
+            self._let_ranks_die(self.turn)
             over = self.turn > MOST_TURNS or self.errors
             speeds = [self._speeds[rank] for rank in left]
             self._running = left[0] if over else self.random.choices(left, speeds)[0]
@@ -269,7 +269,7 @@ class World:
             raise self.errors[0]
         assert self.turn <= MOST_TURNS, f"a worker still waits after {MOST_TURNS} turns"
 
-    def _play(self, turn: int) -> None:
+    def _let_ranks_die(self, turn: int) -> None:
         while self._deaths and self._deaths[0][0] <= turn:
             _, rank = self._deaths.pop(0)
             if rank in self.finished:
@@ -282,7 +282,7 @@ class World:
             others = tuple(worker for worker in view.workers if worker.id != rank)
             self.servers.follow(replace(view, number=view.number + 1, workers=others))
 
-    def _main(self, rank: int) -> None:
+    def _run_rank(self, rank: int) -> None:
         self._turns[rank].acquire()
         try:
             if rank not in self._killed:
@@ -374,7 +374,7 @@ def simulate(seed: int, nodes: int | None = None) -> World:
     """Simulate a run, check what must hold in every run, and return the run."""
     with pytest.MonkeyPatch.context() as patch:
         world = World(seed, patch, nodes)
-        patch.setattr(board_module, "fence", world.pause)
+        patch.setattr(shared_state_module, "fence", world.pause)
         world.run()
     alive = set(range(world.count)) - world.dead
     assert not any(world.left_out[rank] for rank in alive if not world.lost_a_leader(rank)), "a step is left out"

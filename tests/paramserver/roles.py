@@ -106,7 +106,7 @@ class Roles:
         self.servers.pop(number).stop()
         self._threads.pop(f"server-{number}").join()
 
-    def serve_again(self, number: int) -> None:
+    def replace_server(self, number: int) -> None:
         """Replace a dead server with a new server and tell all roles."""
         since = self.view.number + 1
         others = tuple(info for info in self.view.servers if info.id != number)

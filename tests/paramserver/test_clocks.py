@@ -76,14 +76,14 @@ def test_a_roll_call_waits_for_workers_but_not_for_ever() -> None:
 class Number(int):
     """A worker's number that counts how often such numbers are hashed."""
 
-    looks = 0
+    hashes = 0
 
     def __hash__(self) -> int:
-        Number.looks += 1
+        Number.hashes += 1
         return int.__hash__(self)
 
 
-def looks_in_a_step(workers: int, servers: int = 4) -> int:
+def hashes_in_a_step(workers: int, servers: int = 4) -> int:
     """Return the number of hashes of workers' numbers while a leader receives the votes of a step, worker by worker."""
     reports, clock = Reports(), SyncClock(workers)
     numbers = [Number(worker) for worker in range(workers)]
@@ -92,7 +92,7 @@ def looks_in_a_step(workers: int, servers: int = 4) -> int:
         clock.join(worker)
     for server in range(servers):
         reports.add(server, ())
-    Number.looks = 0
+    Number.hashes = 0
     for worker in numbers:
         for server in range(servers):
             reports.add(server, {(0, worker)})
@@ -100,10 +100,10 @@ def looks_in_a_step(workers: int, servers: int = 4) -> int:
             assert complete is not None
             ready = clock.ready(complete)
             assert (ready is None) == (len(complete) < workers)
-    return Number.looks
+    return Number.hashes
 
 
 def test_the_cost_of_a_vote_does_not_grow_with_the_number_of_workers() -> None:
-    few, many = looks_in_a_step(100), looks_in_a_step(800)
+    few, many = hashes_in_a_step(100), hashes_in_a_step(800)
     assert few >= 100
-    assert many < 1.1 * 8 * few, f"{few} looks for 100 workers, {many} for 800"
+    assert many < 1.1 * 8 * few, f"{few} hashes for 100 workers, {many} for 800"

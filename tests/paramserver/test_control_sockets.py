@@ -71,7 +71,7 @@ def worker(endpoint: str, number: int, session: int = 0) -> Membership:
     return Membership(Address(endpoint, "worker", number, 0, 0.05, TIMEOUT, session=session))
 
 
-def together(members: list[Membership], function: Callable[[Collectives], Any]) -> list[Any]:
+def in_parallel(members: list[Membership], function: Callable[[Collectives], Any]) -> list[Any]:
     """Call a function for all workers at the same time, let the workers leave, and return the results."""
 
     def work(member: Membership) -> Any:
@@ -103,7 +103,7 @@ def every_collective(collectives: Collectives) -> dict[str, Any]:
 def test_collectives_give_every_worker_the_same_results(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/coordinator"
     with serving(endpoint, 3):
-        results = together([worker(endpoint, rank) for rank in range(3)], every_collective)
+        results = in_parallel([worker(endpoint, rank) for rank in range(3)], every_collective)
     expected = {
         "gather": {rank: {"rank": rank} for rank in range(3)},
         "broadcast": [1, None, "text"],
@@ -126,9 +126,11 @@ def test_a_worker_of_a_later_session_waits_until_its_coordinator_listens() -> No
         with serving(endpoint, 2, session=1) as second:
             ahead = worker(endpoint, 1, session=1)
             members = [worker(endpoint, rank) for rank in range(2)]
-            often = together(members, lambda collectives: [list(collectives.gather(0).values) for _ in range(50)])
+            often = in_parallel(members, lambda collectives: [list(collectives.gather(0).values) for _ in range(50)])
             assert often == [[[0, 1]] * 50] * 2
-            both = together([worker(endpoint, 0, session=1), ahead], lambda collectives: collectives.gather(1).values)
+            both = in_parallel(
+                [worker(endpoint, 0, session=1), ahead], lambda collectives: collectives.gather(1).values
+            )
             assert both == [{0: 1, 1: 1}] * 2
             assert second.is_set()
 
@@ -176,7 +178,7 @@ def test_a_long_wait_in_a_collective_is_reported(
         collectives.barrier("second")
 
     with serving(endpoint, 2):
-        together([worker(endpoint, rank) for rank in range(2)], meet)
+        in_parallel([worker(endpoint, rank) for rank in range(2)], meet)
 
 
 # Limits of the system

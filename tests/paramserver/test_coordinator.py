@@ -134,7 +134,7 @@ def test_an_observer_sees_members_waits_and_deaths() -> None:
     figures = {"step": 3, "samples": 24.0, "sent": 1000, "received": 900, "waited": 0.5, "staleness": 2}
     run.figures = lambda peer: figures if peer == first else {}
     run.collect(first, "metric")
-    run.died(Peer("server", 0, 0, 7), replaced=True)
+    run.report_death(Peer("server", 0, 0, 7), replaced=True)
     run.passes(2.0)
     run.member("server", 0, incarnation=1)
     answer = run.ask()

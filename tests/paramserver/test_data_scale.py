@@ -46,7 +46,7 @@ def test_a_step_costs_a_push_for_each_slice_and_two_messages(workers: int, serve
             assert sent["DECIDE"] <= 2 * steps / workers + servers
 
 
-def kept(subject: object, seen: set[int] | None = None) -> int:
+def objects_in(subject: object, seen: set[int] | None = None) -> int:
     """Return the number of objects that an object refers to, directly or through other objects."""
     seen = set() if seen is None else seen
     if isinstance(subject, PLAIN) or id(subject) in seen:
@@ -58,7 +58,7 @@ def kept(subject: object, seen: set[int] | None = None) -> int:
         held = list(subject)
     else:
         held = list(getattr(subject, "__dict__", {}).values())
-    return len(held) + sum(kept(item, seen) for item in held)
+    return len(held) + sum(objects_in(item, seen) for item in held)
 
 
 def test_nothing_on_a_server_grows_with_the_steps() -> None:
@@ -67,7 +67,7 @@ def test_nothing_on_a_server_grows_with_the_steps() -> None:
     for step in range(30):
         for worker in range(2):
             world.push(step, worker)
-        counts.append(max(map(kept, world.roles.values())))
+        counts.append(max(map(objects_in, world.roles.values())))
     assert world.versions(0) == {30}
     assert max(counts[15:]) <= max(counts[:15])
 
@@ -78,5 +78,5 @@ def test_nothing_on_a_worker_grows_with_the_steps(tmp_path: Path) -> None:
         counts = []
         for _ in range(30):
             roles.step(worker)
-            counts.append(kept(worker.role))
+            counts.append(objects_in(worker.role))
     assert max(counts[15:]) <= max(counts[:15])

@@ -128,6 +128,6 @@ def test_a_worker_that_left_hears_of_a_server_without_values(tmp_path: Path) -> 
         run.step(worker)
         worker.leave()
         run.kill(0)
-        threading.Timer(0.1, run.serve_again, args=(0,)).start()
+        threading.Timer(0.1, run.replace_server, args=(0,)).start()
         with pytest.raises(ServersUnreachableError, match="server 0 was started again, but its slices"):
             worker.refresh()

@@ -41,7 +41,7 @@ def insider_message(chance: random.Random, session: int, number: int, /, **more:
     return header._replace(**more).pack(), payload
 
 
-def wrong(chance: random.Random, session: int, number: int) -> list[bytes]:
+def invalid_frames(chance: random.Random, session: int, number: int) -> list[bytes]:
     """Return the frames of an invalid message; `number` is the message's sequence number."""
     sender, incarnation = chance.choice(STRANGERS)
     lengths = {"length": chance.choice([1 << 12, (1 << 32) - 1]), "meta": chance.choice([0, (1 << 32) - 1])}
@@ -82,7 +82,7 @@ def send_all(endpoint: str, session: int, count: int, chance: random.Random) -> 
         for number in range(1, count + 1):
             # The insider's messages are sent in order: with falling numbers they would count as replays.
             insider.send(b"".join(insider_message(chance, session, number)))
-            others[number % 3].send_multipart(wrong(chance, session, number))
+            others[number % 3].send_multipart(invalid_frames(chance, session, number))
         for dealer in (insider, *others):
             dealer.close()
 

@@ -66,11 +66,11 @@ Calls = list[tuple[str, tuple[Any, ...]]]
 
 
 @contextlib.contextmanager
-def noting(*kinds: Any, copies: bool = True) -> Iterator[dict[Any, tuple[Any, Calls]]]:
+def recording(*kinds: Any, copies: bool = True) -> Iterator[dict[Any, tuple[Any, Calls]]]:
     """Record the calls of some classes' roles; give, by role, a copy of its first state and its calls in order."""
     incarnations: dict[Any, tuple[Any, Calls]] = {}
 
-    def noted(name: str, right: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(name: str, right: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any) -> Any:
             if self not in incarnations:
                 incarnations[self] = copy.deepcopy(self) if copies else None, []
@@ -83,11 +83,11 @@ def noting(*kinds: Any, copies: bool = True) -> Iterator[dict[Any, tuple[Any, Ca
         for kind in kinds:
             for name in ("start", "on_message", "on_timer", "on_call"):
                 if hasattr(kind, name):
-                    patch.setattr(kind, name, noted(name, getattr(kind, name)))
+                    patch.setattr(kind, name, recorded(name, getattr(kind, name)))
         yield incarnations
 
 
-def wrong(sender: Peer, message: Message, chance: random.Random) -> bytes:
+def invalid_frame(sender: Peer, message: Message, chance: random.Random) -> bytes:
     """Return the frame of a peer's message with a change of the contents, of their encoding or of any byte."""
     fields, frames = json.loads(json.dumps(message.fields)), [bytes(frame) for frame in message.frames]
     place = chance.randrange(2 * len(frames)) if frames else len(frames)
@@ -117,7 +117,7 @@ def wrong(sender: Peer, message: Message, chance: random.Random) -> bytes:
 def test_no_message_of_a_peer_makes_a_role_fail() -> None:
     """Replay the messages of runs with deaths and restarts of the coordinator, mixed with changed messages."""
     chance = random.Random(0)
-    with noting(Coordinator, Participant) as incarnations:
+    with recording(Coordinator, Participant) as incarnations:
         for seed in range(RUNS):
             control.run(*control.drawn(seed), seed)
     dropped = 0
@@ -128,7 +128,7 @@ def test_no_message_of_a_peer_makes_a_role_fail() -> None:
                 rare = message.kind in ("leave", "stop", "view")
                 for _ in range(CHANGES if rare else chance.random() < 0.02):
                     try:
-                        role.on_message(now, *parse(wrong(sender, message, chance)))
+                        role.on_message(now, *parse(invalid_frame(sender, message, chance)))
                     except ControlError:
                         dropped += 1
             with contextlib.suppress(ControlError):
@@ -164,7 +164,7 @@ class Attack:
         some = self.random.choice([SGD, ADAMW])
         self.run = Servers(specify(some, 2, servers=2, replication=2, slice_bytes=1 << 12, **options))
         self.bounds = Bounds(1 << 20, len(self.run.slices))
-        with noting(Server, copies=False) as incarnations:
+        with recording(Server, copies=False) as incarnations:
             self.begin()
         self.heard: list[tuple[int, Header, bytes]] = [
             (number, header, bytes(payload))

@@ -29,7 +29,7 @@ def test_joiners_get_places_while_places_are_free():
 
 def test_training_does_not_wait_for_a_joiner():
     run = Run(2, 1, max_joiners=2, supervised=False)
-    peer, _ = run.joins()
+    peer, _ = run.start_joiner()
     members = [run.member("server", 0), *(run.member("worker", number) for number in range(2))]
     run.strike("pause", peer, 60.0)
     run.passes(40.0)
@@ -40,7 +40,7 @@ def test_training_does_not_wait_for_a_joiner():
 def test_a_joiner_is_let_in_after_a_boundary_with_the_boundarys_result():
     run, first, second = in_epoch(max_joiners=2)
     with run.loses(lambda send: send.message.kind == "view"):
-        peer, started = run.joins()
+        peer, started = run.start_joiner()
         run.passes(2.0)
         assert started.value is None, "a joiner is not let in before all members have its view"
     run.passes(3.0)
@@ -62,7 +62,7 @@ def test_a_joiner_is_not_let_in_after_a_later_collective():
     run, first, second = in_epoch(max_joiners=2)
     for worker in (first, second):
         run.collect(worker)
-    peer, started = run.joins()
+    peer, started = run.start_joiner()
     run.passes(2.0)
     assert started.value is None
     for worker in (first, second):
@@ -71,7 +71,7 @@ def test_a_joiner_is_not_let_in_after_a_later_collective():
     assert (started.fields["sequence"], started.fields["admitted"]) == (3, [2])
     assert "midway" not in started.fields
     # The next joiner waits until the joiner that was let in at the boundary has begun.
-    _, started = run.joins()
+    _, started = run.start_joiner()
     run.passes(2.0)
     assert started.value is None
     run.call(first, "epoch", epoch=1, samples=10, chunk=1)
@@ -85,7 +85,7 @@ def test_a_waiting_joiner_hears_of_the_end_of_the_run():
     run, first, second = in_epoch(max_joiners=2)
     for worker in (first, second):
         run.collect(worker)
-    peer, _ = run.joins()
+    peer, _ = run.start_joiner()
     for worker in (first, second):
         run.call(worker, "leave")
     ended = run.ended(peer)
@@ -98,7 +98,7 @@ def test_a_waiting_joiner_hears_of_the_end_of_the_run():
 def test_the_record_of_joiners_does_not_grow_with_epochs():
     run, *_ = in_epoch(max_joiners=1)
     for incarnation in range(50):
-        peer, _ = run.joins()
+        peer, _ = run.start_joiner()
         assert peer.incarnation == incarnation
         run.call(peer, "leave")
     roster = run.coordinator.roster
@@ -107,9 +107,9 @@ def test_the_record_of_joiners_does_not_grow_with_epochs():
     assert not roster.history.faults
 
 
-def comes_back(run: Run, worker: Peer, midway: bool = True) -> Answer:
+def restart(run: Run, worker: Peer, midway: bool = True) -> Answer:
     """Kill a worker, start it again, let it ask to be let in, and return the result of its request."""
-    run.died(worker, replaced=True)
+    run.report_death(worker, replaced=True)
     again = run.member(worker.role, worker.id, worker.incarnation + 1)
     answer = run.collect(again, "start", seal=True, **({MIDWAY: True} if midway else {}))
     run.passes(2.0)
@@ -121,7 +121,7 @@ def test_a_restarted_worker_waits_for_the_next_boundary(why: str) -> None:
     run, first, second = in_epoch()
     if why != "it cannot come midway":
         run.call(first, "epoch", epoch=1, samples=10, chunk=1)
-    start = comes_back(run, second, midway=why != "it cannot come midway")
+    start = restart(run, second, midway=why != "it cannot come midway")
     assert start.value is None
     run.collect(first, "boundary", boundary=True)
     run.passes(2.0)
@@ -133,7 +133,7 @@ def test_a_restarted_worker_waits_for_a_boundary_if_the_last_boundary_let_a_join
     run, first, second = in_epoch(max_joiners=1)
     for peer in (first, second):
         run.collect(peer)
-    joined, _ = run.joins()
+    joined, _ = run.start_joiner()
     for peer in (first, second):
         run.call(peer, "epoch", epoch=1, samples=10, chunk=1)
         run.collect(peer, "boundary", boundary=True)
@@ -141,7 +141,7 @@ def test_a_restarted_worker_waits_for_a_boundary_if_the_last_boundary_let_a_join
     for peer in (first, second, joined):
         run.collect(peer, "admitted")
     assert run.coordinator.dispatcher.may_join(1)
-    assert comes_back(run, second).value is None
+    assert restart(run, second).value is None
 
 
 def test_a_joiner_does_not_replace_an_expected_worker():

@@ -111,6 +111,6 @@ def test_a_server_restarted_in_the_first_round_gets_the_initial_values(tmp_path:
         worker, (value,) = run.joined()
         value.sub_(1.0)
         run.kill(0)
-        run.serve_again(0)
+        run.replace_server(0)
         run.step(worker, [value])
     torch.testing.assert_close(value, torch.full_like(value, -0.5))

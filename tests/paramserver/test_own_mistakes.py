@@ -70,7 +70,7 @@ class OfThisFile(torch.optim.SGD):
     """An optimizer whose name a server cannot import."""
 
 
-def specified(member: Membership, kind: type[torch.optim.Optimizer] = torch.optim.SGD) -> None:
+def publish_specification(member: Membership, kind: type[torch.optim.Optimizer] = torch.optim.SGD) -> None:
     """Publish a worker's specification of the training."""
     parameter = nn.Parameter(torch.zeros(40))
     optimizer = kind([parameter], lr=0.5)  # type: ignore[call-arg]
@@ -78,7 +78,7 @@ def specified(member: Membership, kind: type[torch.optim.Optimizer] = torch.opti
     Collectives(member).put(specification.to_json())
 
 
-def ends(member: Membership, failed: Handle) -> str:
+def reason_of_the_end(member: Membership, failed: Handle) -> str:
     """Wait until a process has failed, and return the reason with which the run then ends at once for a worker."""
     until(lambda: failed.poll() is not None)
     assert failed.poll() == 1
@@ -92,8 +92,8 @@ def test_a_failing_server_shows_its_traceback_and_is_named(
 ) -> None:
     monkeypatch.setattr(ServerService, "run", slip(KeyError))  # The forked server inherits the patch.
     with processes(tmp_path) as (member, _, server):
-        specified(member)
-        assert ends(member, server) == "server 0 failed: KeyError: 'a slip of ours'"
+        publish_specification(member)
+        assert reason_of_the_end(member, server) == "server 0 failed: KeyError: 'a slip of ours'"
     errors = capfd.readouterr().err
     assert "Traceback" in errors
     assert "KeyError: 'a slip of ours'" in errors
@@ -105,8 +105,8 @@ def test_a_server_without_the_optimizers_class_ends_and_names_it(
     """Check without a supervision: ranks that another program has started have none."""
     OfThisFile.__module__ = "a_script"
     with processes(tmp_path) as (member, _, server):
-        specified(member, OfThisFile)
-        reason = ends(member, server)
+        publish_specification(member, OfThisFile)
+        reason = reason_of_the_end(member, server)
     for text in (reason, capfd.readouterr().err):
         assert "optimizer a_script.OfThisFile: the server cannot import this class; define it at the top level" in text
 
@@ -118,7 +118,7 @@ def test_a_failing_coordinator_shows_its_traceback_and_tells_all(
     monkeypatch.setattr(Coordinator, "on_message", lambda *args: slip(TypeError)() if now.exists() else right(*args))
     with processes(tmp_path) as (member, coordinator, server):
         now.touch()
-        assert ends(member, coordinator) == "the coordinator failed: TypeError: a slip of ours"
+        assert reason_of_the_end(member, coordinator) == "the coordinator failed: TypeError: a slip of ours"
         until(lambda: server.poll() is not None)
         assert server.poll() == 1
     errors = capfd.readouterr().err

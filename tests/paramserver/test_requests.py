@@ -9,26 +9,26 @@ pytestmark = pytest.mark.light
 HERE, THERE = Peer("worker", 0), Peer("coordinator", 0)
 
 
-def probes_at_which_it_is_sent(size: int, probes: int) -> list[int]:
+def probes_before_an_answer(size: int, probes: int) -> list[int]:
     """Return the numbers of the probes after which an answer of `size` bytes is sent, if every answer is lost."""
     asking, answering = Asking(THERE, {}), Answering()
     sent = []
 
-    def hand_over(number: int, effects: list) -> None:
+    def deliver(number: int, effects: list) -> None:
         for effect in effects:
             if not isinstance(effect, Send):
                 continue
             if effect.message.kind == "probe":
                 for reply in answering.probe(HERE, effect.message):
-                    hand_over(number, asking.on_reply(0.0, reply.message)[1])
+                    deliver(number, asking.on_reply(0.0, reply.message)[1])
                 continue
             assert answering.accept(HERE, effect.message)
             answering.answer(HERE, Message(DONE, {}, [bytes(size)], effect.message.request))
             sent.append(number)
 
-    hand_over(0, asking.ask(0.0, "values", {}))
+    deliver(0, asking.ask(0.0, "values", {}))
     for number in range(1, probes + 1):
-        hand_over(number, asking.on_timer(0.0))
+        deliver(number, asking.on_timer(0.0))
     return sent
 
 
@@ -37,7 +37,7 @@ def probes_at_which_it_is_sent(size: int, probes: int) -> list[int]:
 )
 def test_a_large_answer_is_repeated_at_growing_intervals(size: int, sent: list[int]) -> None:
     """Probe every second: an answer that takes a minute to arrive is repeated four times instead of sixty times."""
-    assert probes_at_which_it_is_sent(size, 64) == sent
+    assert probes_before_an_answer(size, 64) == sent
 
 
 def test_records_of_large_answers_end_with_the_answers() -> None:

@@ -26,7 +26,7 @@ BEAT = 1.0  # seconds
 SETTINGS = CoordinatorSettings("here", 2, 0)
 
 
-def follows(store: JournalStore, most: int = 10_000) -> Coordinator:
+def restarted(store: JournalStore, most: int = 10_000) -> Coordinator:
     """Return a new coordinator that has read a journal."""
     return Journaled(Coordinator(SETTINGS), store, follows=True, most=most).coordinator
 
@@ -37,7 +37,7 @@ def epoch(number: int) -> Message:
     return Message("epoch", fields, (b"x",), number)
 
 
-def told(store: JournalStore, most: int = 10_000, count: int = 6) -> Journaled:
+def with_epochs(store: JournalStore, most: int = 10_000, count: int = 6) -> Journaled:
     """Return a coordinator with two registered workers, of which one has begun some epochs."""
     role = Journaled(Coordinator(SETTINGS), store, most=most)
     role.start(0.0)
@@ -66,29 +66,29 @@ def test_the_time_without_a_coordinator_does_not_count_as_silence() -> None:
 def test_a_large_journal_is_rewritten_when_it_has_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the largest size: twice the state and one message, plus the bytes that are always allowed."""
     monkeypatch.setattr(journal, "MOST_BYTES", 1 << 12)
-    sheet, sizes = toys.Sheet(), []
-    role = told(sheet, count=2)
+    store, sizes = toys.MemoryJournal(), []
+    role = with_epochs(store, count=2)
     for number in range(2, 60):
         fields, text = {"session": 0, "floor": number}, bytes(1 << (14 if number == 2 else 13))
         role.on_message(9.0, Peer("worker", 0), Message("put", fields, (text,), number))
-        sizes.append(len(sheet.read()))
+        sizes.append(len(store.read()))
     assert max(sizes) < 2 * (len(pickle.dumps(role.coordinator)) + (1 << 14)) + (1 << 12)
     assert 4 < sum(after < before for before, after in pairwise(sizes)) < 30, "the journal is rewritten now and then"
-    assert differing(role.coordinator, follows(sheet)) is None
+    assert differing(role.coordinator, restarted(store)) is None
 
 
 @pytest.mark.parametrize("where", range(-29, 0, 3))
 def test_a_last_record_with_a_changed_byte_is_ignored(where: int) -> None:
-    sheet, other = toys.Sheet(), toys.Sheet()
-    told(sheet)
-    told(other, count=5).on_message(7.0, Peer("worker", 0), epoch(5))
-    contents = bytearray(sheet.read())
+    store, other = toys.MemoryJournal(), toys.MemoryJournal()
+    with_epochs(store)
+    with_epochs(other, count=5).on_message(7.0, Peer("worker", 0), epoch(5))
+    contents = bytearray(store.read())
     contents[where] ^= 1
-    sheet.replace(bytes(contents))
-    assert differing(follows(sheet), follows(other)) is None
+    store.replace(bytes(contents))
+    assert differing(restarted(store), restarted(other)) is None
 
 
-def played() -> list[str]:
+def trace_of_a_run() -> list[str]:
     """Return the trace of a run in which many messages are lost."""
     plan = Plan(workers=3, servers=3, survivable=1, restarts=1, epochs=3, max_joiners=2)
     outcome = run(plan, Network(7, 1.0, tcp=False, rate=0.05), 7, traced=True)
@@ -99,9 +99,9 @@ def played() -> list[str]:
 def test_runs_do_not_depend_on_the_hash_seed() -> None:
     """Compare two processes: a coordinator that reads another coordinator's journal must reach the same state."""
     environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)}
-    command = [sys.executable, "-c", "import test_restart; print(*test_restart.played(), sep='\\n')"]
+    command = [sys.executable, "-c", "import test_restart; print(*test_restart.trace_of_a_run(), sep='\\n')"]
     other = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
-    assert other.stdout.splitlines() == played()
+    assert other.stdout.splitlines() == trace_of_a_run()
 
 
 # The file
@@ -111,9 +111,9 @@ def test_a_journal_file_is_private_and_replaced_atomically(tmp_path: Path, monke
     path = tmp_path / "journal"
     path.write_bytes(b"of a previous run")
     file = JournalFile(path)
-    role = told(file, most=7)
+    role = with_epochs(file, most=7)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert differing(role.coordinator, follows(JournalFile(path))) is None
+    assert differing(role.coordinator, restarted(JournalFile(path))) is None
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -122,14 +122,14 @@ def test_a_journal_file_is_private_and_replaced_atomically(tmp_path: Path, monke
     with pytest.raises(KeyboardInterrupt):
         file.replace(b"new")
     monkeypatch.undo()
-    assert differing(role.coordinator, follows(JournalFile(path))) is None
+    assert differing(role.coordinator, restarted(JournalFile(path))) is None
 
 
 def test_a_full_disk_does_not_end_the_run_and_leaves_no_partial_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "journal"
-    role = told(JournalFile(path), most=16)
+    role = with_epochs(JournalFile(path), most=16)
 
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
@@ -140,7 +140,7 @@ def test_a_full_disk_does_not_end_the_run_and_leaves_no_partial_journal(
             role.on_timer(20.0 + tick, "tick")
     assert capsys.readouterr().err.count("No space left on device): free disk space") == 1
     with pytest.raises(FileNotFoundError):
-        follows(JournalFile(path))
+        restarted(JournalFile(path))
     for tick in range(16):
         role.on_timer(30.0 + tick, "tick")
-    assert differing(role.coordinator, follows(JournalFile(path))) is None, "the whole journal was written again"
+    assert differing(role.coordinator, restarted(JournalFile(path))) is None, "the whole journal was written again"

@@ -194,7 +194,7 @@ CONTENTS: dict[str, Any] = ABOUT | {
 }  # fmt: skip
 
 
-def lies(known: int) -> list[tuple[Peer, Message]]:
+def forged_messages(known: int) -> list[tuple[Peer, Message]]:
     """Return every kind of message in the name of every member, with guessed process numbers and the known one."""
     names = [*(peer._replace(process=process) for peer in PLACES for process in (0, 1, known)), Peer(WATCHER, 0, 0, 1)]
     hello = Message("hello", CONTENTS | {"public_key": KeyPair.create().public}, (), 1)
@@ -227,7 +227,7 @@ def test_nobody_can_send_messages_in_the_name_of_a_member(key: str, monkeypatch:
         secure(liar, liar_keys, keys.public)
         liar.connect(service.endpoint)
         liar.send_multipart([b"", b"in two parts"])  # Invalid: a message is one frame.
-        claims = lies(victim.peer.process)
+        claims = forged_messages(victim.peer.process)
         if key == "a stranger's":
             me = Peer("server", 0, 0, fingerprint(liar_keys.public))
             claims.append((me, Message("hello", {**ABOUT, "public_key": liar_keys.public}, (), 1)))
@@ -259,7 +259,7 @@ def test_nobody_takes_the_place_of_a_living_member() -> None:
     later, hello = worker._replace(incarnation=1), Message("hello", ABOUT | {"public_key": ""}, request=1)
     run.coordinator.on_message(run.world.now, later, hello)
     assert run.members == [worker]
-    run.died(worker, replaced=True)
+    run.report_death(worker, replaced=True)
     run.coordinator.on_message(run.world.now, later, hello)
     assert run.members == [later]
 

@@ -151,7 +151,7 @@ SERVERS = (ServerInfo(0, "0", since=5), ServerInfo(1, "1", since=6))
 NEW: dict[str, Any] = MEMBER | {"given": False}
 
 
-def begins_to_lead(version: int, workers: int = 1) -> Servers:
+def servers_with_a_new_leader(version: int, workers: int = 1) -> Servers:
     """Return two servers with slices of a version and the last decision; the first server now leads."""
     run = Servers(specify(PLAIN, workers, servers=2))
     for number in range(2):
@@ -163,29 +163,29 @@ def begins_to_lead(version: int, workers: int = 1) -> Servers:
     return run
 
 
-def begins(run: Servers) -> list[int]:
+def first_steps(run: Servers) -> list[int]:
     """Return the steps with which the leader told workers to begin."""
     return [step for _, text, step in run.welcomes() if text.get("leader") and step]
 
 
 def test_a_newcomer_is_told_where_to_begin_once_all_workers_have_reported() -> None:
-    run = begins_to_lead(3, workers=2)
+    run = servers_with_a_new_leader(3, workers=2)
     run.say_hello(NEW, NO_STEP, worker=1)
     run.say_hello(NEW, NO_STEP, worker=1)
-    assert begins(run) == []
+    assert first_steps(run) == []
     run.say_hello(MEMBER, 3)
     run.say_hello(NEW, NO_STEP, worker=1)
-    assert begins(run) == [3, 3]
+    assert first_steps(run) == [3, 3]
 
 
 def test_a_newcomer_waits_a_bounded_time_for_silent_workers() -> None:
-    run = begins_to_lead(3, workers=2)
+    run = servers_with_a_new_leader(3, workers=2)
     for waited in (0.0, 1000.0, *[PATIENCE_SECONDS / 4] * 4):  # 1000 s: the machine slept, so workers could not report.
         run.say_hello(NEW, NO_STEP, worker=1)
-        assert begins(run) == []
+        assert first_steps(run) == []
         run.look(waited)
     run.say_hello(NEW, NO_STEP, worker=1)
-    assert begins(run) == [3]
+    assert first_steps(run) == [3]
 
 
 def test_a_vote_under_an_older_view_does_not_count() -> None:

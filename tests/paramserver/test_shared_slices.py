@@ -41,7 +41,7 @@ def gradients(step: int) -> list[Tensor | None]:
     return [gradient(index, step) if has_gradient(index, step) else None for index in range(len(SIZES))]
 
 
-def alone(run: PlainRoles) -> tuple[list[Tensor], dict[str, Any]]:
+def train_in_one_process(run: PlainRoles) -> tuple[list[Tensor], dict[str, Any]]:
     """Train in one process; return the values and the optimizer's state dict."""
     optimizer = torch.optim.SGD(run.parameters, lr=0.5, momentum=0.5)
     for step in range(STEPS):
@@ -64,7 +64,7 @@ def test_training_equals_one_process(tmp_path: Path, options: dict[str, Any]) ->
                 worker, [gradient(index, step) if has_gradient(index, step) else None for index in range(len(SIZES))]
             )
         state = worker.optimizer_state()
-        expected, expected_state = alone(run)
+        expected, expected_state = train_in_one_process(run)
     tolerance: dict[str, Any] = {"rtol": 1e-3, "atol": 2e-3} if "compression" in options else {}
     for value, right in zip(values, expected, strict=True):
         torch.testing.assert_close(value, right, **tolerance)

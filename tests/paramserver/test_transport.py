@@ -41,7 +41,7 @@ def header(sequence: int, length: int = 0) -> Header:
     return Header(Kind.PUSH, 0, SESSION, sequence, length=length)
 
 
-def came(far: Socket) -> list[list[Received]]:
+def received_frames(far: Socket) -> list[list[Received]]:
     """Return the received messages, one list for each frame."""
     inbox = Inbox(far, SESSION, routed=True, encrypted=False)
     bundles = []
@@ -59,14 +59,14 @@ def test_small_messages_wait_for_the_next_and_for_a_flush() -> None:
         bundle = Bundle(near)
         for number in (1, 2):
             bundle.send(header(number, 3), b"abc", wait=True)
-        assert came(far) == []
+        assert received_frames(far) == []
         bundle.send(header(3))
         bundle.send(header(4), b"", wait=True)
         bundle.send(header(5, LARGE), bytes(LARGE), wait=True)
         bundle.send(header(6), b"", wait=True)
         bundle.flush()
         bundle.flush()
-        bundles = came(far)
+        bundles = received_frames(far)
         assert [numbers(together) for together in bundles] == [[1, 2, 3], [4], [5], [6]]
         payloads = [bytes(message.payload) for together in bundles for message in together]
         assert payloads == [b"abc", b"abc", b"", b"", bytes(LARGE), b""]
@@ -79,7 +79,7 @@ def test_the_number_and_size_of_waiting_messages_are_bounded() -> None:
             bundle = Bundle(near)
             for number in range(count + 1):
                 bundle.send(header(number, size), bytes(size), wait=True)
-            assert [len(together) for together in came(far)] == [count]
+            assert [len(together) for together in received_frames(far)] == [count]
 
 
 def test_an_incomplete_message_is_refused() -> None:
@@ -87,7 +87,7 @@ def test_an_incomplete_message_is_refused() -> None:
     with pair() as (near, far):
         for frames in ([whole, whole], [b""], [whole[1:]], [short], [header(1, LARGE).pack() + b"a"]):
             near.send_multipart(frames)
-            (received,) = came(far)
+            (received,) = received_frames(far)
             with pytest.raises(InvalidMessageError):
                 numbers(received)
 
@@ -100,7 +100,7 @@ def test_a_header_without_its_payload_does_not_take_another_message_as_payload()
         near.send(header(3, LARGE).pack())
         near.send(bytes(LARGE))
         near.send(bytes(LARGE))
-        none, second, still, third, alone = came(far)
+        none, second, still, third, alone = received_frames(far)
     assert none == still == []
     assert (numbers(second), numbers(third)) == ([2], [3])
     with pytest.raises(InvalidMessageError):

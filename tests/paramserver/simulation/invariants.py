@@ -77,7 +77,7 @@ class Invariants:
             self._incarnations[worker.id] = worker.incarnation
         if self._views.setdefault(view.number, text) != text:
             raise ViolationError(f"11: view {view.number} is {text}, and was {self._views[view.number]}")
-        for server in filter(self._knows_itself, view.servers):
+        for server in filter(self._has_seen_itself, view.servers):
             if self._since.setdefault(server.endpoint, server.since) != server.since:
                 raise ViolationError(f"11: server {server.id} goes on, but counts as a new server in {text}")
         if view.workers and self._sealed_at is None:
@@ -86,7 +86,7 @@ class Invariants:
         if servers != self._servers:
             self._servers = servers
 
-    def _knows_itself(self, server: ServerInfo) -> bool:
+    def _has_seen_itself(self, server: ServerInfo) -> bool:
         """Whether a server's process still runs and has received a view that names the server."""
         role = self._world.processes[SERVER, server.id].role
         view = role.view if isinstance(role, Participant) else None
@@ -195,7 +195,7 @@ class Invariants:
                     raise ViolationError(f"12: {peer} is not in the result of its collective {sequence}")
 
     def _check_ends(self) -> None:
-        victims = self._victims() | self._unheard()
+        victims = self._victims() | self._ended_between_coordinators()
         over = self._world.processes["coordinator", 0].ended is not None
         workers = [self._world.processes[WORKER, worker] for worker in range(self._settings.workers)]
         reasons = {worker.ended.reason for worker in workers if worker.ended is not None}
@@ -208,13 +208,13 @@ class Invariants:
             # A process that is cut off can only name the peer that it does not hear.
             named = {*victims, "the coordinator"} if str(process.peer) in victims else victims
             named = {*named, "was silent"} if "coordinator" in victims else named
-            named = {*named, "did not appear"} if self._could_not_be_reached() else named
+            named = {*named, "did not appear"} if self._coordinator_was_unreachable() else named
             if not any(victim in ended.reason for victim in named):
                 raise ViolationError(f"17: {process} ends without naming a cause: {ended.reason}; victims: {victims}")
             if not self._is_needed(process, victims):
                 raise ViolationError(f"17: {process} ends without need: {ended.reason}; victims: {victims}")
 
-    def _unheard(self) -> set[str]:
+    def _ended_between_coordinators(self) -> set[str]:
         """Return the processes that ended because a coordinator was killed again before all had heard from it."""
         kills = sorted(fault.at for fault in self._world.faults.timed if fault[:2] == ("kill", "coordinator"))
         if all(after - before > self._settings.timeout for before, after in pairwise(kills)):
@@ -230,7 +230,7 @@ class Invariants:
         victims = victims - {f"{WORKER} {settings.workers + worker}" for worker in range(settings.max_joiners)}
         if any(victim.startswith(WORKER) and self._struck_before_training(victim) for victim in victims):
             return True
-        if any(self._never_came(victim, process) for victim in victims):
+        if any(self._never_appeared(victim, process) for victim in victims):
             return True
         if victims | {str(worker) for worker in self._toys.log.left} >= {
             f"{WORKER} {worker}" for worker in range(settings.workers)
@@ -256,23 +256,25 @@ class Invariants:
             for fault in self._world.faults.timed
         )
 
-    def _never_came(self, victim: str, process: Process) -> bool:
+    def _never_appeared(self, victim: str, process: Process) -> bool:
         """Whether a member was cut off during all the time that it had to appear, or died with its supervision."""
         assert process.ended is not None
         nodes = [node for place, node in self._toys.hosts.items() if _name(*place) == victim]
         return f"{victim} did not appear" in process.ended.reason and any(
-            fault.id in nodes if fault.kind == "crash" else _name(*fault[1:3]) == victim and fault.seconds > self._long
+            fault.id in nodes
+            if fault.kind == "crash"
+            else _name(*fault[1:3]) == victim and fault.seconds > self._too_long
             for fault in self._world.faults.timed
         )
 
     @property
-    def _long(self) -> float:
+    def _too_long(self) -> float:
         """Duration of a cut, in seconds, from which on a process that is cut off from the start cannot register."""
         return self._settings.appear - self._settings.timeout / 2
 
-    def _could_not_be_reached(self) -> bool:
+    def _coordinator_was_unreachable(self) -> bool:
         """Whether the coordinator was cut off during all the time that the other processes had to appear."""
-        return any(fault.role == "coordinator" and fault.seconds > self._long for fault in self._world.faults.timed)
+        return any(fault.role == "coordinator" and fault.seconds > self._too_long for fault in self._world.faults.timed)
 
     def _joins(self, peer: Peer) -> bool:
         """Whether a process is a joiner."""

@@ -51,7 +51,7 @@ class Log:
     idle: set[Peer] = field(default_factory=set)
 
 
-class Sheet:
+class MemoryJournal:
     """A journal that outlives a simulated process."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Toys:
         self.plan = plan
         self._seed = seed
         self._draws = 0
-        self._sheet = Sheet()
+        self._journal = MemoryJournal()
         self.hosts: dict[tuple[str, int], int] = {("coordinator", 0): 0}
         world.on_node = lambda node: [world.processes[place] for place in self.hosts if self.hosts[place] == node]
 
@@ -114,11 +114,11 @@ class Toys:
         role: Coordinator | Journaled = coordinator
         if self.plan.restarts:
             if incarnation and draw(self._seed, WRITTEN, incarnation) < 0.5:
-                self._sheet.tear(draw(self._seed, WRITTEN, incarnation, 1))
+                self._journal.tear(draw(self._seed, WRITTEN, incarnation, 1))
             most = 1 + int(100 * draw(self._seed, WRITTEN, 0, 1))
             if draw(self._seed, WRITTEN) < 0.5:
                 most = MOST_RECORDS
-            role = Journaled(coordinator, self._sheet, incarnation > 0, most)
+            role = Journaled(coordinator, self._journal, incarnation > 0, most)
             coordinator = role.coordinator
         if incarnation and (differs := differing(self.coordinator, coordinator)):
             raise ViolationError(f"20: the next coordinator differs from the killed coordinator: {differs}")
