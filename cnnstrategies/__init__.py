@@ -1,8 +1,9 @@
-"""Train any CNN on several devices; one line of YAML chooses how the work is divided.
+"""Train any CNN on several devices. One line of YAML selects the strategy that divides the work.
 
-Importing the package registers its strategies with Lightning: at once, or as soon as Lightning is imported. So a
-command that needs neither Lightning nor torch, such as help, starts without them. Ctrl-C before the command line has
-begun shows Python's traceback, so this module imports nothing that takes milliseconds.
+If Lightning is already imported, importing this package registers the package's strategies immediately. Otherwise the
+strategies are registered as soon as Lightning is imported. Commands that need neither Lightning nor torch, such as
+help, therefore start quickly. This module must not import anything that takes milliseconds: until the command line has
+started, Ctrl-C would show a traceback.
 """
 
 import importlib
@@ -38,13 +39,13 @@ def __getattr__(name: str) -> object:
 
 
 class AfterImport:
-    """A finder of modules that calls a function as soon as a module has been imported.
+    """Import hook that calls a function as soon as a module has been imported, and then removes itself.
 
-    It finds the module once, with the help of the other finders, and then removes itself.
+    The hook is an entry of ``sys.meta_path``. It uses the other entries to find the module.
 
     Args:
         name: Name of the module.
-        action: The function.
+        action: Function to call after the import.
     """
 
     def __init__(self, name: str, action: Callable[[], object]) -> None:

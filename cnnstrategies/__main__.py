@@ -1,4 +1,4 @@
-"""``python -m cnnstrategies``: the command line without an installed script, for jobs and launchers."""
+"""Entry point of ``python -m cnnstrategies``, for jobs and launchers where ``cnnstrategies`` is not on the PATH."""
 
 from cnnstrategies.cli import main
 

@@ -1,9 +1,9 @@
-"""The private names of jsonargparse that this package needs, and caches for functions that repeat their work.
+"""Private names of jsonargparse that this package needs, and caches for slow functions of jsonargparse.
 
-A start of the command line looks for an option by its name six thousand times, and each time walks through all options.
-It splits about twenty thousand keys, and looks up the import paths of Python's own types thousands of times. Together
-this was more than a third of a start. jsonargparse has no public way to avoid it. `tests/commands/test_parser.py`
-notices if the private names change.
+When the command line starts, jsonargparse searches for an option by its name six thousand times, each time among all
+options. It splits about twenty thousand keys, and determines the import paths of Python's built-in types thousands of
+times. Without caches this took more than a third of the start-up time. jsonargparse has no public way to avoid it.
+`tests/commands/test_parser.py` fails if the private names change.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,12 @@ from weakref import WeakKeyDictionary
 from jsonargparse import Namespace, _core, _namespace, _subcommands, _typehints, _util
 
 PYTHON_MODULES = ("abc", "builtins", "types", "typing")
-# jsonargparse's own names.
+# The original functions and classes of jsonargparse.
 find_option = _subcommands.find_action_and_subcommand
 split_key = Namespace._parse_key
-import_path = _util.get_import_path  # as it stands in the configurations that jsonargparse writes
-NestedArg: Any = _util.NestedArg  # the value of --class.argument, with the argument's name as its key
+import_path = _util.get_import_path  # Returns the import path that jsonargparse writes into configurations.
+# Class of a value that the user set with --class.argument. It holds the argument's name and value.
+NestedArg: Any = _util.NestedArg
 adapt: Any = _typehints.adapt_typehints
 
 _import_path_of_python_types = lru_cache(import_path)
@@ -26,7 +27,8 @@ _options_by_parser: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 def _find(parser: Any, dest: str, exclude: Any = None) -> Any:
-    if getattr(parser, "_subcommands_action", None) is not None:  # The subcommand's parser has the options.
+    # The parsers of the subcommands have the options, so nothing is cached for the parser that has the subcommands.
+    if getattr(parser, "_subcommands_action", None) is not None:
         return find_option(parser, dest, exclude)
     options = _options_by_parser.setdefault(parser, {})
     key = (len(parser._actions), dest, exclude)
@@ -37,7 +39,12 @@ def _find(parser: Any, dest: str, exclude: Any = None) -> Any:
 
 @lru_cache(maxsize=8192)
 def _split(key: str) -> tuple[list[str], str, str] | None:
-    """Return a key's parents, its last part, and the parents as one text; None if jsonargparse would refuse the key."""
+    """Split a key such as ``a.b.c`` at the dots.
+
+    Returns:
+        The parents as a list (``a``, ``b``), the last name (``c``), and the parents' key (``a.b``); None if
+        jsonargparse does not accept the key.
+    """
     parts = key.split(".")
     if " " in key or not all(parts):
         return None
@@ -46,7 +53,11 @@ def _split(key: str) -> tuple[list[str], str, str] | None:
 
 
 def parse_key(self: Namespace, key: str) -> tuple[str, Namespace | None, str]:
-    """Return a key's last part, the namespace that has it, and the key of that namespace, as ``split_key`` does."""
+    """Split a key like jsonargparse's function ``split_key``, but faster.
+
+    Returns:
+        The last name of a key, the namespace that contains this name, and the key of that namespace.
+    """
     split = _split(key) if isinstance(key, str) else None
     if split is None:
         return split_key(self, key)
@@ -54,7 +65,8 @@ def parse_key(self: Namespace, key: str) -> tuple[str, Namespace | None, str]:
     inner: Any = self
     for part in parents:
         inner = vars(inner).get(part)
-        if not isinstance(inner, Namespace):  # The namespace does not exist yet, or the value is something else.
+        # jsonargparse itself handles a key whose namespace does not exist yet, or has a value of a different type.
+        if not isinstance(inner, Namespace):
             return split_key(self, key)
     return last, inner, parent_key
 
@@ -65,7 +77,10 @@ def _import_path(value: Any) -> str | None:
 
 
 def remember() -> None:
-    """Make jsonargparse look for each option once, until its parser gets another option, and split each key once."""
+    """Install the caches. jsonargparse then searches for each option, and splits each key, only once.
+
+    After an option has been added to a parser, the parser's options are searched again.
+    """
     for module in (_core, _subcommands):
         module.find_action_and_subcommand = _find  # type: ignore[attr-defined]
     Namespace._parse_key = parse_key  # type: ignore[method-assign]
@@ -73,11 +88,12 @@ def remember() -> None:
 
 
 def pass_values_through(kind: type, change: Callable[[Any, Any], tuple[Any, Any]]) -> None:
-    """Pass values of a class through a function before jsonargparse reads them.
+    """Make jsonargparse call a function on each value for a type before it parses the value.
 
     Args:
-        kind: Annotation of the parameters, also as a part of a union.
-        change: Takes a value and the earlier value that it changes; returns both in the form for jsonargparse.
+        kind: Annotation of the parameters, which may also be a member of a union.
+        change: Function that takes the value and the previous value of the parameter, and returns both in the form that
+            jsonargparse expects.
     """
 
     def changed(val: Any, typehint: Any, *, prev_val: Any = None, **kwargs: Any) -> Any:

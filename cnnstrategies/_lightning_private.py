@@ -1,7 +1,7 @@
-"""The private Lightning names that this package needs, each with the reason.
+"""Private names of Lightning that this package needs, each with the reason why it is needed.
 
-A test fails when one of the names changes; `tests/test_lightning_private.py` has tests for names that no other test
-would notice.
+If Lightning changes one of the names, a test fails. `tests/test_lightning_private.py` tests the names for which no
+other test would fail.
 """
 
 import subprocess
@@ -25,13 +25,18 @@ from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
 
-__all__ = ["GlobalState", "MultiProcessingLauncher", "ScriptLauncher"]  # classes, in addition to the functions below
+# Lightning's private classes, which this module exports under public names.
+__all__ = ["GlobalState", "MultiProcessingLauncher", "ScriptLauncher"]
 
 
 def acts_within_epochs(callback: Callback) -> str | None:
-    """Return the argument by which a callback of Lightning makes ranks act together between batches; None without one.
+    """Return the argument because of which a Lightning callback needs all ranks to be at the same step within an epoch.
 
-    Such a callback saves a checkpoint or stops the run within an epoch.
+    A ModelCheckpoint that saves within an epoch, and a Timer that stops the run within an epoch, have such an argument.
+    For other callbacks the result is None.
+
+    Returns:
+        The argument and its value as a text, for an error message.
     """
     if isinstance(callback, ModelCheckpoint):
         if callback._every_n_train_steps:
@@ -43,9 +48,10 @@ def acts_within_epochs(callback: Callback) -> str | None:
 
 
 def saves_in_epoch(callback: ModelCheckpoint, trainer: Trainer) -> float:
-    """Return how many checkpoints a callback saves in an epoch, on average.
+    """Return the mean number of checkpoints that a callback saves in an epoch.
 
-    Checkpoints at times of the clock, and within epochs of unknown length, are not counted.
+    Checkpoints that are saved at time intervals (``train_time_interval``), or within epochs of unknown length, are not
+    counted.
     """
     batches, every = trainer.num_training_batches, callback._every_n_train_steps * trainer.accumulate_grad_batches
     if every:
@@ -54,10 +60,11 @@ def saves_in_epoch(callback: ModelCheckpoint, trainer: Trainer) -> float:
 
 
 class BatchesKept(_DataConnector):
-    """Distributes the sampler inside a batch sampler, and keeps the size of the batches.
+    """Data connector that divides the sampler inside a batch sampler among the ranks, and keeps the batch size.
 
-    Lightning itself distributes the loader's sampler, which torch has made in addition, and uses the loader's batch
-    size. With torch's own `BatchSampler` the result is batches of one sample, or no batches.
+    Lightning's own connector divides ``loader.sampler``, which torch creates although the loader has a batch sampler,
+    and uses ``loader.batch_size``. With a torch ``BatchSampler`` the resulting batches have one sample, or there are no
+    batches.
     """
 
     @override
@@ -74,76 +81,79 @@ class BatchesKept(_DataConnector):
 
 
 def keep_batches(trainer: Trainer) -> None:
-    """Make a trainer distribute loaders with a batch sampler by :class:`BatchesKept`.
+    """Make a trainer use the data connector :class:`BatchesKept`.
 
-    A trainer has no argument for its connector.
+    Lightning's Trainer has no argument for the data connector, so the class of the existing connector is replaced.
     """
     trainer._data_connector.__class__ = BatchesKept
 
 
 def leave_samplers(trainer: Trainer) -> None:
-    """Make the trainer keep the loaders' own samplers, as with ``use_distributed_sampler=False``.
+    """Make the trainer keep the loaders' samplers, as with ``use_distributed_sampler=False``.
 
-    Only the strategy knows whether a DistributedSampler is needed, and the Trainer's argument is set before.
+    The strategy decides whether a DistributedSampler is needed, but the Trainer's argument must be set before the
+    strategy exists.
     """
     trainer._accelerator_connector.use_distributed_sampler = False
 
 
 def ask_of_sigterm(trainer: Trainer, ask: bool) -> None:
-    """Choose whether all ranks learn before each batch that rank 0 has received a SIGTERM.
+    """Turn Lightning's broadcast before each batch on or off, by which all ranks learn that rank 0 has got a SIGTERM.
 
-    Lightning broadcasts a tensor on the device and reads it, so the host waits for each step. The broadcast is useless
-    if Lightning's own handler of the signal has been replaced.
+    Lightning broadcasts a tensor on the device and reads its value, so that the host waits for the device in each step.
+    The broadcast is not needed if Lightning's signal handler has been replaced.
     """
     loop = trainer.fit_loop.epoch_loop
     if ask:
         loop.__dict__.pop("_broadcast_sigterm_tensor", None)
     else:
-        loop._broadcast_sigterm_tensor = bool  # type: ignore[method-assign, assignment]  # does nothing
+        loop._broadcast_sigterm_tensor = bool  # type: ignore[method-assign, assignment]  # `bool()` has no effect.
 
 
 def asks_of_sigterm(trainer: Trainer) -> bool:
-    """Whether all ranks learn of a SIGTERM by a broadcast before each batch; see :func:`ask_of_sigterm`."""
+    """Whether Lightning broadcasts before each batch that rank 0 has got a SIGTERM; see :func:`ask_of_sigterm`."""
     return "_broadcast_sigterm_tensor" not in trainer.fit_loop.epoch_loop.__dict__
 
 
 def built_by_cli() -> bool:
-    """Whether a LightningModule is being built from a configuration by LightningCLI.
+    """Whether LightningCLI is currently building a LightningModule from a configuration.
 
-    In that case `save_hyperparameters` records the configuration, which is plain data. Otherwise it records and
-    deep-copies the live objects. Lightning has no public way to distinguish the two cases.
+    ``save_hyperparameters`` then saves the configuration, which consists of plain values. Otherwise it saves deep
+    copies of the objects that were passed to the constructor. Lightning has no public way to distinguish these cases.
     """
     return _given_hyperparameters.get() is not None
 
 
 def check_start(method: str, device: torch.device) -> None:
-    """Refuse forking after CUDA was used, and spawning without a main guard.
+    """Refuse to fork after CUDA was initialised, and to spawn from a script without a main guard.
 
-    Lightning makes these checks in its `launch`, which the package's launchers replace. Lightning's check of CUDA also
-    sees a problem only in the forked processes.
+    Lightning makes these checks in its launchers' ``launch``, which the package's launchers override. Lightning's CUDA
+    check also fails only in the forked processes.
 
     Raises:
         ConfigurationError: Forked ranks could not use their GPUs.
+        RuntimeError: The script has no ``if __name__ == "__main__"``.
     """
     if method == "fork" and device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ConfigurationError(
-            "start_method=fork: this process has used a GPU, and processes forked from it cannot use one: set "
-            "start_method to spawn or popen, or use no GPU before"
+            "start_method=fork: this process has used a GPU, so processes that are forked from it cannot use a GPU: "
+            "set start_method to spawn or popen, or do not use a GPU before the run starts"
         )
     if method == "spawn":
         _check_missing_main_guard()
 
 
 def own_values(trainer: Trainer) -> set[str]:
-    """Return the names of logged values that come from this rank's batches only, because they are not reduced.
+    """Return the names of the logged values that cover only this rank's batches, because they are not reduced.
 
-    Only Lightning's table of results knows which values are reduced. The answer has a meaning only while several
-    processes train: one process reduces nothing.
+    Only Lightning's private table of results shows which values are reduced. The result is meaningful only if several
+    processes train, because a single process does not reduce any value.
     """
     names = set()
     for result in trainer.fit_loop._results.values():
         meta = result.meta
-        if not result.is_tensor:  # A metric reduces itself, except for the value of a step.
+        # A torchmetrics metric is reduced at the end of an epoch, so only its values of single steps are not reduced.
+        if not result.is_tensor:
             names |= {meta.forked_name(on_step=True)} if meta.on_step else set()
         elif not meta.sync.should:
             names |= {meta.name, meta.forked_name(on_step=True), meta.forked_name(on_step=False)}
@@ -151,46 +161,51 @@ def own_values(trainer: Trainer) -> set[str]:
 
 
 def script_command() -> list[str]:
-    """Return the command that started this program, for starting further ranks."""
+    """Return the command line with which this program was started, to start the other ranks with it."""
     return list(_basic_subprocess_cmd())
 
 
 def set_batches_that_stepped(trainer: Trainer, count: int) -> None:
-    """Make a trainer log as if it had made `count` optimizer steps; in public only loading a checkpoint does so."""
+    """Set the number of optimizer steps that a trainer uses for logging.
+
+    Without this private attribute, the number can be set only by loading a checkpoint.
+    """
     trainer.fit_loop.epoch_loop._batches_that_stepped = count
 
 
 def train_loader(trainer: Trainer) -> Any:
-    """Return a trainer's training loaders before the trainer has made them; None if it has no data.
+    """Return a trainer's training loaders before the trainer itself has created them.
 
-    They are the loaders given to ``fit``, or those of a hook, which is called.
+    The result is the loaders that were passed to ``fit``, or otherwise the result of calling the hook
+    ``train_dataloader``. It is None if the run has neither.
     """
     source = trainer.fit_loop._data_source
     return None if source.instance is None or not source.is_defined() else source.dataloader()
 
 
 def wrapped_sampler(wrapper: DistributedSamplerWrapper) -> Any:
-    """Return the user's sampler from inside Lightning's wrapper."""
+    """Return the user's sampler that Lightning has wrapped in a DistributedSamplerWrapper."""
     return wrapper.dataset._sampler  # type: ignore[attr-defined]
 
 
 def ranks_are_children(launcher: Any) -> bool:
-    """Whether a launcher spawns or forks all ranks, so that the process of the command line is not a rank.
+    """Whether a launcher spawns or forks all ranks. The process of the command line itself is then not a rank.
 
-    On several hosts rank 0 could then not serve the port that its parent has used to find the other hosts.
-    Lightning's public property distinguishes only fork from the other methods.
+    On several hosts, rank 0 could then not listen at the port that its parent process has used to find the other hosts.
+    Lightning's public property only tells whether processes are forked.
     """
     return isinstance(launcher, MultiProcessingLauncher)
 
 
 def end_observation(launcher: Any) -> list[subprocess.Popen[bytes]]:
-    """Stop Lightning from killing this process when a rank that it has started as a program has ended.
+    """Stop Lightning's observer thread, which kills this process when a rank that was started as a program has ended.
 
-    The other ranks need a moment to lose their connection and to end in order. Lightning's observer looks every 5 s at
-    the launcher's first list of ranks, and ends when that list is empty. The launcher keeps another list for `kill`.
+    Without the observer, the other ranks have time to notice the lost connection and to end properly. Every 5 s the
+    thread checks the list of processes that the launcher had at first, and it ends when this list is empty. This
+    function empties that list and gives the launcher a new list for ``kill``.
 
     Returns:
-        The ranks; an empty list if Lightning does not observe any.
+        The processes of the ranks; an empty list if Lightning's observer is not running.
     """
     observed = getattr(launcher, "procs", None) or []
     if not any(thread.name == "child-process-observer" for thread in threading.enumerate()):
@@ -203,5 +218,5 @@ def end_observation(launcher: Any) -> list[subprocess.Popen[bytes]]:
 
 
 def is_compiled_whole(module: LightningModule) -> bool:
-    """Whether a LightningModule was passed to ``torch.compile``: Lightning then uses the module with compiled steps."""
+    """Whether a whole LightningModule was passed to ``torch.compile``. Lightning then compiles the module's steps."""
     return vars(module).get("_compiler_ctx") is not None

@@ -1,7 +1,7 @@
-"""The private torch names that this package needs, each with the reason.
+"""Private names of torch that this package needs, each with the reason why it is needed.
 
-A test fails when one of the names changes; `tests/test_torch_private.py` has tests for names that no other test would
-notice.
+If torch changes one of the names, a test fails. `tests/test_torch_private.py` tests the names for which no other test
+would fail.
 """
 
 from collections.abc import Sequence
@@ -12,79 +12,85 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# A mode that sees every operation below autograd, and so also collectives, which no function mode sees.
+# Base class of modes that intercept operations below autograd. Unlike a `TorchFunctionMode`, such a mode also
+# intercepts collectives.
 OperationMode = TorchDispatchMode
-# The operation behind `Tensor.item`, `float` and `if`, for which the host waits for the device.
+# The operation that `Tensor.item`, `float(tensor)` and `if tensor` call, and for which the host waits for the device.
 READ = torch.ops.aten._local_scalar_dense.default
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target, with one call for all tensors."""
+    """Copy each source to the target at the same position, by one call of torch for all tensors."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
 def add_all(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """Add to each target its other tensor, with one call for all tensors."""
+    """Add each of ``others`` in place to the target at the same position, by one call of torch for all tensors."""
     torch._foreach_add_(list(targets), list(others))
 
 
 def put_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
     """Replace the tensor of a registered buffer.
 
-    An assignment does the same after a dozen checks, in about 20 microseconds: too long for each layer and microbatch.
+    An assignment has the same effect, but takes about 20 microseconds because of its checks. This is too long for an
+    operation on each layer and microbatch.
     """
     module._buffers[name] = buffer
 
 
 def measure_every_step(model: DistributedDataParallel) -> None:
-    """Make DDP's reducer time each step; on a GPU each forward then waits for the previous backward."""
+    """Make DDP measure the time of the all-reduce in each step.
+
+    On a GPU, each forward pass then waits for the previous backward pass.
+    """
     model._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[no-untyped-call]
 
 
 def measure_rarely(model: DistributedDataParallel) -> None:
-    """Make DDP's reducer time its first ten steps and then one in a hundred, which is the default."""
+    """Make DDP measure only its first ten steps and then every hundredth step, which is torch's default."""
     model._set_ddp_runtime_logging_sample_rate(100)  # type: ignore[no-untyped-call]
 
 
 def writes(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place; autograd counts this to find tensors that changed too early."""
+    """Return a tensor's version counter, which autograd increases at each in-place change of the tensor."""
     return tensor._version
 
 
 def communication_seconds(model: DistributedDataParallel) -> tuple[float, float]:
-    """Return the time of the last step's gradient all-reduce, and the part of it that overlapped with backward.
+    """Return the duration of the gradients' all-reduce in the last step, and how long it overlapped with backward.
 
-    DDP's reducer times the buckets with every communication hook. There is no public way: DDP accepts one hook, and
-    the user may need it.
+    DDP measures these times itself, also with a communication hook. Measuring them in a communication hook would be
+    public, but DDP accepts only one hook, which the user may need.
 
     Returns:
-        Seconds from the first bucket's start to the last bucket's end, and the seconds of these in which backward was
-        still computing.
+        Seconds from the start of the first bucket's all-reduce to the end of the last bucket's all-reduce, and the
+        number of these seconds in which the backward pass was still computing.
     """
     data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return data.get("backward_comm_time", 0) / 1e9, data.get("backward_compute_comm_overlap_time", 0) / 1e9
 
 
 def abort_all_groups() -> None:
-    """Abort NCCL's work in all groups, so that this process does not wait for a lost rank.
+    """Abort the NCCL operations of all process groups, so that this process does not wait for a lost rank.
 
-    The public ``ProcessGroup.abort`` aborts one group, and may wait for another group's work on the device.
+    The public ``ProcessGroup.abort`` aborts only one group, and may wait on the device for operations of other groups.
     """
     dist.distributed_c10d._abort_process_group()
 
 
 def put_module(parent: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace a submodule without calling the parent's own ``__setattr__``."""
+    """Replace a submodule without calling ``__setattr__``, which the parent's class may override."""
     parent._modules[name] = module
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module was returned by ``torch.compile``, or was compiled in its place by ``compile()``.
+    """Whether a module was returned by ``torch.compile``, or was compiled in place by its method ``compile()``.
 
-    The class that ``torch.compile`` returns is not public, and importing it takes seconds.
+    An ``isinstance`` check would need a private class of torch, whose import takes seconds.
     """
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
-# Attribute in which a SequentialLR or a ChainedScheduler holds its schedules, and key of their states in its state.
+# Name of the attribute in which SequentialLR and ChainedScheduler keep the list of their schedules, and key of this
+# list in their `state_dict`.
 PARTS_OF_A_SCHEDULE = "_schedulers"

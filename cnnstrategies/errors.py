@@ -1,17 +1,17 @@
-"""The error type for mistakes in a configuration, and the causes of an error."""
+"""Error type for mistakes in a configuration, and iteration over the causes of an error."""
 
 from collections.abc import Iterator
 
 
 class ConfigurationError(ValueError):
-    """A user's mistake in a configuration: the message names the value, why it is refused and the remedy.
+    """Error for a user's mistake in a configuration. The message names the value, the reason and the remedy.
 
-    The command line prints it as one line and exits with code 2; in Python it is an ordinary ``ValueError``.
+    The command line prints the message as one line and exits with code 2. In Python it is an ordinary ``ValueError``.
     """
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and then the chain of its causes, each once; chains can be circular."""
+    """Yield an error, its cause, the cause's cause and so on. Each error is yielded once, even in a circular chain."""
     link: BaseException | None = error
     seen: list[BaseException] = []
     while link is not None and all(link is not earlier for earlier in seen):

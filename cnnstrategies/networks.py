@@ -1,4 +1,4 @@
-"""CNNs that torchvision and timm do not have: two for small images, and the U-Net."""
+"""CNNs that are not in torchvision: two networks for small images, and the U-Net."""
 
 import itertools
 from collections import OrderedDict
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 
 class SmallCNN(nn.Sequential):
-    """A plain CNN for images from 8 x 8 pixels: convolution blocks, global average pooling, one linear layer.
+    """Plain CNN for small images: blocks of convolutions, global average pooling, and one linear layer.
 
-    Each block is two 3 x 3 convolutions with batch normalisation and ReLU; between blocks the image is halved by
-    max pooling. Input (N, in_channels, H, W), output (N, num_classes) logits.
+    A block has two 3 x 3 convolutions, each with batch normalisation and ReLU. Between blocks, max pooling halves the
+    height and width. The input is (N, in_channels, H, W), the output (N, num_classes) logits.
 
     Args:
         num_classes: Number of classes.
-        in_channels: Channels of the images: 1 for grey, 3 for colour.
-        widths: Channels of each block. H and W must be at least ``2 ** (len(widths) - 1)``.
-        dropout: Probability of dropping a feature before the linear layer.
+        in_channels: Number of channels of the images: 1 for greyscale, 3 for colour.
+        widths: Number of channels of each block. H and W must be at least ``2 ** (len(widths) - 1)``.
+        dropout: Dropout probability before the linear layer.
 
     Raises:
         ValueError: ``widths`` is empty.
@@ -33,7 +33,7 @@ class SmallCNN(nn.Sequential):
         dropout: float = 0.1,
     ) -> None:
         if not widths:
-            raise ValueError("SmallCNN got widths=[]: name the channels of at least one block, for example [32, 64]")
+            raise ValueError("SmallCNN got widths=[]: set the channels of at least one block, for example [32, 64]")
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         channels = in_channels
         for index, width in enumerate(widths):
@@ -51,9 +51,10 @@ class SmallCNN(nn.Sequential):
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions with a shortcut; if the shape changes, the shortcut subsamples and zero-pads.
+    """Residual block: two 3 x 3 convolutions and a shortcut without parameters.
 
-    This is option A of He et al. 2016, so the shortcut has no parameters.
+    If the shape changes, the shortcut subsamples the image and pads the channels with zeros (option A of He et al.
+    2016).
     """
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
@@ -72,16 +73,16 @@ class BasicBlock(nn.Module):
 
 
 class SmallResNet(nn.Sequential):
-    """The residual network for 32 x 32 images of He et al., "Deep Residual Learning for Image Recognition" (2016).
+    """Residual network for images of 32 x 32 pixels (He et al., "Deep Residual Learning for Image Recognition", 2016).
 
-    Section 4.2: one convolution, three groups of ``blocks`` residual blocks with 16, 32 and 64 channels, global
-    average pooling, one linear layer; depth ``6 * blocks + 2``. Input (N, in_channels, H, W), output
-    (N, num_classes) logits.
+    The network of section 4.2 has one convolution, three groups of ``blocks`` residual blocks with 16, 32 and 64
+    channels, global average pooling and one linear layer. Its depth is ``6 * blocks + 2``. The input is
+    (N, in_channels, H, W), the output (N, num_classes) logits.
 
     Args:
         num_classes: Number of classes.
-        in_channels: Channels of the images.
-        blocks: Residual blocks in each group: 3 gives ResNet-20, 9 gives ResNet-56.
+        in_channels: Number of channels of the images.
+        blocks: Number of residual blocks in each group: 3 for ResNet-20, 9 for ResNet-56.
     """
 
     def __init__(self, num_classes: int, in_channels: int = 3, blocks: int = 3) -> None:
@@ -106,16 +107,16 @@ def _convolution(in_channels: int, channels: int, stride: int = 1) -> nn.Sequent
 
 
 class UNet(nn.Module):
-    """The network of Ronneberger et al., "U-Net: Convolutional Networks for Biomedical Image Segmentation" (2015).
+    """U-Net (Ronneberger et al., "U-Net: Convolutional Networks for Biomedical Image Segmentation", 2015).
 
-    The convolutions are padded, so the output is as large as the input, and followed by batch normalisation. Input
-    (N, in_channels, H, W), output (N, num_classes, H, W) logits.
+    Unlike in the paper, the convolutions are padded, so that the output has the size of the input, and each convolution
+    is followed by batch normalisation. The input is (N, in_channels, H, W), the output (N, num_classes, H, W) logits.
 
     Args:
         num_classes: Number of classes.
-        in_channels: Channels of the images.
-        widths: Channels at each resolution, from the full resolution to the lowest; each halves the resolution before.
-            H and W must be divisible by ``2 ** (len(widths) - 1)``.
+        in_channels: Number of channels of the images.
+        widths: Number of channels at each resolution, from the highest to the lowest resolution. Each resolution is
+            half of the previous one. H and W must be divisible by ``2 ** (len(widths) - 1)``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Networks of torchvision with trained weights and a new head, and the preprocessing that the weights expect."""
+"""Pretrained networks of torchvision with a new head, and the preprocessing that pretrained weights expect."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -19,18 +19,20 @@ FILES = (".pth", ".pt")
 
 
 def pretrained(name: str, num_classes: int, weights: str = "DEFAULT", frozen: bool = False) -> nn.Module:
-    """Return a network with trained weights. Its head is new unless the number of classes is the same.
+    """Return a network of torchvision with pretrained weights, for fine-tuning.
+
+    The head is replaced by a new one, unless the pretrained head already has ``num_classes`` classes.
 
     Args:
-        name: Name of the network in torchvision, such as ``resnet50``; for timm's networks use ``timm.create_model``.
+        name: Name of the network in torchvision, such as ``resnet50``. For networks of timm use ``timm.create_model``.
         num_classes: Number of classes.
-        weights: ``DEFAULT`` for the best weights, downloaded at first use; the name of other weights; or the path of a
-            file with a state dict (.pth, .pt).
-        frozen: Train only the new head. Statistics of batch normalisation still follow the data.
+        weights: ``DEFAULT`` for torchvision's best weights, the name of other weights of torchvision, or the path of a
+            file with a state dict (.pth, .pt). Weights of torchvision are downloaded when they are first used.
+        frozen: Whether only the new head is trained. The running statistics of batch normalisation are still updated.
 
     Raises:
-        ConfigurationError: The network or the weights do not exist, the weights cannot be downloaded or do not fit, or
-            ``frozen`` leaves nothing to train because the head is not new.
+        ConfigurationError: The network or the weights do not exist, the weights cannot be downloaded or do not fit the
+            network, or ``frozen`` is set although the head is not replaced.
     """
     if weights.endswith(FILES) and not Path(weights).is_file():
         raise ConfigurationError(f"no file {Path(weights).resolve()}: set model.init_args.network.init_args.weights")
@@ -39,15 +41,15 @@ def pretrained(name: str, num_classes: int, weights: str = "DEFAULT", frozen: bo
     except OSError as error:
         reason = " ".join(str(error).split())
         raise ConfigurationError(
-            f"the weights of {name} cannot be downloaded ({reason}): download them on a machine with a connection, "
-            "copy the file, and give its path as weights"
+            f"the weights of {name} cannot be downloaded ({reason}): download them on a machine with internet access, "
+            "copy the file, and set weights to its path"
         ) from error
     setattr(network, TRAINED_WITH, _of_weights(name, weights))
     if frozen:
         if not heads:
             raise ConfigurationError(
-                f"frozen: {name} was trained for {num_classes} classes, so it keeps its head, and nothing is left to "
-                "train"
+                f"frozen=True leaves no layer to train, because the pretrained {name} already has {num_classes} "
+                "classes and keeps its head: set frozen=False"
             )
         network.requires_grad_(False)
         for head in heads:
@@ -58,12 +60,14 @@ def pretrained(name: str, num_classes: int, weights: str = "DEFAULT", frozen: bo
 def trained_with(
     network: nn.Module, builder: str = "", arguments: Mapping[str, Any] | None = None
 ) -> Preprocessing | None:
-    """Return the preprocessing of the images on which a network's weights were trained; None if it is not known.
+    """Return the preprocessing that a network's pretrained weights expect.
+
+    The result is None if the network has no pretrained weights, or if their preprocessing is not known.
 
     Args:
         network: Network from :func:`pretrained`, timm or torchvision.
         builder: Import path of the function that has built the network.
-        arguments: Arguments of that function.
+        arguments: Arguments of the function ``builder``.
     """
     arguments = arguments or {}
     if arguments.get("pretrained") is True:
@@ -75,7 +79,10 @@ def trained_with(
 
 
 def _of_cfg(network: nn.Module) -> Preprocessing | None:
-    """Return the preprocessing that timm documents for a network's weights."""
+    """Return the preprocessing that timm documents for a network's weights.
+
+    The result is None if the network's ``pretrained_cfg`` does not define the preprocessing.
+    """
     config: Mapping[str, Any] = getattr(network, "pretrained_cfg", {})
     if not {"input_size", "crop_pct", "mean", "std"} <= config.keys():
         return None
@@ -84,7 +91,10 @@ def _of_cfg(network: nn.Module) -> Preprocessing | None:
 
 
 def _of_weights(name: str, weights: Any) -> Preprocessing | None:
-    """Return the preprocessing that torchvision documents for weights; for a file, that of the best weights."""
+    """Return the preprocessing that torchvision documents for weights.
+
+    For weights from a file, this is the preprocessing of torchvision's default weights.
+    """
     if name not in list_models():
         return None
     if not isinstance(weights, Enum):
@@ -111,37 +121,41 @@ def _built(name: str, num_classes: int, weights: str) -> tuple[nn.Module, list[n
     if name not in list_models():
         close = difflib.get_close_matches(name.removeprefix("timm/"), list_models(), n=1)
         raise ConfigurationError(
-            f"no network {name!r} in torchvision; those of timm are built with timm.create_model, with pretrained: true"
+            f"no network {name!r} in torchvision; for networks of timm use timm.create_model with pretrained: true"
             + (f"; did you mean {close[0]!r}?" if close else "")
         )
     if weights.endswith(FILES):
         state = _state_dict(Path(weights))
-        # The head is the last layer and has a row for each class.
+        # The head is the last layer, and its weight has a row for each class.
         before = next((len(tensor) for tensor in reversed(list(state.values())) if tensor.ndim > 1), num_classes)
         network = get_model(name, weights=None, num_classes=before)
         try:
             network.load_state_dict(state)
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:200]
-            raise ConfigurationError(f"{weights} has weights of another network than {name}: {reason}") from error
+            raise ConfigurationError(
+                f"the weights in {weights} do not fit the network {name} ({reason}): correct name or weights"
+            ) from error
     else:
         try:
             network = get_model(name, weights=weights)
         except (KeyError, AttributeError, ValueError) as error:
             raise ConfigurationError(
-                f"torchvision has no weights {weights!r} of {name}: use DEFAULT for the best weights"
+                f"torchvision has no weights {weights!r} for {name}: set weights to DEFAULT for the best weights"
             ) from error
         before = 1000
     return network, [] if before == num_classes else new_heads(network, before, num_classes)
 
 
 def new_heads(network: nn.Module, before: int, num_classes: int) -> list[nn.Module]:
-    """Replace the layers that have an output for each class, including auxiliary ones; return the new layers.
+    """Replace a network's heads, including auxiliary heads, and return the new heads.
+
+    All linear layers and 1 x 1 convolutions with ``before`` outputs are taken for heads.
 
     Args:
-        network: The network, which is changed.
-        before: Number of classes of the old layers.
-        num_classes: Number of classes of the new layers.
+        network: The network, which is changed in place.
+        before: Number of classes of the old heads.
+        num_classes: Number of classes of the new heads.
     """
     heads: list[nn.Module] = []
     for parent in list(network.modules()):
@@ -160,5 +174,6 @@ def _state_dict(file: Path) -> Mapping[str, Tensor]:
     try:
         state: Mapping[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ConfigurationError(f"{file} is not a file of weights: {' '.join(str(error).split())[:200]}") from error
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigurationError(f"{file} is not a file of weights ({reason}): set weights to another file") from error
     return state

@@ -1,10 +1,10 @@
-"""Durations and sizes as users write them: ``90`` or ``'1:30'``, ``8GiB`` or a number of bytes.
+"""Parsing of durations such as ``90`` or ``'1:30'``, and of sizes such as ``8GiB`` or a number of bytes.
 
-An option that is a duration is annotated with :data:`Duration` and read by :func:`seconds`; a size is annotated with
-:data:`Size` and read by :func:`size_in_bytes`. The constructor reads the value, so that YAML, the command line and
-Python accept the same.
+An option for a duration has the annotation :data:`Duration` and is parsed by :func:`seconds`. An option for a size has
+the annotation :data:`Size` and is parsed by :func:`size_in_bytes`. The constructor of the class with the option calls
+the parser, so that YAML, the command line and Python accept the same values.
 
-YAML 1.1 reads 1:30 and 1:30:00 without quotes as the numbers 90 and 5400: as seconds they mean the same.
+Without quotes, YAML 1.1 reads 1:30 and 1:30:00 as the numbers 90 and 5400, which are the correct numbers of seconds.
 """
 
 import math
@@ -18,7 +18,7 @@ Duration = float | str | timedelta
 Size = int | str
 
 _CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d{2}(?:\.\d+)?)")
-_DAYS = re.compile(r"(\d+) days?, (.+)")  # as Python and jsonargparse write a timedelta
+_DAYS = re.compile(r"(\d+) days?, (.+)")  # Python and jsonargparse write a timedelta of a day or more in this form.
 _SIZE = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([A-Za-z]*)")
 _UNITS = {
     "": 1,
@@ -27,35 +27,36 @@ _UNITS = {
     **{f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("kMGT", start=1)},
     "KB": 10**3,
 }
-_MOST_IN_FIELD = 60  # minutes in an hour, seconds in a minute
+_MOST_IN_FIELD = 60  # Number of minutes in an hour, and of seconds in a minute.
 
 
 def seconds(value: Duration, name: str, least: float | None = None) -> float:
-    """Return a duration in seconds.
+    """Parse a duration and return it in seconds.
 
     Args:
-        value: Seconds, ``minutes:seconds``, ``hours:minutes:seconds`` or a timedelta.
-        name: The option, as the user typed it; the error begins with it.
-        least: The smallest duration that is accepted, in seconds; by default any above 0.
+        value: Number of seconds, ``minutes:seconds``, ``hours:minutes:seconds`` or a timedelta.
+        name: Name of the option, for the error message.
+        least: Smallest duration that is accepted, in seconds. By default all durations above 0 are accepted.
 
     Raises:
-        ConfigurationError: The value is not a duration, or too short.
+        ConfigurationError: The value is not a duration, or is too short.
     """
     duration = _read_duration(value)
     if duration is None:
         raise ConfigurationError(
-            f"{name}={value!r} is not a duration: give seconds, as in 90, or minutes and seconds, as in '1:30', or "
-            "hours as well, as in '1:30:00'"
+            f"{name}={value!r} is not a duration: write seconds, such as 90, or minutes:seconds, such as '1:30', or "
+            "hours:minutes:seconds, such as '1:30:00'"
         )
     if duration <= 0 if least is None else duration < least:
         raise ConfigurationError(
-            f"{name}={value}: it must be " + ("above 0 seconds" if least is None else f"at least {least:g} seconds")
+            f"{name}={value} is too short: it must be "
+            + ("above 0 seconds" if least is None else f"at least {least:g} seconds")
         )
     return duration
 
 
 def as_timedelta(value: Duration, name: str) -> timedelta:
-    """Return a duration as torch and Lightning take it; arguments and errors are those of :func:`seconds`."""
+    """Parse a duration and return it as a timedelta, which torch and Lightning expect; see :func:`seconds`."""
     return timedelta(seconds=seconds(value, name))
 
 
@@ -87,11 +88,12 @@ def size_in_bytes(value: Size, name: str) -> int: ...
 @overload
 def size_in_bytes(value: None, name: str) -> None: ...
 def size_in_bytes(value: Size | None, name: str) -> int | None:
-    """Return a size in bytes; None, where an option allows it, stays None.
+    """Parse a size and return it in bytes. For options that allow None, None is returned unchanged.
 
     Args:
-        value: Bytes, or a number with a unit: B, KiB, MiB, GiB and TiB are powers of 1024; kB, MB, GB and TB of 1000.
-        name: The option, as the user typed it; the error begins with it.
+        value: Number of bytes, or a number with a unit. KiB, MiB, GiB and TiB are powers of 1024; kB, MB, GB and TB are
+            powers of 1000; B is bytes.
+        name: Name of the option, for the error message.
 
     Raises:
         ConfigurationError: The value is not a size above 0.
@@ -105,9 +107,10 @@ def size_in_bytes(value: Size | None, name: str) -> int | None:
     if match and match[2] in ("K", "M", "G", "T", "k"):
         number, letter = match[1], match[2].upper()
         raise ConfigurationError(
-            f"{name}={value!r} is not a size: {match[2]} can mean powers of 1024 or of 1000; write "
+            f"{name}={value!r} is not a size, because {match[2]} could be a power of 1024 or of 1000: write "
             f"{number}{letter}iB or {number}{letter}B"
         )
     raise ConfigurationError(
-        f"{name}={value!r} is not a size above 0: give bytes, or a number with a unit, as in 8GiB, 512MiB or 500MB"
+        f"{name}={value!r} is not a size above 0: write a number of bytes, or a number with a unit, such as 8GiB, "
+        "512MiB or 500MB"
     )

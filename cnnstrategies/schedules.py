@@ -1,4 +1,4 @@
-"""A learning-rate schedule composed of two, with a name for YAML."""
+"""Learning-rate schedule with warm-up and cosine decay, which a configuration can name."""
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
@@ -7,16 +7,16 @@ from cnnstrategies.errors import ConfigurationError
 
 
 class WarmupCosine(SequentialLR):
-    """A linear warm-up, followed by a cosine to the end.
+    """Learning-rate schedule: a linear warm-up, followed by a cosine decay.
 
     Lengths are in epochs, or in optimizer steps if the model has ``lr_interval: step``.
 
     Args:
         optimizer: The optimizer.
-        total: Length of the whole schedule, warm-up included; ``${trainer.max_epochs}`` is usual.
-        warmup: Length of the warm-up; 0 for none.
-        start: Learning rate at the start of the warm-up, as a share of the optimizer's.
-        end: Learning rate at the end of the cosine.
+        total: Length of the whole schedule, including the warm-up; ``${trainer.max_epochs}`` is usual.
+        warmup: Length of the warm-up; 0 for no warm-up.
+        start: Learning rate at the start of the warm-up, as a fraction of the optimizer's learning rate.
+        end: Learning rate at the end of the cosine decay.
 
     Raises:
         ConfigurationError: A number is out of its range.
@@ -27,7 +27,7 @@ class WarmupCosine(SequentialLR):
     ) -> None:
         if not 0 <= warmup < total:
             raise ConfigurationError(
-                f"warmup={warmup} and total={total}: 0 <= warmup < total is needed, both in epochs, or in steps with "
+                f"warmup={warmup} and total={total}: set 0 <= warmup < total, both in epochs, or in steps with "
                 "lr_interval: step"
             )
         if not 0 < start <= 1:

@@ -12,40 +12,55 @@ from typing import Any
 
 from cnnstrategies.errors import ConfigurationError
 
-GAIN = 0.03  # Shares change if the predicted step is faster by more than this fraction.
-NORMALISED_TOGETHER = 8  # Batch normalisation needs at least this many images for a useful mean and variance.
+GAIN = 0.03  # Smallest relative gain in speed for which shares are changed.
+NORMALISED_TOGETHER = 8  # Smallest number of images for which batch normalisation gets a useful mean and variance.
 
 
 def check_shares(shares: str | Sequence[float], named: Sequence[str]) -> None:
-    """Raise a ConfigurationError unless shares are one of the words `named` or a list of numbers above 0."""
+    """Check the option ``shares``.
+
+    Args:
+        shares: Value of the option: a keyword, or a list with the share of each rank.
+        named: Keywords that the option accepts.
+
+    Raises:
+        ConfigurationError: The value is neither one of the keywords nor a list of numbers above 0.
+    """
     if isinstance(shares, str):
         if shares not in named:
             raise ConfigurationError(f"shares={shares!r}: use {', '.join(named)} or a list such as [3, 1]")
     elif not shares or not all(0 < share < inf for share in shares):
-        raise ConfigurationError(f"shares={list(shares)}: each rank needs a share above 0")
+        raise ConfigurationError(f"shares={list(shares)}: set a share above 0 for each rank")
 
 
 def check_initial(initial: str | Sequence[float], shares: str | Sequence[float]) -> None:
-    """Raise a ConfigurationError if initial shares are not valid, or if ``shares`` is not auto and ignores them."""
+    """Check the option ``initial_shares``.
+
+    Raises:
+        ConfigurationError: The initial shares are not valid, or ``shares`` is not auto, so that they have no effect.
+    """
     check_shares(shares, ("auto", "equal"))
     check_shares(initial, ("equal",))
     if initial != "equal" and shares != "auto":
         raise ConfigurationError(
-            f"initial_shares={initial} is for shares: auto, and shares is {shares}: set shares: auto, or leave "
-            "initial_shares out"
+            f"initial_shares={initial} has no effect with shares={shares}: set shares: auto, or leave initial_shares "
+            "out"
         )
 
 
 def deal(samples: int, shares: Sequence[float], least: int = 0, most: float | Sequence[float] = inf) -> tuple[int, ...]:
-    """Return the number of samples of each rank, in proportion to the shares. The numbers sum up to ``samples``.
+    """Divide samples among ranks in proportion to the ranks' shares.
 
-    Rounding is by the largest remainder. Of ranks with equal remainders, lower ranks get one more sample.
+    Numbers are rounded by the largest-remainder method. Among ranks with equal remainders, lower ranks come first.
 
     Args:
         samples: Number of samples to divide.
-        shares: Relative share of each rank, above 0.
-        least: Least number of samples of a rank, if there are enough samples for all ranks.
-        most: Largest number of samples that a rank can hold: one number for all ranks, or a whole number for each.
+        shares: Share of each rank, above 0. Only the ratios of the shares matter.
+        least: Smallest number of samples of a rank, if there are enough samples for all ranks.
+        most: Largest number of samples of a rank: one number for all ranks, or an integer for each rank.
+
+    Returns:
+        The number of samples of each rank. The sum is ``samples``.
 
     Raises:
         ConfigurationError: There are more samples than all ranks can hold.
@@ -55,13 +70,15 @@ def deal(samples: int, shares: Sequence[float], least: int = 0, most: float | Se
     mosts = most if isinstance(most, Sequence) else [most] * ranks
     if sum(mosts) < samples:
         raise ConfigurationError(
-            f"{samples} samples for {ranks} processes, each of which holds {most} at most: use at most {sum(mosts)}"
+            f"{samples} samples cannot be divided among {ranks} processes that hold at most {most} each: use at most "
+            f"{sum(mosts)} samples"
         )
     ideal = [samples * share / sum(shares) for share in shares]
     fixed: dict[int, int] = {}
     while True:
-        # In each round, either all ranks below `least` are raised to it, or all ranks above `most` are lowered to it,
-        # depending on the larger sum of differences. The loop then divides the rest among the other ranks.
+        # In each iteration, either all ranks below `least` are raised to `least`, or all ranks above `most` are lowered
+        # to `most`, depending on which changes more samples in total. The other samples are then divided again among
+        # the other ranks.
         bound = {rank: max(least, min(ideal[rank], mosts[rank])) for rank in range(ranks) if rank not in fixed}
         off = {rank: number - ideal[rank] for rank, number in bound.items()}
         sign = 1 if sum(off.values()) >= 0 else -1
@@ -77,7 +94,11 @@ def deal(samples: int, shares: Sequence[float], least: int = 0, most: float | Se
 
 
 def check_count(shares: str | Sequence[float], ranks: int) -> None:
-    """Raise a ConfigurationError if the length of a list of shares is not the number of ranks."""
+    """Check that a list of shares has one share for each rank.
+
+    Raises:
+        ConfigurationError: The length of the list is not the number of ranks.
+    """
     if not isinstance(shares, str) and len(shares) != ranks:
         raise ConfigurationError(
             f"shares={list(shares)} has length {len(shares)}, but there are {ranks} processes "
@@ -87,11 +108,12 @@ def check_count(shares: str | Sequence[float], ranks: int) -> None:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Shares that make a step faster.
+    """Proposed new shares.
 
     Attributes:
         shares: Share of each rank.
-        gain: Time of a step with the old shares divided by that with the new shares, minus 1.
+        gain: Relative gain in speed: the step time with the old shares divided by the step time with the new shares,
+            minus 1.
     """
 
     shares: tuple[float, ...]
@@ -101,17 +123,18 @@ class Proposal:
 def proposal(
     now: Sequence[int], seconds: Sequence[float], step: float, least: int = 0, most: float | Sequence[float] = inf
 ) -> Proposal | None:
-    """Return better shares, for training and for the planner; None if the gain would be below `GAIN`.
+    """Propose shares with which a step is faster; None if the gain would not be larger than `GAIN`.
 
-    The best shares make all ranks finish at the same time. The rest of a step, such as reducing gradients, does not
-    depend on the shares (LB-BSP, Chen et al., SoCC 2020). The time per sample was measured with the current shares. If
-    a rank's time is not proportional to its number of samples, the next proposal corrects the error.
+    Both training and the planner use this function. With the best shares, all ranks finish their computation at the
+    same time. Other work in a step, such as reducing gradients, does not depend on the shares (LB-BSP, Chen et al.,
+    SoCC 2020). The prediction assumes that a rank's time is proportional to its number of samples. If this is not
+    exact, the next proposal, which uses new measurements, corrects the error.
 
     Args:
         now: Current number of samples of each rank.
-        seconds: Time per sample of each rank, in seconds.
+        seconds: Time per sample of each rank, in seconds, measured with the current shares.
         step: Current time of a step, in seconds.
-        least: Least number of samples of a rank; see :func:`deal`.
+        least: Smallest number of samples of a rank; see :func:`deal`.
         most: Largest number of samples of a rank; see :func:`deal`.
     """
     speeds = tuple(1 / duration for duration in seconds)
@@ -123,12 +146,12 @@ def proposal(
 
 
 def worth(shares: Sequence[float], before: float, after: float, step: float) -> Proposal | None:
-    """Return shares with their gain if the gain is above `GAIN`, else None.
+    """Return new shares with their gain; None if the gain is not larger than `GAIN`.
 
     Args:
         shares: The new shares.
-        before: Predicted time of the slowest rank's own work with the old shares, in seconds.
-        after: Predicted time of the slowest rank's own work with the new shares, in seconds.
+        before: Predicted computation time of the slowest rank with the old shares, in seconds.
+        after: Predicted computation time of the slowest rank with the new shares, in seconds.
         step: Measured time of a whole step with the old shares, in seconds.
     """
     rest = max(0.0, step - before)
@@ -138,14 +161,15 @@ def worth(shares: Sequence[float], before: float, after: float, step: float) -> 
 
 @lru_cache(maxsize=4096)
 def soonest(count: int, speeds: tuple[float, ...], most: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Divide microbatches among replicas so that the last microbatch ends as early as possible.
+    """Divide microbatches among replicas so that the replica that finishes last finishes as early as possible.
 
-    Each replica has at least one microbatch if there are enough.
+    Each replica gets at least one microbatch if there are enough microbatches.
 
     Args:
         count: Number of microbatches.
         speeds: Speed of each replica.
-        most: Largest number of microbatches of each replica. The sum must be at least `count`. Empty for no limits.
+        most: Largest number of microbatches of each replica; their sum must be at least `count`. An empty tuple means
+            that there are no limits.
 
     Returns:
         The number of microbatches of each replica.
@@ -164,22 +188,22 @@ def soonest(count: int, speeds: tuple[float, ...], most: tuple[int, ...] = ()) -
     return tuple(counts)
 
 
-@lru_cache(maxsize=64)  # Each step needs the same numbers several times.
+@lru_cache(maxsize=64)  # Several calls in each step have the same arguments.
 def _dealt(samples: int, shares: tuple[float, ...], least: int, most: float) -> tuple[int, ...]:
     return deal(samples, shares, least, most)
 
 
 class Deals:
-    """Division of the batches of a training among the ranks by shares, as cards are dealt to players.
+    """History of the ranks' shares during a run. It determines how each batch is divided among the ranks.
 
-    The shares may change during training. All ranks must make the same changes.
+    Shares may change during training. All ranks must make the same changes.
 
     Args:
         shares: Share of each rank, from the first batch on.
-        least: Least number of samples of a rank in a batch, if there are enough samples for all ranks.
-        most: Largest number of samples that a rank can hold.
-        loads: Returns the shares of the ranks that load samples, from the shares of all ranks. By default all ranks
-            load.
+        least: Smallest number of samples of a rank in a batch, if there are enough samples for all ranks.
+        most: Largest number of samples of a rank in a batch.
+        loads: Function that takes the shares of all ranks and returns the shares of the ranks that load samples. By
+            default all ranks load samples.
     """
 
     def __init__(
@@ -194,34 +218,40 @@ class Deals:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The latest shares."""
+        """The current share of each rank."""
         return self._since[-1][1]
 
     @property
     def since(self) -> tuple[int, int]:
-        """Epoch and batch from which the latest shares are used."""
+        """Epoch and batch from which the current shares are used."""
         return self._since[-1][0]
 
     def change(self, epoch: int, batch: int, shares: Sequence[float]) -> None:
-        """Use new shares, beginning with a batch that no rank has drawn yet."""
+        """Use new shares from a batch on. No rank may have drawn this batch yet."""
         assert self.since < (epoch, batch), "changes must be made in order"
         now = [(since, old) for since, old in self._since if since[0] == epoch]
         self._since = [*(now or self._since[-1:]), ((epoch, batch), tuple(shares))]
 
     def at(self, epoch: int, batch: int) -> tuple[float, ...]:
-        """Return the shares of a batch."""
+        """Return the shares with which a batch is divided."""
         return next((shares for since, shares in reversed(self._since) if since <= (epoch, batch)), self._since[0][1])
 
     def counts(self, epoch: int, batch: int, samples: int) -> tuple[int, ...]:
-        """Return the number of samples of each rank that loads, in a batch of `samples` samples."""
+        """Return the number of samples of each rank that loads samples.
+
+        Args:
+            epoch: Epoch of the batch.
+            batch: Index of the batch in its epoch.
+            samples: Number of samples in the batch over all ranks.
+        """
         return _dealt(samples, tuple(self.loads(self.at(epoch, batch))), self.least, self.most)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the shares and their first batches, for a checkpoint."""
+        """Return, for a checkpoint, the shares with the epoch and the batch from which each of them is used."""
         return {"since": [[epoch, batch, *shares] for (epoch, batch), shares in self._since]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the shares of a checkpoint. With another number of ranks keep this run's initial shares."""
+        """Restore the shares of a checkpoint. If the number of ranks has changed, keep this run's initial shares."""
         since = [((int(epoch), int(batch)), tuple(shares)) for epoch, batch, *shares in state["since"]]
         if len(since[-1][1]) == len(self.shares):
             self._since = since
@@ -238,8 +268,8 @@ def _rounded(total: int, ideal: Sequence[float]) -> list[int]:
 def turns(counts: Sequence[int]) -> list[list[int]]:
     """Return the positions of each rank's samples in a global batch.
 
-    The ranks take turns until each rank has as many positions as samples. With equal counts, rank r of R has the
-    positions r, r + R, r + 2 R and so on.
+    The samples are assigned to the ranks in turn, until each rank has its number of samples. With equal numbers, rank r
+    of R ranks has the positions r, r + R, r + 2 R and so on.
 
     Args:
         counts: Number of samples of each rank.
@@ -254,13 +284,17 @@ def turns(counts: Sequence[int]) -> list[list[int]]:
     return places
 
 
-@lru_cache(maxsize=256)  # A planner needs the same rotations many times.
+@lru_cache(maxsize=256)  # The planner calls this many times with the same arguments.
 def rotation(shares: tuple[float, ...], count: int) -> tuple[int, ...]:
-    """Return the rank of each of `count` microbatches, in order.
+    """Return the rank of each microbatch, in the order of the microbatches.
 
-    The method is smooth weighted round-robin: in every stretch each rank has nearly its share, and never all of its
-    share at once. With equal shares microbatch m goes to rank ``m mod R``. Each rank has at least one microbatch if
-    there are enough.
+    The method is smooth weighted round-robin, which spreads the microbatches of each rank evenly over the batch. With
+    equal shares, microbatch m goes to rank ``m mod R``. Each rank gets at least one microbatch if there are enough
+    microbatches.
+
+    Args:
+        shares: Share of each of the R ranks.
+        count: Number of microbatches.
     """
     left = list(deal(count, shares, least=1))
     total = list(left)

@@ -23,21 +23,23 @@ from ports import free_port
 from roomy_stack import roomy
 from torch import nn
 
-# Imported once: tests, and the programs that those marked `warm` start, are forked from here.
+# Imported once, because all tests are forked from this process, and so are the programs that `warm` tests start.
 from cnnstrategies import cli
 from cnnstrategies.callbacks import summary
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 
-# Forked ranks inherit this: one thread each, and no OpenMP pool that a fork would break.
+# Forked ranks inherit these settings: each rank has one thread, and there is no OpenMP pool that a fork would break.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
-# Lightning asks the system for a port that rank 0 takes a moment later; by then another test may have it.
+# Lightning asks the system for a free port, and rank 0 binds it a moment later. By then another test may have bound it.
 lightning_environment.find_free_network_port = free_port
-# Seeds are kept for devices not yet in use, with the stack of each: every process would read some 20 files for that.
+# torch keeps seeds for devices that are not yet in use, each with a formatted stack. Every process would read about 20
+# source files to format it.
 torch.cuda.traceback = torch.xpu.traceback = torch.mtia.traceback = SimpleNamespace(format_stack=list)
-# A job of the machine that runs the tests must not become theirs: with SLURM_NTASKS set every rank would be rank 0.
+# If a launcher's job runs the tests, they must not believe that they are its ranks: with SLURM_NTASKS set every rank
+# would be rank 0.
 LAUNCHERS = ("SLURM_", "PMI_", "MPI_LOCAL", "OMPI_", "TORCHELASTIC_", "CNNSTRATEGIES_RUN_")
 for name in list(os.environ):
     if name.startswith(LAUNCHERS) or name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
@@ -45,7 +47,7 @@ for name in list(os.environ):
 
 
 class PlainCNN(nn.Sequential):
-    """A CNN for the digits whose result depends on the global batch only: no normalisation, no dropout."""
+    """A CNN for the digits without normalisation and dropout: its result depends on the global batch only."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__(
@@ -59,21 +61,21 @@ class PlainCNN(nn.Sequential):
 
 
 def quiet_trainer(strategy: Any = "auto", devices: int = 1, **options: Any) -> Trainer:
-    """A trainer on the CPU that shows and writes nothing, unless the options say otherwise."""
+    """Return a trainer on the CPU that shows and writes nothing, unless the options say otherwise."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     options = {"accelerator": "cpu", "num_sanity_val_steps": 0, **quiet, **options}
     return Trainer(strategy=strategy, devices=devices, **options)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Lets the tests be run with other random numbers: what they prove must not hang on them."""
+    """Add an option that changes the tests' random numbers: their results must not depend on a lucky seed."""
     parser.addoption("--seed-offset", type=int, default=0, help="added to seeds of torch and of simulated runs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Shifts the seeds of torch's own generator, from which networks draw their first weights.
+    """Shift the seeds of torch's generator, from which networks draw their first weights, and fork pytest's workers.
 
-    Also has the processes that run the tests start as forks of this one, which has imported everything.
+    With ``-n``, pytest's worker processes are forked from this process, which has imported everything.
     """
     if offset := config.getoption("--seed-offset"):
         seed = torch.manual_seed
@@ -86,7 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
         warm.install(inherited=False)
 
 
-# They take longest, so they start first, and at the end all workers are busy.
+# These files take longest. They start first, so that all workers are busy until the end.
 SLOWEST = (
     *("test_slurm.py", "test_readme.py", "test_torchrun.py", "test_hybrid_pipeline_faults.py", "test_chain.py"),
     *("test_cli.py", "test_quantize.py", "test_configs.py"),
@@ -94,32 +96,33 @@ SLOWEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the slowest tests first."""
+    """Put the slowest tests first."""
     items.sort(key=lambda item: item.path.name not in SLOWEST)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Does once what every forked test would do for itself."""
+    """Do once what every forked test would otherwise do for itself."""
     prepared.prepare(many=len(session.items) > 50)
 
 
 def pytest_unconfigure() -> None:
-    """Lets libraries that look for leaks at the end find none."""
+    """Unfreeze the garbage collector's objects: some libraries would report them as leaks at exit."""
     gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs every test in a forked process of its own, except those marked `light`.
+    """Run every test in a forked process of its own, except tests marked `light`.
 
-    A process in which a Trainer was built or backward has run cannot fork ranks any more: Lightning refuses, or they
-    hang. So no test may do that in pytest's own process, from which all others are forked; but for the debugger's one.
+    A process that has built a Trainer or has run backward cannot fork ranks any more: Lightning refuses, or the ranks
+    hang. So no test may do either in pytest's own process, from which all tests are forked. With ``--pdb`` tests are
+    not forked, because the debugger needs the terminal.
     """
     if pyfuncitem.config.getoption("usepdb"):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     if pyfuncitem.get_closest_marker("light") is not None:
-        with torch.random.fork_rng(devices=[]):  # What comes after it must not depend on it.
+        with torch.random.fork_rng(devices=[]):  # Later tests must not depend on the numbers that this test draws.
             roomy(lambda: pyfuncitem.obj(**arguments))
         return True
     start_warm = pyfuncitem.get_closest_marker("warm") is not None
@@ -133,7 +136,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def in_fork(function: Callable[[], T]) -> T:
-    """The result of a function that trains, for fixtures: they run in pytest's own process, and it must not train."""
+    """Return the result of a function that trains, for fixtures.
+
+    Fixtures run in pytest's own process, which must not train, so the function runs in a forked process.
+    """
     with tempfile.NamedTemporaryFile() as file:
         code, output = run_forked(lambda: torch.save(function(), file.name))
         assert code == 0, output
@@ -144,17 +150,22 @@ def in_fork(function: Callable[[], T]) -> T:
 def run_forked(
     function: Callable[[], None], timeout: float = 200, keep_streams: bool = False, start_warm: bool = False
 ) -> tuple[int, str]:
-    """Runs a function in a forked process; gives its exit code and output, and fails if it leaves a process behind.
+    """Run a function in a forked process and return its exit code and output; fail if it leaves a process behind.
 
-    With `keep_streams`, `sys.stdout` stays what pytest made of it, for tests that use `capsys`. With `start_warm`, the
-    programs that it starts are warm; see there.
+    Args:
+        function: Function that the process runs.
+        timeout: Seconds after which the process and its group are killed, and the test fails.
+        keep_streams: Keep pytest's `sys.stdout`, for tests that use `capsys`.
+        start_warm: Start the function's own programs warm; see `warm.py`.
     """
     with tempfile.TemporaryFile("w+b") as log:
         pid = os.fork()
         if pid == 0:
             os.setsid()
-            torch.set_num_threads(1)  # In one thread, before backward's may do it at once; see NetworkModule.setup.
-            torch.ones(1, requires_grad=True).exp()  # Likewise: autograd's first use after a fork replaces its engine.
+            # Here one thread does it. Otherwise backward's threads may do it at the same time; see NetworkModule.setup.
+            torch.set_num_threads(1)
+            # Likewise: the first use of autograd after a fork replaces its engine.
+            torch.ones(1, requires_grad=True).exp()
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
             if start_warm or warm.is_installed():
@@ -165,7 +176,7 @@ def run_forked(
                 for name in ("lightning.fabric", "lightning.pytorch"):
                     for handler in logging.getLogger(name).handlers:
                         if isinstance(handler, logging.StreamHandler):
-                            handler.setStream(sys.stderr)  # It has that of the import, which is pytest's.
+                            handler.setStream(sys.stderr)  # Until now it is pytest's stream of the time of the import.
             code = 1
             try:
                 assert not torch._C._cuda_isInBadFork(), "a test marked `light` has asked for CUDA before this one"
@@ -192,7 +203,7 @@ def run_forked(
 
 
 def kill_group(group: int, seconds: float = 30.0) -> str:
-    """Waits a moment for a process group to end; what is left of it is killed, and listed."""
+    """Wait for a process group to end; after `seconds`, kill the processes that are left and return a list of them."""
     deadline = time.monotonic() + seconds
     pause = 0.001
     while left := alive(group):
@@ -206,24 +217,27 @@ def kill_group(group: int, seconds: float = 30.0) -> str:
 
 
 def alive(group: int) -> list[str]:
-    """The processes of a group, but not those that have ended and wait for their parent to ask."""
+    """Return the processes of a group, without zombies: processes that have ended but were not waited for."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
         return []
-    found = []
+    members = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             name, _, rest = status.read_text().rpartition(")")
             state, _, its_group = rest.split()[:3]
             if int(its_group) == group and state not in "ZX":
-                found.append(f"{name}) {state}")
-    return found
+                members.append(f"{name}) {state}")
+    return members
 
 
 @contextlib.contextmanager
 def leaves_no_sockets() -> Iterator[None]:
-    """Gives what runs inside a temporary folder of its own, since others run beside it, in which no sockets stay."""
+    """Use a temporary folder of its own for the code inside, and check that no sockets are left in the folder.
+
+    The folder is separate because other tests run at the same time.
+    """
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         yield
@@ -238,10 +252,10 @@ def _in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def run_cli(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
-    """Runs the command line in a forked process: `code, output = run_cli("fit", "--config", ...)`.
+    """Run the command line in a forked process: `code, output = run_cli("fit", "--config", ...)`.
 
-    Forked, because then Lightning is imported once. Without pictures, which take longer than most of these runs;
-    `test_training_callbacks.py` looks at them.
+    The process is forked so that Lightning is imported only once. Curves are not drawn, because drawing takes longer
+    than most of these runs; `test_training_callbacks.py` tests them.
     """
     monkeypatch.setattr(summary, "draw_curves", lambda history, path: None)
 
@@ -257,7 +271,7 @@ def run_cli(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
 
 @pytest.fixture
 def quick() -> list[str]:
-    """The quickstart on two forked processes, without what only a person looks at."""
+    """Return arguments for the quickstart on two forked processes, without progress bar and model summary."""
     return [
         "--config",
         str(ROOT / "configs/quickstart.yaml"),

@@ -1,17 +1,18 @@
-"""Memory in large pages, which make a fork of the tests' process three times as cheap.
+"""Move memory into large pages, which makes a fork of the tests' process three times as cheap.
 
-With torch and Lightning it has more than 400 MB, and a fork copies, and its end clears, the entry of every page.
+With torch and Lightning the process has more than 400 MB. A fork copies the entry of every page, and the forked
+process clears every entry when it ends.
 """
 
 import ctypes
 from pathlib import Path
 
-MADV_COLLAPSE = 25  # linux/mman.h, since Linux 6.1; an older kernel refuses it, and all stays as it is.
+MADV_COLLAPSE = 25  # linux/mman.h, since Linux 6.1. An older kernel refuses it, and the pages stay small.
 SIZE = 1 << 21
 
 
 def collapse() -> None:
-    """Put what this process has allocated so far into large pages, where the system has some."""
+    """Move the memory that this process has allocated so far into large pages, as far as the system has some."""
     madvise = ctypes.CDLL(None).madvise
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, access, _, _, _, *name = line.split()

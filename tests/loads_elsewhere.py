@@ -1,6 +1,7 @@
-"""Uses what `export` has written in a program that cannot import what has trained it: `loads_elsewhere.py FOLDER`.
+"""Run an exported network in a program that cannot import the training packages: `loads_elsewhere.py FOLDER`.
 
-The folder also has images and the logits of the checkpoint's network. Only ONNX is used without torch.
+Besides the export, the folder contains images and the logits that the checkpoint's network computes for them. An ONNX
+export is run without torch, too.
 """
 
 import json
@@ -25,7 +26,7 @@ class Barred:
 def bar(names):
     sys.meta_path.insert(0, Barred(names))
     for name in [name for name in sys.modules if name.partition(".")[0] in names]:
-        del sys.modules[name]  # A program that starts warm has them.
+        del sys.modules[name]  # A program that starts warm has imported them already.
 
 
 def logits(folder, description, images):
@@ -47,6 +48,6 @@ if __name__ == "__main__":
     bar((*BARRED, "torch") if description["format"] == "onnx" else BARRED)
     import numpy as np
 
-    found = logits(folder, description, np.load(folder / "images.npy"))
-    np.testing.assert_allclose(found, np.load(folder / "logits.npy"), atol=1e-5)
-    print(f"{len(found)} images, without {', '.join(name for name in BARRED if name not in sys.modules)}")
+    results = logits(folder, description, np.load(folder / "images.npy"))
+    np.testing.assert_allclose(results, np.load(folder / "logits.npy"), atol=1e-5)
+    print(f"{len(results)} images, without {', '.join(name for name in BARRED if name not in sys.modules)}")

@@ -1,4 +1,4 @@
-"""Images in which one class of pixels is bright, and masks that say so."""
+"""Images for segmentation tests: a bright square on a dark background, and masks that mark the square."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from PIL import Image
 
 
 def write_masked_images(folder: Path, count: int) -> None:
-    """Writes `images/` and `masks/` of two classes; the first row of each mask counts nowhere."""
+    """Write `images/` and `masks/` of two classes; the first rows of each mask have the ignored value 255."""
     random = np.random.default_rng(0)
     for part in ("images", "masks"):
         (folder / part).mkdir(parents=True)

@@ -2,17 +2,17 @@
 
 
 def rows(output: str, title: str = "Training") -> dict[str, str]:
-    """The rows of the table with that title, by name; the lines of a text are joined by newlines."""
+    """Return the texts of the table with that title, by row name; the lines of a text are joined by newlines."""
     lines = [line.rstrip() for line in output.splitlines()]
     assert lines.count(title) == 1, f"{lines.count(title)} tables {title!r} in:\n{output}"
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     last = ""
     for line in lines[lines.index(title) + 1 :]:
         if not line.startswith("  "):
             break
         name, _, text = line[2:].partition("  ")
         if name:
-            found[last := name] = text.strip()
+            texts[last := name] = text.strip()
         else:
-            found[last] += f"\n{text.strip()}"
-    return found
+            texts[last] += f"\n{text.strip()}"
+    return texts

@@ -1,16 +1,16 @@
-"""Ports that no two tests take, though they run beside one another and use theirs some time after they have asked."""
+"""Free ports for tests that run at the same time and bind their port some time after they have asked for it."""
 
 import itertools
 import os
 import socket
 
-# Below those that Linux gives to whoever names none (32768 to 60999): any of these may be taken in between.
+# These ports are below Linux's ephemeral ports (32768 to 60999): any process may get an ephemeral port in between.
 FIRST, COUNT, EACH = 10_000, 22_000, 8
 _asked = itertools.count()
 
 
 def free_port() -> int:
-    """A TCP port that nothing has and no other process will be given here: each has numbers of its own."""
+    """Return a free TCP port that this function gives to no other process: each process has a range of its own."""
     for _ in range(COUNT):
         port = FIRST + (os.getpid() * EACH + next(_asked) % EACH) % COUNT
         with socket.socket() as probe:

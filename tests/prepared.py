@@ -1,4 +1,4 @@
-"""Makes a process ready to be forked for a test, which then does what all tests would do, and pay, again."""
+"""Prepare a process from which tests are forked: it does once what every test would otherwise do again."""
 
 import contextlib
 import gc
@@ -16,7 +16,7 @@ LOGGER = ["--trainer.logger=CSVLogger", "--trainer.logger.init_args.save_dir=run
 ADAMW = ["--model.init_args.optimizer=torch.optim.AdamW", "--model.init_args.optimizer.init_args.lr=0.002"]
 DECAY = ["--model.init_args.lr_scheduler=torch.optim.lr_scheduler.ExponentialLR"]
 DECAY += ["--model.init_args.lr_scheduler.init_args.gamma=0.7"]
-# Together they name most of the classes that the tests configure.
+# Together these arguments name most of the classes that the tests configure.
 COMMON = [
     [],
     ["--trainer.strategy.class_path=HybridPipelineStrategy", *LOGGER, *ADAMW, *DECAY],
@@ -28,28 +28,28 @@ COMMON = [
 ]
 
 
-_read = 0  # of them, in this process or in the one that it was forked from
+_read = 0  # Number of entries of COMMON that this process, or the process from which it was forked, has parsed.
 
 
 def read(many: bool) -> None:
-    """Read configurations: jsonargparse keeps the parsers of classes.
+    """Parse common configurations, because jsonargparse caches the parsers of classes.
 
     Args:
-        many: Whether there are tests enough that all of it is worth its seconds.
+        many: Whether so many tests run that parsing all configurations is worth its seconds.
     """
     global _read
-    own = sys.argv
+    arguments = sys.argv
     for args in COMMON[_read : len(COMMON) if many else 1]:
         words = ["fit", CONFIG, *args]
         sys.argv = ["", *words, "--print_config"]
         with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
             lightning_cli.CLI()
         _read += 1
-    sys.argv = own
+    sys.argv = arguments
 
 
 def import_tests(folder: Path) -> None:
-    """Import the tests' modules, as pytest finds them later."""
+    """Import the tests' modules under the names under which pytest imports them later."""
     for file in sorted(folder.rglob("test_*.py")):
         if str(file.parent) not in sys.path:
             sys.path.insert(0, str(file.parent))
@@ -57,15 +57,16 @@ def import_tests(folder: Path) -> None:
 
 
 def prepare(many: bool) -> None:
-    """Read configurations, and arrange the memory.
+    """Parse common configurations, and arrange the memory so that forks are cheap.
 
     Args:
-        many: Whether there are tests enough that all of it is worth its seconds.
+        many: Whether so many tests run that complete preparation is worth its seconds.
     """
     read(many)
     gc.collect()
-    gc.freeze()  # Forks need neither copy nor search what is imported.
-    # A tenth of what a run of the command line takes went into looking for the little garbage that it makes.
+    gc.freeze()  # Forks then neither copy nor search the imported objects.
+    # With the default threshold a run of the command line spends a tenth of its time on the search for garbage, of
+    # which there is little.
     gc.set_threshold(50_000, 20, 50)
     if many:
         large_pages.collapse()

@@ -1,4 +1,7 @@
-"""Run a function on several ranks: processes forked from the test's own, which must not have run backward itself."""
+"""Run a function on several ranks, in processes that are forked from the test's process.
+
+The test's process must not have run backward before.
+"""
 
 import io
 import multiprocessing
@@ -30,7 +33,8 @@ def _main(rank: int, world: int, store: str, pipe: Connection, function: Callabl
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT)
             )
-        buffer = io.BytesIO()  # Tensors in a pipe would be shared memory of a process that has ended.
+        # A tensor that is sent through a pipe would be shared memory of a process that has ended.
+        buffer = io.BytesIO()
         torch.save(function(*args), buffer)
         pipe.send(("ok", buffer.getvalue()))
         if dist.is_initialized():
@@ -40,12 +44,15 @@ def _main(rank: int, world: int, store: str, pipe: Connection, function: Callabl
 
 
 def run_apart(function: Callable[..., Any], *args: Any) -> Any:
-    """What ``function(*args)`` returned in a process of its own, without a process group."""
+    """Return the result of ``function(*args)`` in a process of its own, without a process group."""
     return run_ranks(0, function, *args)[0]
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What ``function(*args)`` returned on each rank of a gloo world; fails if one of them raised or hangs."""
+    """Return the results of ``function(*args)`` on the ranks of a gloo world, in rank order.
+
+    Fails if a rank raises an error or hangs.
+    """
     with tempfile.TemporaryDirectory() as directory:
         pipes, processes = [], []
         for rank in range(max(world, 1)):
@@ -77,7 +84,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]
 
 
 def run_started(world: int, function: Callable[[], object]) -> list[int | None]:
-    """Exit codes of ranks that are started as `srun` starts them: each finds its number in its environment."""
+    """Return the exit codes of ranks that are started as `srun` starts them: with the local rank in the environment."""
     port = str(free_port())
 
     def main(rank: int) -> None:

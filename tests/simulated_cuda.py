@@ -1,6 +1,6 @@
 """`torch.cuda`, autocast and NCCL of a simulated GPU; see `simulated_gpu.py`.
 
-What `simulate` does is not undone: it is for processes that were forked for a test.
+`simulate` cannot be undone. Call it only in processes that were forked for a test.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,50 +19,54 @@ class Event:
     """A mark in a stream.
 
     Attributes:
-        stream: Which.
-        told: How much that had been told before.
+        stream: The stream in which the event was recorded.
+        copies: Number of copies that were queued on the stream before the event.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.stream = DEVICE.streams[0]
-        self.told = 0
-        self._asked = 2
+        self.copies = 0
+        self._queries = 2
 
     def record(self, stream: Stream | None = None) -> None:
-        """Mark what a stream has been told so far."""
+        """Mark the work that a stream has queued so far."""
         self.stream = stream or DEVICE.stream
-        self.told = self.stream.told
-        self._asked = 0
+        self.copies = self.stream.queued
+        self._queries = 0
 
     def query(self) -> bool:
-        """Whether it is over; it is when asked for the second time, and so nobody waits any more."""
-        self._asked += 1
-        if self._asked > 1:
-            self.stream.go_on(self.told)
-        return self._asked > 1
+        """Whether the marked work is done: False for the first query, and True for the second.
+
+        So every event is seen pending once, and code that polls an event ends.
+        """
+        self._queries += 1
+        if self._queries > 1:
+            self.stream.go_on(self.copies)
+        return self._queries > 1
 
     def elapsed_time(self, later: "Event") -> float:
-        """Milliseconds, which a simulated device does not take."""
-        assert later._asked > 1, "it is over"
+        """Return 1 millisecond: a simulated device takes no time of its own."""
+        assert later._queries > 1, "the later event must be complete"
         return 1.0
 
     def synchronize(self) -> None:
-        """The host waits for it."""
-        if self._asked < 2:
+        """Let the host wait for the event."""
+        if self._queries < 2:
             DEVICE.wait("an event")
-        self._asked = 2
-        self.stream.go_on(self.told)
+        self._queries = 2
+        self.stream.go_on(self.copies)
 
 
 def simulate(index: int = 0, devices: int = 1) -> GpuMode:
-    """Give this process a simulated GPU, for good.
+    """Give this process a simulated GPU until the process ends.
 
     Args:
-        index: Its number.
-        devices: How many the machine has.
+        index: Index of the GPU.
+        devices: Number of GPUs of the machine.
 
     Returns:
-        What is to be entered where tensors are made on it; another thread only computes with those that are there.
+        A context manager: enter it in the thread that creates tensors on the GPU. Other threads can only compute with
+        tensors that exist.
     """
     DEVICE.name = torch.device("cuda", index)
     _simulate_cuda(devices)
@@ -74,11 +78,11 @@ def simulate(index: int = 0, devices: int = 1) -> GpuMode:
 
 
 def _simulate_cuda(devices: int) -> None:
-    torch.__future__.set_swap_module_params_on_conversion(True)  # Parameters, and gradients, change their class.
-    torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]  # For "cuda" without a number.
+    torch.__future__.set_swap_module_params_on_conversion(True)  # Parameters and gradients change their class.
+    torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]  # Needed for "cuda" without an index.
     torch.backends.cudnn.enabled = False
     if torch.backends.cuda.is_built():
-        # Autograd would ask CUDA's driver for contexts. It asks the first kind of accelerator, and this comes first.
+        # Autograd would ask CUDA's driver for contexts. It asks only the first accelerator, which is now this backend.
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
         _setup_privateuseone_for_python_backend("nothing")
@@ -107,7 +111,7 @@ def _simulate_cuda(devices: int) -> None:
         "_lazy_init": lambda: None,
         "_is_in_bad_fork": lambda: False,
         "is_available": lambda: True,
-        "is_initialized": lambda: False,  # It may be used after a fork.
+        "is_initialized": lambda: False,  # So the simulated GPU may be used after a fork.
         "device_count": lambda: devices,
         "current_device": lambda: DEVICE.name.index,
         "set_device": lambda device: None,
@@ -142,7 +146,7 @@ def _simulate_cuda(devices: int) -> None:
 
 
 def _simulate_autocast() -> None:
-    """To C++ the tensors are the host's, and so is their autocast."""
+    """Use the CPU's autocast for `cuda`: torch's C++ code sees tensors of the host."""
     autocast, is_enabled, dtype = torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype
 
     def kind_of(kind: str) -> str:
@@ -158,7 +162,10 @@ def _simulate_autocast() -> None:
 
 
 def _simulate_first_gradients() -> None:
-    """A backward that is told an edge of the graph, and no tensor, learns from C++ where its gradient is to be."""
+    """Put the first gradients of a backward from graph edges on the device.
+
+    For an edge, unlike a tensor, C++ code decides on which device the gradient is created.
+    """
     make_gradients = torch.autograd._make_grads
 
     def made(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -170,9 +177,9 @@ def _simulate_first_gradients() -> None:
 
 
 def _simulate_nccl() -> None:
-    """Groups of gloo that say they are NCCL's, but for those that are made to be gloo's.
+    """Make gloo groups claim to be NCCL groups, except groups that are created for gloo.
 
-    A transfer of a tensor of the host in the former, or of the device in the latter, is refused.
+    A collective on a host tensor in an NCCL group, or on a device tensor in a gloo group, raises an AssertionError.
     """
     new_group, all_reduce, on_host = dist.new_group, dist.all_reduce, set()
 
@@ -189,11 +196,11 @@ def _simulate_nccl() -> None:
 
     def collective(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         leaves = tree_leaves((args, kwargs))
-        groups = [dist.ProcessGroup.unbox(one) for one in leaves if _is_group(one)]  # type: ignore[attr-defined]
+        groups = [dist.ProcessGroup.unbox(leaf) for leaf in leaves if _is_group(leaf)]  # type: ignore[attr-defined]
         backend = backend_of(groups[0])
-        for one in leaves:
-            if isinstance(one, Tensor) and is_on_device(one) != (backend == "nccl"):
-                raise AssertionError(f"{func} in a group of {backend}, of a tensor on {one.device}")
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and is_on_device(leaf) != (backend == "nccl"):
+                raise AssertionError(f"{func} in a group of {backend}, of a tensor on {leaf.device}")
         if backend == "nccl" and func is torch.ops.c10d.barrier.default:
             DEVICE.wait("a barrier")
         return _plain(func, args, kwargs)
@@ -201,7 +208,7 @@ def _simulate_nccl() -> None:
     def reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> dist.Work | None:
         if op != dist.ReduceOp.AVG or tensor.is_floating_point():
             return all_reduce(tensor, op, *args, **kwargs)
-        all_reduce(tensor, dist.ReduceOp.SUM, *args, **kwargs)  # gloo's mean takes no integers.
+        all_reduce(tensor, dist.ReduceOp.SUM, *args, **kwargs)  # gloo cannot average integers.
         tensor.floor_divide_(dist.get_world_size())
         return None
 

@@ -1,11 +1,12 @@
-"""A simulated GPU: tensors that say they are on `cuda`, and hold their values in the host's memory.
+"""A simulated GPU: tensors that claim to be on `cuda` and hold their values in the host's memory.
 
-What it computes is, bit for bit, what the CPU computes. It refuses what a GPU refuses, an operation on tensors of both,
-and notes each place where the host would wait until the device has computed all that it was told. Copies for which the
-host does not wait come as late as they may, and until then their targets hold nothing. Its random numbers are its own.
+It computes exactly what the CPU computes, bit for bit. Like a GPU, it refuses operations that mix tensors of the host
+and of the device. It counts each place where the host would wait until the device has done all queued work. Copies for
+which the host does not wait happen as late as possible, and until then their targets hold NaN. The device has a random
+number generator of its own.
 
-To torch's C++ such a tensor is one of the host, with `Python` among its dispatch keys: so no driver is ever asked. All
-that tells where a tensor is goes by Python. See `simulated_cuda.py` for `torch.cuda` and collectives.
+To torch's C++ code such a tensor is a host tensor with the dispatch key `Python`, so no driver is ever asked. Every
+question about a tensor's device is answered in Python. See `simulated_cuda.py` for `torch.cuda` and collectives.
 """
 
 import functools
@@ -22,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 aten = torch.ops.aten
-# What waits whatever it is given: its result, or the result's shape, depends on values.
+# Operations for which the host always waits, because their result or its shape depends on values.
 _WAITS = {
     aten._local_scalar_dense.default,
     aten.equal.default,
@@ -38,60 +39,66 @@ _INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default,
 
 
 class MixedError(RuntimeError):
-    """An operation was given tensors of the host and of the device."""
+    """An operation that mixes tensors of the host and of the device."""
 
 
 class Stream:
-    """What the device does in order: copies between host and device as late as it may, all else at once."""
+    """A queue of work on the device, done in order.
+
+    Copies between host and device are done as late as possible, everything else at once.
+
+    Attributes:
+        queued: Number of copies that were ever queued.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.told = 0  # copies
+        self.queued = 0
         self._late: deque[Callable[[], None]] = deque()
         DEVICE.streams.append(self)
 
     device = property(lambda self: DEVICE.name)
 
-    def tell(self, copy: Callable[[], None]) -> None:
-        """Have it copy some time."""
+    def queue(self, copy: Callable[[], None]) -> None:
+        """Queue a copy, which is done when somebody waits for it."""
         self._late.append(copy)
-        self.told += 1
+        self.queued += 1
 
-    def go_on(self, told: int | None = None) -> None:
-        """Do what it was told, or the first of that."""
-        while self._late and self.told - len(self._late) < (self.told if told is None else told):
+    def go_on(self, count: int | None = None) -> None:
+        """Do the queued copies: all of them, or only the first `count` of all that were ever queued."""
+        while self._late and self.queued - len(self._late) < (self.queued if count is None else count):
             self._late.popleft()()
 
     def wait_stream(self, other: "Stream") -> None:
-        """What it is told from here on comes after all that another one was."""
+        """Do later work of this stream after all that another stream has queued so far."""
         if other is not DEVICE.streams[0]:
             other.go_on()
 
     def wait_event(self, event: Any) -> None:
-        """What it is told from here on comes after an event."""
-        event.stream.go_on(event.told)
+        """Do later work of this stream after an event."""
+        event.stream.go_on(event.copies)
 
     def record_event(self, event: Any = None) -> Any:
-        """Mark what it has been told so far."""
+        """Return an event that marks the work queued so far."""
         event = event or torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """The host waits for it."""
+        """Let the host wait for all queued work."""
         DEVICE.wait("a stream")
         self.go_on()
 
 
 class Device:
-    """The one of this process.
+    """The simulated GPU of this process.
 
     Attributes:
-        name: `cuda` with its number.
-        waits: Where the host has waited since the last :meth:`waits_inside`, and how often.
-        random: The state of its random numbers.
-        pinned: Pinned memory by its address; held, so that no other gets the address.
-        streams: The first is the one that computes.
-        stream: The present one.
+        name: `cuda` with the index of the GPU.
+        waits: Number of times that the host has waited, by place, since :meth:`waits_inside` was entered last.
+        random: State of the device's random number generator.
+        pinned: By address: tensors in pinned memory. They are kept so that no other memory gets the address.
+        streams: All streams; the first stream computes.
+        stream: The current stream.
     """
 
     stream: Stream
@@ -103,8 +110,8 @@ class Device:
         self.pinned: dict[int, Tensor] = {}
         self.streams: list[Stream] = []
 
-    def wait(self, what: str) -> None:
-        """The host waits for it."""
+    def wait(self, cause: str) -> None:
+        """Count that the host waits, with the line of the package or of the test that causes it."""
         frame = sys._getframe(1)
         inner = outer = None
         while frame is not None:
@@ -114,14 +121,14 @@ class Device:
             elif "simulated_" not in name and "/torch/" not in name:
                 outer = outer or frame
             frame = frame.f_back  # type: ignore[assignment]
-        found = inner or outer
-        where = "" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
-        self.waits[f"{what} at {where}"] += 1
+        user_frame = inner or outer
+        where = "" if user_frame is None else f"{user_frame.f_code.co_filename}:{user_frame.f_lineno}"
+        self.waits[f"{cause} at {where}"] += 1
         self.streams[0].go_on()
 
     @contextmanager
     def waits_inside(self) -> Iterator[Counter[str]]:
-        """Count those inside, apart from others."""
+        """Count the waits inside the context separately."""
         before, self.waits = self.waits, Counter()
         try:
             yield self.waits
@@ -130,7 +137,7 @@ class Device:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Draw from its own random numbers."""
+        """Draw random numbers from the device's generator inside the context."""
         host = torch.get_rng_state()
         torch.set_rng_state(self.random)
         try:
@@ -145,17 +152,17 @@ DEVICE.stream = Stream()
 
 
 class GpuTensor(torch.Tensor):
-    """A tensor of the device.
+    """A tensor on the device.
 
     Attributes:
-        host: Its values.
+        host: The host tensor that holds the values.
     """
 
     host: Tensor
 
     @staticmethod
     def __new__(cls, host: Tensor, requires_grad: bool = False) -> "GpuTensor":
-        """One with these values, which it shares."""
+        """Return a device tensor that shares the values of a host tensor."""
         tensor: GpuTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             host.size(),
@@ -169,7 +176,7 @@ class GpuTensor(torch.Tensor):
         tensor.host = host
         return tensor
 
-    # These two let a module's parameters be replaced by it, as `.to("cuda")` does.
+    # `.to("cuda")` needs these two methods to replace a module's parameters by device tensors.
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["host"], None
 
@@ -189,10 +196,10 @@ class GpuTensor(torch.Tensor):
             if _is_parameter(self):
                 copied._is_param = True  # type: ignore[attr-defined]
             memo[id(self)] = copied
-        found: GpuTensor = memo[id(self)]
-        return found
+        copy_of_self: GpuTensor = memo[id(self)]
+        return copy_of_self
 
-    # What Python asks of it.
+    # Attributes and methods that Python code uses
 
     device = property(lambda self: DEVICE.name)  # type: ignore[assignment]
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
@@ -204,7 +211,7 @@ class GpuTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Take another's memory and be where that is, as a module's parameters that go back to the host."""
+        """Take the storage and the device of another tensor, as when a module's parameters move back to the host."""
         other, gradient = value.detach().requires_grad_(self.requires_grad), self.grad
         torch.utils.swap_tensors(self, torch.nn.Parameter(other, self.requires_grad) if _is_parameter(self) else other)
         self.grad = gradient
@@ -239,26 +246,26 @@ class GpuTensor(torch.Tensor):
     __array__ = numpy
 
     def __setitem__(self, place: Any, value: Any) -> None:
-        # C++ would copy a number from the host, where CUDA fills.
+        # C++ code would copy a number from the host; CUDA fills the tensor without a copy.
         value = value if isinstance(value, Tensor) else GpuTensor(torch.tensor(value, dtype=self.dtype))
         super().__setitem__(place, value)
 
     def as_subclass(self, cls: Any) -> Any:
-        """For tensors without values, which stand for others; its own values are on the host."""
+        """Return a tensor of another class, for placeholders without values; this tensor's values are on the host."""
         if cls not in _ON_DEVICE:
             _ON_DEVICE[cls] = type(cls.__name__, (cls,), {"device": GpuTensor.device})
         return self.host.as_subclass(_ON_DEVICE[cls])
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What Python's functions are asked that are given one."""
+        """Call a Python function on device tensors."""
         function = {Tensor.to: _to, F.one_hot: _one_hot}.get(func, func)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What is computed with it."""
+        """Compute an operation on device tensors."""
         return _compute(func, args, kwargs or {})
 
 
@@ -267,18 +274,18 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 class GpuMode(TorchDispatchMode):
-    """Makes tensors on `cuda`, in this thread."""
+    """A mode in which this thread can create tensors on `cuda`."""
 
     def __enter__(self) -> Any:
-        torch._C._set_only_lift_cpu_tensors(True)  # Else `torch.tensor(..., device="cuda")` would ask a driver.
+        torch._C._set_only_lift_cpu_tensors(True)  # Otherwise `torch.tensor(..., device="cuda")` would ask a driver.
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute."""
+        """Compute an operation."""
         return _compute(func, args, kwargs or {})
 
 
-# What Python asks
+# Python functions
 
 
 def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -299,14 +306,14 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class _ToHost(torch.autograd.Function):
-    """A copy to the host, or to `meta`; C++ would take the device's tensor for one of the host already."""
+    """A copy to the host or to `meta`; C++ code would believe that the device tensor is on the host already."""
 
     @staticmethod
     def forward(ctx: Any, tensor: GpuTensor, device: torch.device, dtype: torch.dtype, non_blocking: bool) -> Tensor:
         ctx.dtype = tensor.dtype
         moved = tensor.host.detach().to(device, dtype, copy=True)
         if device.type == "cpu" and non_blocking:
-            _pin(moved)  # As torch does.
+            _pin(moved)  # torch also allocates the target in pinned memory.
             _to_pinned(moved, moved.clone())
         elif device.type == "cpu":
             DEVICE.wait("a copy to the host")
@@ -326,12 +333,12 @@ def _one_hot(tensor: GpuTensor, num_classes: int = -1) -> Tensor:
 _ON_DEVICE: dict[type, type] = {}
 
 
-# What is computed
+# Operations
 
 
 def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensors = [leaf for leaf in _leaves((*args, *kwargs.values())) if isinstance(leaf, Tensor)]
-    on_device = any(isinstance(one, GpuTensor) for one in tensors)
+    on_device = any(isinstance(tensor, GpuTensor) for tensor in tensors)
     device = kwargs.get("device")
     device = None if device is None else torch.device(device)
     if func.namespace == "c10d":
@@ -350,62 +357,70 @@ def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         _look_at(func, args, tensors)
     if device is not None and device.type == "meta":
         return _plain(func, args, kwargs)
-    own = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+    host_kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
     if device is not None:
-        own["device"] = torch.device("cpu")
-    if torch.Tag.nondeterministic_seeded in func.tags and own.get("generator") is None:
+        host_kwargs["device"] = torch.device("cpu")
+    if torch.Tag.nondeterministic_seeded in func.tags and host_kwargs.get("generator") is None:
         with DEVICE.drawing():
-            result = _plain(func, args, own)
+            result = _plain(func, args, host_kwargs)
     else:
-        result = _plain(func, args, own)
+        result = _plain(func, args, host_kwargs)
     if func is aten._local_scalar_dense.default:
         return result
     kind = _result_of(func) if on_device else "new"
     if kind == "the first argument":
         return args[0]
-    wrapped = _map(lambda one: GpuTensor(one) if type(one) is Tensor else one, result)
+    wrapped = _map(lambda tensor: GpuTensor(tensor) if type(tensor) is Tensor else tensor, result)
     return wrapped if kind == "new" else return_and_correct_aliasing(func, args, kwargs, wrapped)
 
 
 @functools.cache
 def _result_of(func: Any) -> str:
-    """What an operation returns, where that is plain: torch takes a millisecond to find out for each."""
-    returned, given = func._schema.returns, func._schema.arguments
-    if any(isinstance(one.type, torch.ListType) for one in returned):
-        return "another"  # This schema does not tell what lists are views of.
-    if not any(one.alias_info for one in returned):
+    """Return whether an operation returns a new tensor, its first argument, or something else ("another").
+
+    torch's own answer takes a millisecond for each operation.
+    """
+    results, arguments = func._schema.returns, func._schema.arguments
+    if any(isinstance(value.type, torch.ListType) for value in results):
+        return "another"  # The schema does not say of which tensors the list's entries are views.
+    if not any(value.alias_info for value in results):
         return "new"
-    written = [one.alias_info is not None and one.alias_info.is_write for one in (*returned, *given)]
-    in_place = written == [True, True, *[False] * (len(given) - 1)] and torch.Tag.inplace_view not in func.tags
+    written = [value.alias_info is not None and value.alias_info.is_write for value in (*results, *arguments)]
+    in_place = written == [True, True, *[False] * (len(arguments) - 1)] and torch.Tag.inplace_view not in func.tags
     return "the first argument" if in_place else "another"
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    for one in value:
-        if isinstance(one, list | tuple):
-            yield from _leaves(one)
+    for entry in value:
+        if isinstance(entry, list | tuple):
+            yield from _leaves(entry)
         else:
-            yield one
+            yield entry
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return type(value)([_map(function, one) for one in value])
+        return type(value)([_map(function, entry) for entry in value])
     return function(value)
 
 
 def _look_at(func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-    """Refuse what is mixed, and note where it waits."""
+    """Refuse operations that mix host and device, and count the waits of an operation."""
     if func in _WAITS:
         DEVICE.wait(str(func))
-    indices = [one for one in args[1] if one is not None] if func in _INDEXING else []
+    indices = [tensor for tensor in args[1] if tensor is not None] if func in _INDEXING else []
     if not all(map(is_on_device, indices)):
         DEVICE.wait("an index of the host")
-    if any(one.dtype in (torch.bool, torch.uint8) for one in indices):
+    if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in indices):
         DEVICE.wait("an index by a mask")
-    for one in tensors:
-        # As on a GPU, but for scalars of the host; indices may be anywhere.
-        if one.ndim and not is_on_device(one) and one.device.type != "meta" and not any(one is i for i in indices):
+    for tensor in tensors:
+        # As on a GPU: scalars of the host are allowed, and indices may be on any device.
+        if (
+            tensor.ndim
+            and not is_on_device(tensor)
+            and tensor.device.type != "meta"
+            and not any(tensor is i for i in indices)
+        ):
             shapes = [(tuple(each.shape), each.device.type) for each in tensors]
             raise MixedError(f"{func}: tensors of the host and of the device: {shapes}")
 
@@ -426,15 +441,18 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _copy_beside(target: Tensor, source: Tensor) -> None:
-    """By a side stream: what is in the source when it comes to that."""
-    assert all(is_on_device(one) or _is_pinned(one) for one in (target, source)), "memory that is not pinned"
+    """Copy on a side stream, late: the target gets the values that the source has at that time."""
+    assert all(is_on_device(tensor) or _is_pinned(tensor) for tensor in (target, source)), "memory that is not pinned"
     to, from_ = _held_by_others(_unwrap(target)), _held_by_others(_unwrap(source))
     _spoil(to())
-    DEVICE.stream.tell(lambda: to().copy_(from_()))
+    DEVICE.stream.queue(lambda: to().copy_(from_()))
 
 
 def _held_by_others(tensor: Tensor) -> Callable[[], Tensor]:
-    """A tensor, as long as others keep its memory; without them the device would use that again."""
+    """Return a function that returns the tensor, or fails if nobody else has kept the tensor's storage.
+
+    A real device would reuse the memory of a storage that nobody keeps.
+    """
     memory = StorageWeakRef(tensor.untyped_storage())
     place, dtype = (tensor.storage_offset(), tensor.shape, tensor.stride()), tensor.dtype
 
@@ -447,29 +465,29 @@ def _held_by_others(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def _to_pinned(target: Tensor, value: Tensor) -> None:
-    """By the stream that computes: it comes late, and is of this moment."""
+    """Copy on the stream that computes, late, but with the values of the present."""
     _spoil(target)
-    DEVICE.stream.tell(lambda: target.detach().copy_(value))
+    DEVICE.stream.queue(lambda: target.detach().copy_(value))
 
 
 def _spoil(tensor: Tensor) -> None:
-    """Nobody is to use what is there before the copy is over."""
+    """Fill a copy's target with wrong values, so that a use before the end of the copy is noticed."""
     tensor.detach().fill_(torch.nan if tensor.is_floating_point() else 113)
 
 
 def _from_host(source: Tensor, non_blocking: bool) -> None:
-    """By the stream that computes, which has it in time; but the host is not to change it before."""
+    """Copy from the host on the stream that computes, and check later that the host has not changed the source."""
     if source.device.type != "cpu" or not source.numel():
         return
     if not (non_blocking and _is_pinned(source)):
         DEVICE.wait("a copy from the host" + ("" if _is_pinned(source) else "'s memory that is not pinned"))
         return
-    given, value = source.detach(), _bytes(source).clone()
+    copied, value = source.detach(), _bytes(source).clone()
 
     def check() -> None:
-        assert torch.equal(_bytes(given), value), "pinned memory was written to that is being copied"
+        assert torch.equal(_bytes(copied), value), "pinned memory was written to that is being copied"
 
-    DEVICE.stream.tell(check)
+    DEVICE.stream.queue(check)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -477,7 +495,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def is_on_device(tensor: Tensor) -> bool:
-    """Whether it is the device's."""
+    """Return whether a tensor is on the device."""
     return isinstance(tensor, GpuTensor)
 
 

@@ -1,4 +1,4 @@
-"""Print what mutmut has found in this folder: how many mutants of each module a test has noticed, and the others."""
+"""Print mutmut's results in this folder: the number of mutants of each module that tests noticed, and the survivors."""
 
 from collections import Counter
 
@@ -11,14 +11,14 @@ counts: dict[str, Counter[str]] = {}
 for path in walk_mutatable_files():
     data = SourceFileMutationData(path=path)
     data.load()
-    found = {mutant: status_by_exit_code[code] for mutant, code in data.exit_code_by_key.items()}
-    if set(found.values()) != {"not checked"}:
-        counts[str(path)] = Counter(found.values())
-    for mutant, status in found.items():
+    statuses = {mutant: status_by_exit_code[code] for mutant, code in data.exit_code_by_key.items()}
+    if set(statuses.values()) != {"not checked"}:
+        counts[str(path)] = Counter(statuses.values())
+    for mutant, status in statuses.items():
         if status not in ("killed", "timeout", "no tests", "not checked"):
             print(f"{status}: {mutant}", get_diff_for_mutant(mutant, path=path), "", sep="\n")
     if untested := sorted(
-        {mutant.partition("__mutmut_")[0] for mutant, status in found.items() if status == "no tests"}
+        {mutant.partition("__mutmut_")[0] for mutant, status in statuses.items() if status == "no tests"}
     ):
         print("no light test calls:", *untested, "", sep="\n")
 print(f"{'module':<55}mutants noticed survived not called")

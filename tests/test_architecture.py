@@ -1,4 +1,4 @@
-"""What the page on the architecture tells is what happens: its functions are called, in its order."""
+"""The architecture page is right: the functions that it lists are called in the order in which it lists them."""
 
 import re
 import sys
@@ -25,15 +25,15 @@ PAGE = (ROOT / "docs/development/architecture.md").read_text()
 GLOSSARY = (ROOT / "docs/development/glossary.md").read_text()
 
 
-def told(title: str) -> list[str]:
-    """The functions of a section, in order."""
+def listed_functions(title: str) -> list[str]:
+    """Return the functions that a section of the page lists, in order."""
     (section,) = re.findall(rf"^#+ {title}\n(.*?)(?=^#|\Z)", PAGE, re.DOTALL | re.MULTILINE)
     return re.findall(r"^\d+\. `([\w.]+)`", section, re.MULTILINE)
 
 
 @contextmanager
 def noting(wanted: list[str]) -> Iterator[list[str]]:
-    """Which of some functions are called meanwhile in this thread, in order."""
+    """Yield a list that gets the calls of the wanted functions in this thread, in order, while the context is open."""
     calls: list[str] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -51,18 +51,18 @@ def noting(wanted: list[str]) -> Iterator[list[str]]:
 
 
 def check(wanted: list[str], calls: list[str]) -> None:
-    """Each is called after the one before it."""
+    """Check that each wanted function is called after the wanted function before it."""
     rest = iter(calls)
     for name in wanted:
         assert name in rest, f"{name} is not called after what stands before it, of {list(dict.fromkeys(calls))}"
 
 
 class Notes(Callback):
-    """Notes in rank 0, from the second batch on, what is called, in a file."""
+    """Record the calls of rank 0 from the second batch on, and write them to a file."""
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == 1 and trainer.is_global_zero:
-            self.noting = noting(told("The life of a batch"))
+            self.noting = noting(listed_functions("The life of a batch"))
             self.calls = self.noting.__enter__()
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -88,7 +88,7 @@ def test_the_life_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     data = TensorDataset(torch.randn(16, 3, 2, 2), torch.randint(2, (16,)))
     trainer.fit(ImageClassifier(network, 2, partial(torch.optim.SGD, lr=0.1)), DataLoader(data, 8))
-    check(told("The life of a batch"), Path("calls").read_text().split())
+    check(listed_functions("The life of a batch"), Path("calls").read_text().split())
 
 
 def simulated(text: str) -> Callable[[], Any]:
@@ -112,19 +112,19 @@ def simulated(text: str) -> Callable[[], Any]:
         ),
     ],
 )
-def test_what_happens_in_a_parameter_server(title: str, trace: str) -> None:
+def test_the_steps_of_a_parameter_server_happen_in_the_listed_order(title: str, trace: str) -> None:
     run = simulated(trace)
-    with noting(told(title)) as calls:
+    with noting(listed_functions(title)) as calls:
         outcome = run()
     assert outcome.violation is None
-    check(told(title), calls)
+    check(listed_functions(title), calls)
 
 
 @pytest.mark.light
-def test_each_word_of_the_glossary_leads_to_a_file_that_is_there() -> None:
+def test_each_word_of_the_glossary_names_an_existing_file() -> None:
     rows = re.findall(r"^\| \*\*(.+?)\*\* \| .+ \| `(.+?)` \|$", GLOSSARY, re.MULTILINE)
     assert rows
-    assert len(rows) <= 45, "what one person can hold"
+    assert len(rows) <= 45, "a reader cannot remember more words"
     missing = [path for _, path in rows if not (ROOT / "cnnstrategies" / path).exists()]
     assert not missing
     words = [word for word, _ in rows]

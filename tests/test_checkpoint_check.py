@@ -1,4 +1,4 @@
-"""A checkpoint of another network is refused with a line, and one of the same is not."""
+"""A checkpoint of a different network is refused with an error message of one line."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def train():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """That of a run."""
+    """Return the path of a run's checkpoint."""
     path = tmp_path_factory.mktemp("run") / "checkpoints" / "best.ckpt"
 
     def save():
@@ -53,21 +53,23 @@ def test_another_network_is_refused_naming_its_configuration(saved, tmp_path):
     for network, message in (
         (Wider(), r"network.2.weight has the shape \(16, 8, 3, 3\) in the checkpoint and \(16, 8, 5, 5\) in `model`"),
         (nn.Sequential(*PlainCNN(), nn.Linear(10, 10)), "the checkpoint has no network.6.weight"),
-        (nn.Sequential(*list(PlainCNN())[:-1]), "the checkpoint has network.5.weight, and `model` has not"),
+        (nn.Sequential(*list(PlainCNN())[:-1]), "the checkpoint has network.5.weight, but `model` does not"),
     ):
-        whole = rf"best.ckpt is of another network .*: {message}; use the `model` of \S+/run0/config.yaml"
+        whole = rf"best.ckpt does not fit the network of `model`: {message}; use the `model` of \S+/run0/config.yaml"
         with pytest.raises(ConfigurationError, match=whole):
             check_weights(ImageClassifier(network, 10), saved)
     model = ImageClassifier(PlainCNN(), 10)
-    with pytest.raises(ConfigurationError, match="holds weights alone"):
+    with pytest.raises(ConfigurationError, match="contains only weights"):
         check_weights(model, saved.with_name("weights.ckpt"), training=True)
     torch.save(PlainCNN().state_dict(), tmp_path / "weights.pt")
-    with pytest.raises(ConfigurationError, match=r"weights.pt is not a checkpoint of a run but holds 0.bias, "):
+    with pytest.raises(
+        ConfigurationError, match=r"weights.pt is not a checkpoint of a run, because it contains only 0.bias, "
+    ):
         check_weights(model, tmp_path / "weights.pt")
 
 
 @pytest.mark.light
-def test_what_only_the_module_knows_is_left_to_it(saved):
+def test_modules_that_convert_or_loosen_loading_are_not_checked(saved):
     class Renames(ImageClassifier):
         def on_load_checkpoint(self, checkpoint):
             pass

@@ -1,4 +1,4 @@
-"""A checkpoint is the old one or the new one, never half of one."""
+"""A checkpoint file is always the whole old checkpoint or the whole new one, never a part."""
 
 import contextlib
 import errno
@@ -26,15 +26,15 @@ def test_a_failing_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     io = AtomicCheckpointIO()
     io.save_checkpoint({"step": 1}, path)
     large = {"step": 2, "weights": torch.zeros(500_000)}
-    line = f"cannot write {path}: No space left on device; make room there"
-    (tmp_path / ".last.ckpt.partial").symlink_to("/dev/full")  # While it is written...
+    line = f"cannot write {path}: No space left on device; free some space"
+    (tmp_path / ".last.ckpt.partial").symlink_to("/dev/full")  # The disk is full while the file is written,
     with pytest.raises(ConfigurationError, match=line):
         io.save_checkpoint(large, path)
 
     def no_space(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "fsync", no_space)  # ... and when it has been.
+    monkeypatch.setattr(os, "fsync", no_space)  # or only when the file is flushed at the end.
     with pytest.raises(ConfigurationError, match=line):
         io.save_checkpoint(large, path)
     with pytest.raises(RuntimeError, match="cannot be stored"):
@@ -42,7 +42,7 @@ def test_a_failing_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
     assert io.load_checkpoint(path, weights_only=True) == {"step": 1}
     tmp_path.chmod(0o500)
-    if os.geteuid():  # Who is root may write everywhere.
+    if os.geteuid():  # The root user may write everywhere.
         with pytest.raises(ConfigurationError, match="Permission denied"):
             io.save_checkpoint(large, tmp_path / "new" / "last.ckpt")
     tmp_path.chmod(0o700)
@@ -54,7 +54,7 @@ def test_a_changed_bit_is_found_or_changes_nothing(tmp_path):
     io = AtomicCheckpointIO()
     io.save_checkpoint({"step": 1, "weights": torch.arange(5000.0)}, path)
     content = path.read_bytes()
-    found = []
+    detected = []
     places = range(0, len(content), 397)
     for place in places:
         path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
@@ -63,10 +63,10 @@ def test_a_changed_bit_is_found_or_changes_nothing(tmp_path):
             assert loaded["step"] == 1
             assert torch.equal(loaded["weights"], torch.arange(5000.0))
             continue
-        found.append(place)
-    assert len(found) > 0.9 * len(places)  # Between the entries lies padding.
+        detected.append(place)
+    assert len(detected) > 0.9 * len(places)  # The other places are padding between the entries.
     path.write_bytes(content[:9000] + b"?" + content[9001:])
-    with pytest.raises(ConfigurationError, match=rf"{path} is damaged: archive/data/0 has changed since"):
+    with pytest.raises(ConfigurationError, match=rf"{path} is damaged: the checksum of archive/data/0 is wrong"):
         io.load_checkpoint(path)
 
 
@@ -76,7 +76,7 @@ class RunsCode:
 
 
 @pytest.mark.light
-def test_what_is_no_checkpoint_is_named_and_why(tmp_path):
+def test_a_file_that_is_not_a_checkpoint_is_refused_with_the_reason(tmp_path):
     path = tmp_path / "some.ckpt"
     torch.save({"weights": torch.zeros(5000)}, path)
     archive = path.read_bytes()
@@ -86,7 +86,7 @@ def test_what_is_no_checkpoint_is_named_and_why(tmp_path):
     torch.save({"a": RunsCode()}, path)
     for content, message in (
         (path.read_bytes(), r"\(getattr\): if you trust .* add --weights_only=false"),
-        (archive[:9000], "is cut short after 9,000 bytes: copying the file did not finish; copy it again"),
+        (archive[:9000], "is truncated after 9,000 bytes, because copying did not finish: copy it again"),
         (b"a page that says: not found", "is not a checkpoint: it begins with b'a page that says'"),
         (b"", "is empty"),
         (other_archive, "cannot be read: RuntimeError: "),
@@ -96,7 +96,7 @@ def test_what_is_no_checkpoint_is_named_and_why(tmp_path):
             AtomicCheckpointIO().load_checkpoint(path)
     with pytest.raises(FileNotFoundError):
         AtomicCheckpointIO().load_checkpoint(tmp_path / "nowhere.ckpt")
-    with pytest.raises(ConfigurationError, match=r"http://host/last\.ckpt: download it first"):
+    with pytest.raises(ConfigurationError, match=r"http://host/last\.ckpt is a URL, .*: download the file"):
         AtomicCheckpointIO().load_checkpoint("http://host/last.ckpt")
 
 
@@ -106,7 +106,7 @@ def test_kills_at_any_moment_leave_a_whole_checkpoint(tmp_path):
     io.save_checkpoint({"step": -1, "weights": torch.full((1,), -1.0)}, path)
     newest = -1
     attempt = 0
-    while attempt < 8 or newest <= 3:  # A busy machine writes slowly.
+    while attempt < 8 or newest <= 3:  # A busy machine writes slowly, and then needs more attempts.
         attempt += 1
         assert attempt < 200
         pid = os.fork()

@@ -1,4 +1,4 @@
-"""`--ckpt_path last` and `best`: the newest of the run's name, the same on every rank, or an error."""
+"""`--ckpt_path last` and `best` choose the newest checkpoint of the run's name, and the same one on every rank."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ RUNS = Path("runs/quickstart")
 
 
 def write(path, seconds):
-    """An empty file that was written at a time."""
+    """Write an empty file with this modification time."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).touch()
     os.utime(path, (seconds, seconds))
@@ -27,7 +27,7 @@ def trainer(*callbacks, logger=False):
     return quiet_trainer(logger=logger, enable_checkpointing=True, callbacks=list(callbacks))
 
 
-def test_the_newest_is_sought_where_runs_of_this_name_write():
+def test_the_newest_checkpoint_is_sought_where_runs_of_this_name_write():
     for version, seconds in (("version_9", 100), ("version_10", 300), ("torchrun_a", 200)):
         for name in ("best", "last"):
             write(f"runs/mine/{version}/checkpoints/{name}.ckpt", seconds)
@@ -35,8 +35,8 @@ def test_the_newest_is_sought_where_runs_of_this_name_write():
     write("checkpoints/last.ckpt", 400)
     write("saved/last.ckpt", 400)
     named = CSVLogger("runs", "mine")
-    said = r"ckpt_path=last: no last.ckpt in runs/new/\*/checkpoints; train without ckpt_path first"
-    with pytest.raises(ConfigurationError, match=said):
+    message = r"ckpt_path=last: there is no last.ckpt in runs/new/\*/checkpoints; train without ckpt_path first"
+    with pytest.raises(ConfigurationError, match=message):
         find_checkpoint("last", trainer(logger=CSVLogger("runs", "new")))
     assert find_checkpoint("last", trainer(logger=named)) == Path("runs/mine/version_10/checkpoints/last.ckpt")
     assert find_checkpoint("best", trainer(logger=named)) == Path("runs/mine/version_10/checkpoints/best.ckpt")
@@ -55,15 +55,15 @@ def test_the_newest_is_sought_where_runs_of_this_name_write():
         find_checkpoint("last", remote)
 
 
-def test_a_rank_that_starts_later_does_not_look_again(monkeypatch):
+def test_a_rank_that_starts_later_does_not_search_again(monkeypatch):
     write("checkpoints/last.ckpt", 100)
     first = checkpoint_of(trainer(), "last", True, None)
     write("elsewhere/last.ckpt", 200)
     later = trainer(ModelCheckpoint("elsewhere"))
-    for rank in ("0", "1"):  # A parameter server's supervisor starts rank 0, too.
+    for rank in ("0", "1"):  # Rank 0 also starts later if a parameter server's supervisor starts it.
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert checkpoint_of(later, "last", True, None) == first == os.environ[FOUND]
-    # Another run, which one of this run's processes starts, looks for itself.
+    # A process of this run may start another run, which searches for its own checkpoint.
     monkeypatch.delenv("LOCAL_RANK")
     assert checkpoint_of(later, "last", True, None) == str(Path("elsewhere/last.ckpt").resolve())
 
@@ -80,7 +80,7 @@ def test_ranks_with_different_checkpoints_do_not_start():
         run.fit(ImageClassifier(PlainCNN(), 10), DigitsDataModule())
 
 
-def test_lightnings_own_words_are_left_to_it():
+def test_lightnings_special_checkpoint_names_are_accepted():
     for word in ("hpc", "registry", "registry:name:version:1"):
         check_checkpoint(word)
     with pytest.raises(ConfigurationError, match="no checkpoint 'register'"):

@@ -34,7 +34,7 @@ def test_loss_is_mean_cross_entropy_for_classes_and_mixtures():
 
 
 @pytest.mark.light
-def test_class_weights_do_not_depend_on_the_division():
+def test_a_weighted_loss_does_not_depend_on_the_division_of_the_batch():
     weights = [1.0, 0.0, 2.0, 5.0]
     model = ImageClassifier(nn.Identity(), num_classes=4, class_weights=weights, label_smoothing=0.1)
     logits, targets = torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 3, 3])
@@ -49,7 +49,7 @@ def test_class_weights_do_not_depend_on_the_division():
 
 @pytest.mark.light
 @pytest.mark.parametrize("task", ["multilabel", "regression"])
-def test_labels_and_numbers_are_learned_measured_and_predicted(task):
+def test_multilabel_and_regression_have_loss_metrics_and_predictions(task):
     model = ImageClassifier(nn.Identity(), num_classes=3, task=task)
     torch.manual_seed(0)
     logits, targets = torch.randn(40, 3), torch.randint(2, (40, 3)).float()
@@ -58,27 +58,33 @@ def test_labels_and_numbers_are_learned_measured_and_predicted(task):
     model.log = lambda *_, **__: None
     for part in range(0, 40, 8):
         model.validation_step((logits[part : part + 8], targets[part : part + 8]), 0)
-    found = {name: float(metric.compute()) for name, metric in model.val_metrics.items()}
+    measured = {name: float(metric.compute()) for name, metric in model.val_metrics.items()}
     predicted = model.predict_step((logits, torch.arange(40)), 0)
     if task == "multilabel":
         weighted = ImageClassifier(nn.Identity(), num_classes=3, task=task, class_weights=[1.0, 3.0, 1.0])
         ones = torch.tensor([[0.0, 1.0, 0.0]])
-        assert float(weighted.loss(0 * ones, ones)) == pytest.approx(5 / 3 * math.log(2)), "those of what is there"
+        assert float(weighted.loss(0 * ones, ones)) == pytest.approx(5 / 3 * math.log(2)), (
+            "the weight applies to classes that are present"
+        )
         torch.testing.assert_close(model.loss(logits, targets), F.binary_cross_entropy(logits.sigmoid(), targets))
         torch.testing.assert_close(predicted["probabilities"], logits.sigmoid())
         ranked = targets.gather(0, logits.argsort(dim=0, descending=True))
         precision = ranked.cumsum(dim=0) / torch.arange(1, 41)[:, None]
-        assert found["map"] == pytest.approx(float(((precision * ranked).sum(0) / ranked.sum(0)).mean()), abs=0.02)
+        assert measured["map"] == pytest.approx(float(((precision * ranked).sum(0) / ranked.sum(0)).mean()), abs=0.02)
         both = ((logits > 0) * targets).sum(dim=0)
-        assert found["f1"] == pytest.approx(float((2 * both / ((logits > 0).sum(0) + targets.sum(0))).mean()), rel=1e-5)
-        assert model.quality in found
+        assert measured["f1"] == pytest.approx(
+            float((2 * both / ((logits > 0).sum(0) + targets.sum(0))).mean()), rel=1e-5
+        )
+        assert model.quality in measured
     else:
         torch.testing.assert_close(model.loss(logits, targets), F.mse_loss(logits, targets))
         assert torch.equal(predicted["values"], logits)
-        assert found["mae"] == pytest.approx(float((logits - targets).abs().mean()), rel=1e-5)
-        assert found["rmse"] == pytest.approx(float(F.mse_loss(logits, targets)) ** 0.5, rel=1e-5)
-    assert found["loss"] == pytest.approx(float(model.loss(logits, targets)), rel=1e-5)
-    with pytest.raises(ConfigurationError, match=rf"task={task} needs targets of shape \(40, 3\), .* gives \(40,\)"):
+        assert measured["mae"] == pytest.approx(float((logits - targets).abs().mean()), rel=1e-5)
+        assert measured["rmse"] == pytest.approx(float(F.mse_loss(logits, targets)) ** 0.5, rel=1e-5)
+    assert measured["loss"] == pytest.approx(float(model.loss(logits, targets)), rel=1e-5)
+    with pytest.raises(
+        ConfigurationError, match=rf"task={task} needs targets of shape \(40, 3\), .* has targets of shape \(40,\)"
+    ):
         model.loss(logits, targets[:, 0])
 
 
@@ -97,7 +103,7 @@ def test_auxiliary_logits_count_with_their_weight():
 
 
 @pytest.mark.light
-def test_other_statistics_than_those_of_trained_weights_are_told():
+def test_preprocessing_that_differs_from_the_pretrained_weights_warns():
     network = nn.Flatten()
     setattr(network, TRAINED_WITH, Preprocessing(mean=(0.5, 0.5, 0.5)))
     data = DigitsDataModule()
@@ -107,7 +113,7 @@ def test_other_statistics_than_those_of_trained_weights_are_told():
         ImageClassifier(network, 10).check_data(data)
     data.preprocessing = IMAGENET
     with pytest.warns(
-        UserWarning, match=r"trained with bilinear, mean 0.5 .* DigitsDataModule gives bilinear, mean 0.485"
+        UserWarning, match=r"expect the preprocessing bilinear, mean 0.5 .* has the preprocessing bilinear, mean 0.485"
     ):
         ImageClassifier(network, 10).check_data(data)
 
@@ -185,7 +191,7 @@ def test_the_network_can_be_compiled_and_keeps_its_names(monkeypatch):
     run.fit(model, datamodule=DigitsDataModule())
     assert list(model.state_dict()) == names
     assert compiled == [(model.network, {"backend": "eager"})]
-    assert pools == [1], "a forked rank takes its thread pool before backward's threads would do so all at once"
+    assert pools == [1], "a forked rank creates its thread pool before backward's threads would do so all at once"
 
 
 MISTAKES = {
@@ -193,22 +199,22 @@ MISTAKES = {
     r"label_smoothing=1.0 is outside \[0, 1\)": {"label_smoothing": 1.0},
     "cutmix_alpha=-0.5 is negative; use 0": {"cutmix_alpha": -0.5},
     r"class_weights=\[1.0, 2.0\]: give 10 numbers that are at least 0": {"class_weights": [1.0, 2.0]},
-    "cutmix_alpha need task=classes, and the model has task=multilabel": {
+    "cutmix_alpha need task=classes, but the model has task=multilabel": {
         "task": "multilabel",
         "mixup_alpha": 0.1,
     },
-    "class_weights with task=regression": {"task": "regression", "class_weights": [1.0] * 10},
+    "class_weights cannot be used with task=regression": {"task": "regression", "class_weights": [1.0] * 10},
 }
 
 
-def test_each_function_starts_the_metrics_anew():
+def test_setup_resets_the_metrics():
     model = ImageClassifier(SmallCNN(num_classes=10, in_channels=1), num_classes=10)
     model.trainer = quiet_trainer()
     metric = model.test_metrics["loss"]
-    metric.total.share_memory_()  # as torch hands it to a rank that is spawned
+    metric.total.share_memory_()  # A spawned rank gets its tensors from torch in shared memory.
     metric.update(torch.tensor(2.0), 1)
     model.setup("test")
-    assert not metric.total.is_shared(), "what a rank adds would be added to those of all"
+    assert not metric.total.is_shared(), "a rank's values would be added to the values of all ranks"
     assert metric.total == 0
 
 

@@ -1,4 +1,4 @@
-"""The command line: subcommands, composition, and errors of one line."""
+"""The command line: subcommands, composition of configurations, and error messages of one line."""
 
 import csv
 import re
@@ -21,16 +21,16 @@ from cnnstrategies.commands.run.lightning_cli import CLI, leaves_out_classes
 CHECKPOINTS = Path("runs/quickstart/version_0/checkpoints")
 
 
-@pytest.mark.cluster  # It takes long.
+@pytest.mark.cluster  # This test takes long.
 def test_fit_validate_test_predict_and_quantize(run_cli, quick):
-    """One trained checkpoint serves every other subcommand, on any number of processes; in float64 they agree."""
+    """Every other subcommand uses the trained checkpoint; in float64 the number of processes makes no difference."""
     code, output = run_cli("fit", *quick, "--trainer.max_epochs=2")
     assert code == 0, output
     assert panels.rows(output) == panels.rows((ROOT / "docs/get-started.md").read_text())
     other = [
         line for line in output.splitlines() if line.strip() and not re.match(r"  |Training|.*Warning|.*srun", line)
     ]
-    assert other == [], "only what is about the run"
+    assert other == [], "the output is only about the run"
     log_dir = CHECKPOINTS.parent
     assert (log_dir / "config.yaml").exists()
     assert "Training summary" in output
@@ -55,10 +55,10 @@ def test_fit_validate_test_predict_and_quantize(run_cli, quick):
             rows[name] = list(csv.DictReader(file))
     assert [row["sample"] for row in rows["two"]] == [str(index) for index in range(len(rows["two"]))]
     assert len(rows["two"]) == 359
-    for one, two in zip(rows["one"], rows["two"], strict=True):
-        assert one["sample"] == two["sample"]
-        for name in one.keys() - {"sample", "class"}:
-            assert float(one[name]) == pytest.approx(float(two[name]), abs=1e-6)  # The file has six digits.
+    for single, double in zip(rows["one"], rows["two"], strict=True):
+        assert single["sample"] == double["sample"]
+        for name in single.keys() - {"sample", "class"}:
+            assert float(single[name]) == pytest.approx(float(double[name]), abs=1e-6)  # The file has six digits.
 
     code, output = run_cli("test", *quick, *one_process)
     assert code == 2
@@ -102,8 +102,8 @@ def test_parts_compose_and_print_config_can_be_read_back(run_cli):
     config = yaml.safe_load(output)
     assert config["data"]["class_path"] == "cnnstrategies.data.SyntheticDataModule"
     assert config["trainer"]["devices"] == 1
-    assert config["trainer"]["enable_model_summary"] is False, "there is the start panel"
-    # Interpolation follows the override, in another file than the value's.
+    assert config["trainer"]["enable_model_summary"] is False, "the start panel replaces it"
+    # Interpolations use the overridden value, although they are in another file than the value.
     assert config["model"]["init_args"]["lr_scheduler"]["init_args"]["T_max"] == 7
     assert config["model"]["init_args"]["network"]["init_args"]["num_classes"] == 1000
     Path("printed.yaml").write_text(output)
@@ -113,7 +113,7 @@ def test_parts_compose_and_print_config_can_be_read_back(run_cli):
 
 
 def test_a_global_batch_that_is_too_small_is_refused_before_processes(monkeypatch, quick, capsys):
-    """What it says is parsed once for that, which is a tenth of a start."""
+    """The refusal parses the configuration only once: parsing takes a tenth of the start's time."""
     parsed, parse = [], LightningCLI.parse_arguments
     monkeypatch.setattr(LightningCLI, "parse_arguments", lambda *args: parsed.append(parse(*args)))
     monkeypatch.setattr(CLI, "fit", lambda self, **kwargs: pytest.fail("it was started"))
@@ -154,7 +154,7 @@ def test_the_number_of_classes_comes_from_the_data():
 
 
 class Trained(nn.Sequential):
-    """A network as timm gives them."""
+    """A network with the attribute `pretrained_cfg`, as timm creates it."""
 
     def __init__(self, pretrained: bool):
         super().__init__(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))
@@ -163,7 +163,7 @@ class Trained(nn.Sequential):
 
 
 @pytest.mark.parametrize(("pretrained", "size", "mean"), [("true", 20, 0.5), ("false", 224, 0.485)])
-def test_images_are_prepared_as_a_trained_network_wants_them(monkeypatch, pretrained, size, mean):
+def test_images_are_preprocessed_as_a_pretrained_network_needs_them(monkeypatch, pretrained, size, mean):
     for name in ("cat", "dog"):
         Path("images", name).mkdir(parents=True)
         Image.new("RGB", (40, 40)).save(f"images/{name}/0.png")
@@ -213,6 +213,6 @@ def test_a_module_with_its_own_loaders_needs_no_data(run_cli):
     words = ["--model=mine.Lit", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.fast_dev_run=true"]
     code, output = run_cli("fit", *words)
     assert code == 0, output
-    for command in ("validate", "plan", "verify"):  # It has none for these.
+    for command in ("validate", "plan", "verify"):  # The module has no loaders for these commands.
         code, output = run_cli(command, *words[:3])
-        assert (code, "error: no data: give --data CLASS" in output) == (2, True), output
+        assert (code, "error: the section data is missing: give --data CLASS" in output) == (2, True), output

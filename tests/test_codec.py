@@ -1,4 +1,4 @@
-"""Values go between processes as plain data: what is sent arrives, and what is not plain data is refused."""
+"""Values are sent between processes as plain data: they arrive unchanged, and everything else is refused."""
 
 import json
 import math
@@ -33,7 +33,7 @@ class Sample:
         made.append(self.name)
 
 
-made: list[str] = []  # Names of the samples whose own code has run.
+made: list[str] = []  # Names of the samples whose `__post_init__` has run.
 
 VALUE = {
     "none": None,
@@ -65,7 +65,7 @@ def test_tensors_of_every_type_and_layout_arrive(name):
         assert torch.equal(values, torch.arange(24).reshape(2, 3, 4).to(DTYPES[name])), "it is a copy"
 
 
-def test_what_torch_and_numpy_have_arrives():
+def test_values_of_torch_and_numpy_arrive():
     values = [torch.float16, torch.device("cuda:1"), torch.channels_last, OrderedDict(b=1, a=2), deque([1], 3)]
     values.append(tree_structure({"b": [0, (1, Box(2, 3))], "a": deque([4])}))
     for value, back in zip(values, decode(encode(values)), strict=True):
@@ -94,7 +94,7 @@ def test_records_arrive_by_class_and_none_of_their_code_runs():
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("this:Never", []),  # It says something when it is imported.
+        ("this:Never", []),  # The module `this` prints when it is imported.
         ("os:system", ["echo hostile"]),
         ("builtins:list", [[1]]),
         ("pathlib:Path", ["x"]),
@@ -106,7 +106,7 @@ def test_records_arrive_by_class_and_none_of_their_code_runs():
         (["test_codec"], []),
     ],
 )
-def test_a_message_gets_no_class_but_those_of_records(name, parts):
+def test_a_message_can_create_only_records(name, parts):
     with pytest.raises(CodecError):
         decode([json.dumps(["o", name, parts]).encode()])
     assert "this" not in sys.modules
@@ -124,7 +124,7 @@ def local() -> Any:
     "value",
     [object(), {1, 2}, b"bytes", {(1, 2): 3}, torch.zeros(2).to_sparse(), len, local(), np.array([object()])],
 )
-def test_refuses_what_it_would_have_to_pickle(value):
+def test_values_that_would_have_to_be_pickled_are_refused(value):
     with pytest.raises(CodecError, match="cannot be sent"):
         encode(value)
 
@@ -149,7 +149,8 @@ def test_broken_messages_raise_one_error_and_allocate_nothing():
     for message in ([], [b"[" * 100_000], [huge, b""], [b'["x", 0, "float32", [-1, -1]]', b"1234"], [b'["?"]']):
         with pytest.raises(CodecError):
             decode(message)
-    whole = to_bytes([torch.arange(3.0), "text"])  # Cut, or with other lengths.
+    whole = to_bytes([torch.arange(3.0), "text"])
+    # Messages that are cut short, or that give wrong lengths:
     for message in (b"", whole[:8], whole[:16], whole[:-1], whole + b"x", b"\xff" * 8 + whole[8:], b"\0" * 8):
         with pytest.raises(CodecError):
             from_bytes(message)

@@ -1,4 +1,7 @@
-"""Every file under configs/ is built as it is, whole or as a part of the quickstart; those for one machine train."""
+"""Every file under configs/ can be built, as a whole or as a part of the quickstart.
+
+Configurations for one machine also train.
+"""
 
 from itertools import zip_longest
 from pathlib import Path
@@ -23,7 +26,7 @@ COLOUR = ["--model.init_args.network.init_args.in_channels=3"]
 THOUSAND = ["--model.init_args.num_classes=1000"]
 TWO = ["--model.init_args.num_classes=2"]
 TWO_OF_TORCHVISION = [*TWO, "--model.init_args.network.dict_kwargs.num_classes=2"]
-# Data and network must fit, folders are those of `data`, and weights are not downloaded.
+# By file: the arguments with which data and network fit together, folders exist, and nothing is downloaded.
 NEEDED = {
     "data/cifar10": COLOUR,
     "data/cifar100": [*COLOUR, "--model.init_args.num_classes=100"],
@@ -79,17 +82,17 @@ HERE_TRAINED = [file for file in FILES if "/digits_" in file]
 WHOLE = [(file,) for file in FILES if is_whole(file) and (file,) not in LARGE and file not in HERE_TRAINED]
 STRATEGIES = [file for file in FILES if file.startswith("strategy/") and file != "strategy/fsdp"]
 OTHERS = [file for file in FILES if not is_whole(file) and not file.startswith("strategy/") and (file,) not in LARGE]
-# A strategy together with another part, as they are composed.
+# Pairs of a strategy and another part, because users combine them on the command line.
 PARTS = [tuple(filter(None, pair)) for pair in zip_longest(STRATEGIES, OTHERS)]
 
 
 @pytest.mark.parametrize(
     "files",
-    [*WHOLE, *PARTS, *(pytest.param(one, marks=pytest.mark.cluster) for one in LARGE)],
+    [*WHOLE, *PARTS, *(pytest.param(large, marks=pytest.mark.cluster) for large in LARGE)],
     ids=" and ".join,
 )
-def test_it_is_built(files: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to the data, which may have to be downloaded, and to the first process that would be started."""
+def test_each_configuration_is_built(files: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build all objects, but do not load the data, which may have to be downloaded, and start no process."""
     words, built = words_of(*files), []
     for end, make in MADE.items():
         if any(word.endswith(end) for word in words):
@@ -99,7 +102,7 @@ def test_it_is_built(files: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) ->
     assert len(built) == 1
 
 
-def test_what_is_for_gpus_alone_is_said_to_be(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_strategy_for_gpus_is_refused_on_a_cpu(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(words_of("strategy/fsdp"))
     assert "FSDP" in capfd.readouterr().err.splitlines()[-1]
@@ -108,7 +111,7 @@ def test_what_is_for_gpus_alone_is_said_to_be(capfd: pytest.CaptureFixture[str])
 @pytest.mark.cluster
 @pytest.mark.warm
 @pytest.mark.parametrize("file", HERE_TRAINED)
-def test_what_is_for_this_machine_trains(run_cli, file: str) -> None:
+def test_configurations_for_one_cpu_machine_train(run_cli, file: str) -> None:
     few = [f"--trainer.{name}=2" for name in ("limit_train_batches", "limit_val_batches")]
     few.append(f"--trainer.max_epochs={11 if 'pruning' in file else 1}")
     forks = ["--trainer.strategy.init_args.start_method=fork"] * any(name in file for name in FORKED)

@@ -1,4 +1,4 @@
-"""The documentation's check finds what is wrong, and its charts show what the pages of the benchmarks say."""
+"""The documentation's check finds faults, and the charts show the numbers on the pages of the benchmarks."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""The scripts of the documentation do what they say."""
+"""The example scripts of the documentation work."""
 
 import multiprocessing
 import os
@@ -13,7 +13,7 @@ from torchvision.models import resnet18
 
 
 def run(script: Path, rank: int, world: int, port: int) -> None:
-    """As torchrun runs it, but forked: it need not import torch again."""
+    """Run a script as torchrun does, but in a forked process, which does not have to import torch again."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     runpy.run_path(str(script), run_name="__main__")
@@ -37,7 +37,7 @@ def test_parameter_server_with_plain_torch(capfd):
     runpy.run_path(str(ROOT / "docs/examples/parameter_server_torch.py"), run_name="__main__")
     output = capfd.readouterr().out
     for worker in (0, 1):
-        # Two processes write at once: another's line may begin where this one's ends.
+        # Two processes write at the same time, so a line may begin directly after the other worker's text.
         losses = [float(loss) for loss in re.findall(rf"worker {worker}, step \d+: loss (\d+\.\d+)", output)]
         assert len(losses) == 4
         assert losses[-1] < losses[0]

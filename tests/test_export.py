@@ -1,4 +1,4 @@
-"""An exported network is the checkpoint's, says what it takes, and needs nothing of this package."""
+"""An exported network equals the checkpoint's, describes its inputs, and does not need this package."""
 
 import importlib.util
 import json
@@ -33,14 +33,14 @@ def parts():
 
 @pytest.mark.warm
 @pytest.mark.parametrize("kind", ["torch_export", ONNX])
-def test_what_is_exported_needs_no_package(kind):
+def test_an_exported_network_runs_without_the_training_packages(kind):
     model, data = parts()
     with torch.no_grad():
-        model.network(torch.randn(8, 1, 8, 8))  # Running statistics that are not those of a new network.
-    found = export.export(model, data, Path("out"), kind)
-    assert found.images == 10
-    assert found.agreement == 1
-    assert found.difference <= 1e-5
+        model.network(torch.randn(8, 1, 8, 8))  # Changes the running statistics from their initial values.
+    report = export.export(model, data, Path("out"), kind)
+    assert report.images == 10
+    assert report.agreement == 1
+    assert report.difference <= 1e-5
     described = json.loads(Path("out/export.json").read_text())
     assert described["class_names"] == ["0", "1", "2"]
     assert described["image_shape"] == [1, 8, 8]
@@ -49,7 +49,7 @@ def test_what_is_exported_needs_no_package(kind):
     if kind == "torch_export":
         program = torch.export.load(f"out/{described['file']}")
         operators = {str(node.target).split(".")[0] for node in program.graph.nodes if node.op == "call_function"}
-        assert operators == {"aten"}, "none but torch's own"
+        assert operators == {"aten"}, "only torch's own operators"
     images = torch.randn(3, 1, 8, 8)
     np.save("out/images.npy", images)
     np.save("out/logits.npy", model.network(images).detach())
@@ -64,28 +64,31 @@ def refuses(*_, **__):
     raise RuntimeError("a branch depends on the data\nand much more")
 
 
-def test_what_cannot_be_exported_is_refused_and_nothing_is_left(monkeypatch):
+def test_a_failed_export_is_refused_and_leaves_no_files(monkeypatch):
     model, data = parts()
     with monkeypatch.context() as patched:
         patched.setattr(torch.export, "export", refuses)
-        message = "cannot export Sequential: a branch depends on the data; its weights are in the checkpoint"
+        message = "cannot export Sequential: a branch depends on the data; use the weights in the checkpoint"
         with pytest.raises(ConfigurationError, match=message):
             export.export(model, data, Path("out"), "torch_export")
         patched.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(ConfigurationError, match="not installed: pip install onnx onnxscript onnxruntime"):
             export.export(model, data, Path("out"), "onnx")
     monkeypatch.setattr(export, "to_torch_export", lambda *_: lambda images: model.network(images) + 1)
-    with pytest.raises(ConfigurationError, match="network as torch_export differ from the checkpoint's by up to 1:"):
+    with pytest.raises(
+        ConfigurationError,
+        match="network exported to torch_export differ from those of the original network by up to 1:",
+    ):
         export.export(model, data, Path("out"), "torch_export")
     assert list(Path.cwd().iterdir()) == []
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing():
-    """A limit on the size of files has the system refuse what is written as a full disk does."""
+    """The test limits the size of files: beyond the limit the system refuses writes, as on a full disk."""
     model, data = parts()
     with torch.no_grad():
         model.network.append(torch.nn.Linear(3, 200_000)).append(torch.nn.Linear(200_000, 3))
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-    with pytest.raises(ConfigurationError, match=r"^cannot write out: File too large; make room there"):
+    with pytest.raises(ConfigurationError, match=r"^cannot write out: File too large; free some space"):
         export.export(model, data, Path("out"), "torch_export")
     assert not list(Path().iterdir())

@@ -1,4 +1,4 @@
-"""A network with another number of classes than the model is refused in the first step."""
+"""A network is refused in the first step if its number of logits differs from the model's number of classes."""
 
 import itertools
 from pathlib import Path
@@ -20,10 +20,10 @@ from torch import nn
 def network() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(144, 1000))
 """
-LINE = "the network gives 1000 logits for an image, but the model has num_classes=10: give model.init_args.network"
+LINE = "the network returned 1000 logits for an image, but the model has num_classes=10: set num_classes=10 also in"
 
 
-# Two of its ranks refuse, and the first one loses its connections to them.
+# The two ranks of the second stage refuse, and the first rank loses its connections to them.
 STAGES = (
     "--trainer.strategy=HybridPipelineStrategy",
     '--trainer.strategy.cuts=["1"]',
@@ -46,7 +46,7 @@ def test_the_first_step_refuses_with_one_line_from_all_ranks(tmp_path):
     assert len(lines) == 1, program.output()
     assert lines[0].startswith("cnnstrategies: error: ")
     assert "Traceback" not in program.output()
-    assert "waiting for" not in program.output(), "what other ranks only lose their connection by"
+    assert "waiting for" not in program.output(), "ranks that only lost a connection print nothing"
 
 
 class Own(ImageClassifier):
@@ -58,12 +58,12 @@ def test_every_kind_of_step_refuses():
     for kind, step in itertools.product((ImageClassifier, Own), ("fit", "validate", "test", "predict")):
         model = kind(PlainCNN(12), 10, compile_backend="eager" if step == "fit" else None)
         trainer = Trainer(accelerator="cpu", devices=1, logger=False, num_sanity_val_steps=0, max_epochs=1)
-        with pytest.raises(ConfigurationError, match=r"gives 12 logits for an image, .* has num_classes=10"):
+        with pytest.raises(ConfigurationError, match=r"returned 12 logits for an image, .* has num_classes=10"):
             getattr(trainer, step)(model, datamodule=DigitsDataModule())
 
 
 @pytest.mark.light
-def test_logits_that_are_none_are_named():
+def test_outputs_with_the_wrong_shape_or_class_are_refused():
     model, targets = ImageClassifier(nn.Identity(), 4), torch.arange(4)
     outputs = {
         r"shape \(4, 4, 1, 1\)": torch.zeros(4, 4, 1, 1),
@@ -74,6 +74,6 @@ def test_logits_that_are_none_are_named():
     for words, output in outputs.items():
         with pytest.raises(ConfigurationError, match=rf"{words}.*needs logits of shape \(4, 4\)"):
             model.loss(output, targets)
-    with pytest.raises(ConfigurationError, match="gives 5 logits"):
-        model.loss((torch.zeros(4, 4), torch.zeros(4, 5)), targets)  # An auxiliary classifier.
+    with pytest.raises(ConfigurationError, match="returned 5 logits"):
+        model.loss((torch.zeros(4, 4), torch.zeros(4, 5)), targets)  # The second output is an auxiliary classifier's.
     assert model.loss((torch.zeros(4, 4), None), targets).isfinite()

@@ -1,10 +1,10 @@
-"""What `make test-gpu` runs on GPUs runs at all."""
+"""The checks that `make test-gpu` runs on GPUs also run on a CPU, as a rehearsal."""
 
 import pytest
 
 
-def test_a_rehearsal_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpu import checks  # Here, as it asks for CUDA, and each test is forked.
+def test_the_gpu_checks_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu import checks  # Imported here, in the test's forked process, because the module asks for CUDA.
 
     if checks.ON_GPU:
         pytest.skip("there is a GPU: make test-gpu")

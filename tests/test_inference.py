@@ -1,4 +1,4 @@
-"""Any LightningModule whose forward maps images to logits is predicted, exported and quantised as it is."""
+"""Any LightningModule whose forward maps images to logits can predict, and can be exported, without changes."""
 
 import csv
 import pickle
@@ -16,7 +16,7 @@ from cnnstrategies.deploy.inference import PredictsImages, give_predict_step, ne
 
 
 class Own(LightningModule):
-    """Several submodules, called in ``forward``, which does more than they."""
+    """A module with several submodules and with further arithmetic in ``forward``."""
 
     def __init__(self, probabilities: bool = False):
         super().__init__()
@@ -32,7 +32,7 @@ class Own(LightningModule):
         return logits.softmax(dim=1) if self.probabilities else logits
 
     def on_before_batch_transfer(self, batch, dataloader_idx):
-        """In training a dict whose first item has no tensors, as in data with names of files."""
+        """Return a dict in training, whose first item has no tensors, as for data with file names."""
         return (
             dict(zip(("names", "images", "labels"), (["a name"], *batch), strict=True))
             if self.trainer.training
@@ -52,9 +52,9 @@ def data():
 
 def test_an_own_forward_is_exported_under_its_own_names():
     module = Own()
-    found = export.export(module, data(), Path("out"), "torch_export")
-    assert found.agreement == 1
-    assert found.difference < 1e-5
+    report = export.export(module, data(), Path("out"), "torch_export")
+    assert report.agreement == 1
+    assert report.difference < 1e-5
     network = network_of(module, "export")
     assert network.state_dict().keys() == module.state_dict().keys()
     images = torch.randn(2, 1, 8, 8)
@@ -67,14 +67,14 @@ def test_probabilities_are_those_of_the_forward():
     logits, probabilities = Own(), Own(probabilities=True)
     for module in (logits, probabilities):
         give_predict_step(module)
-        module = pickle.loads(pickle.dumps(module))  # As it is sent to a rank that is spawned.
-        found = module.predict_step((images, indices), 0)
-        assert torch.equal(found["index"], indices)
-        torch.testing.assert_close(found["probabilities"], logits(images).softmax(dim=1))
+        module = pickle.loads(pickle.dumps(module))  # A spawned rank gets its module in this way.
+        predictions = module.predict_step((images, indices), 0)
+        assert torch.equal(predictions["index"], indices)
+        torch.testing.assert_close(predictions["probabilities"], logits(images).softmax(dim=1))
 
 
 @pytest.mark.light
-def test_a_predict_step_of_ones_own_stays():
+def test_a_modules_own_predict_step_stays():
     module = ImageClassifier(nn.Identity(), 2)
     give_predict_step(module)
     assert "predict_step" not in vars(module)
@@ -82,15 +82,19 @@ def test_a_predict_step_of_ones_own_stays():
 
 
 @pytest.mark.light
-def test_what_does_not_look_like_logits_is_refused():
+def test_a_forward_that_does_not_return_logits_is_refused():
     module = Own()
-    for returned, what in ((torch.zeros(2, 3, 4, 4), r"\(2, 3, 4, 4\)"), ([1], "list"), (torch.zeros(2, 1), "2, 1")):
+    for returned, description in (
+        (torch.zeros(2, 3, 4, 4), r"\(2, 3, 4, 4\)"),
+        ([1], "list"),
+        (torch.zeros(2, 1), "2, 1"),
+    ):
         module.forward = lambda images, returned=returned: returned
-        with pytest.raises(ConfigurationError, match=rf"for 2 images the forward of Own returned .*{what}"):
+        with pytest.raises(ConfigurationError, match=rf"for 2 images the forward of Own returned .*{description}"):
             PredictsImages(module)((torch.zeros(2, 1, 8, 8), torch.arange(2)), 0)
 
 
-def test_on_the_command_line_own_modules_train_and_predict(run_cli):
+def test_a_users_module_trains_and_predicts_on_the_command_line(run_cli):
     options = ["--model=test_inference.Own", "--data=SyntheticDataModule", "--data.num_samples=60"]
     options += ["--data.image_size=8", "--data.num_classes=3", "--data.channels=1", "--trainer.accelerator=cpu"]
     options += ["--trainer.devices=1", "--trainer.logger=CSVLogger", "--trainer.logger.save_dir=runs"]

@@ -1,4 +1,4 @@
-"""However a run ends, nothing of it is left: no process, no socket, no temporary file, no half a checkpoint."""
+"""However a run ends, it leaves no process, no socket, no temporary file and no partial checkpoint."""
 
 import itertools
 import multiprocessing
@@ -21,17 +21,18 @@ from cnnstrategies.commands.run.outcome import own_temporary_folder
 from cnnstrategies.paramserver.private_directory import let_go, make_run_directory
 
 STRATEGIES = ("ddp", "hybrid_pipeline", "parameter_server")
-# The run itself is far too long to end by itself.
+# By the kind of end: arguments of the run, the signal that ends it, and the exit codes that may follow. Without "done"
+# and the signals, the run would take far too long.
 ENDS = {
     "done": (["--trainer.max_steps=20"], None, (0,)),
     "ctrl-c": ([], signal.SIGINT, (130,)),
     "SIGTERM": ([], signal.SIGTERM, (143,)),
     "exception": (fault_arguments(victim="nobody", rank="null", step=20), None, (1,)),
-    # The parameter server goes on without a worker.
+    # With a parameter server the run goes on without the worker, and succeeds.
     "killed rank": (fault_arguments(step=20), None, (0, 1)),
 }
 CHEAP = {("ddp", "exception"), ("ddp_fork", "killed rank")}
-# Torch writes what ranks that it starts have raised into files.
+# torch writes errors of the ranks that it starts into temporary files.
 STARTED_BY_TORCH = [("ddp_fork", "killed rank"), ("ddp_spawn", "killed rank")]
 CASES = [
     pytest.param(strategy, end, marks=[] if (strategy, end) in CHEAP else [pytest.mark.cluster])
@@ -41,23 +42,23 @@ CASES = [
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """With a path that is short enough for sockets."""
+    """Yield a temporary folder whose path is short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="left") as folder:
         yield Path(folder)
 
 
 @pytest.mark.warm
 @pytest.mark.parametrize(("strategy", "end"), CASES)
-def test_nothing_is_left(tmp_path, temporary, strategy, end):
-    what, signum, codes = ENDS[end]
+def test_a_run_leaves_no_process_socket_or_file(tmp_path, temporary, strategy, end):
+    arguments, signum, codes = ENDS[end]
     endless = 3 if end == "killed rank" else 2000
-    options = [f"--trainer.strategy={strategy}", f"--trainer.max_epochs={endless}", *what]
+    options = [f"--trainer.strategy={strategy}", f"--trainer.max_epochs={endless}", *arguments]
     path = os.pathsep.join(sys.path)
     program = Program([PYTHON, *fit(*options)], tmp_path / "log", TMPDIR=str(temporary), PYTHONPATH=path)
     if signum is not None:
         program.wait_until(lambda: "Training" in program.output())
         time.sleep(0.3)
-        # As a terminal does, and as `kill` and schedulers do.
+        # A terminal sends SIGINT to the whole process group; `kill` and schedulers send SIGTERM to one process.
         os.killpg(program.process.pid, signum) if signum == signal.SIGINT else os.kill(program.process.pid, signum)
     assert program.wait() in codes, program.output()
     wait_until(lambda: not alive(program.process.pid), program.output, 60)

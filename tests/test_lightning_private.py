@@ -1,4 +1,4 @@
-"""Fails loudly when a private Lightning name that the package uses changes; see `_lightning_private.py`."""
+"""Each private Lightning name that the package uses still works as expected; see `_lightning_private.py`."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ def test_the_number_of_steps_that_loggers_see_can_be_set():
 
 
 @pytest.mark.parametrize("ask", [True, False])
-def test_ranks_are_told_of_a_sigterm_or_not(ask, monkeypatch):
+def test_lightnings_broadcast_of_a_sigterm_can_be_switched_off(ask, monkeypatch):
     monkeypatch.setattr(torch.distributed, "broadcast", lambda flag, src: None)
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     ask_of_sigterm(trainer, ask)
@@ -57,16 +57,16 @@ def test_ranks_are_told_of_a_sigterm_or_not(ask, monkeypatch):
 
 
 def test_a_resumed_run_keeps_the_configuration_it_was_given(run_cli, quick):
-    one = [*quick, "--trainer.strategy=auto", "--trainer.devices=1", "--trainer.limit_train_batches=1"]
-    assert run_cli("fit", *one, "--trainer.max_epochs=1")[0] == 0
+    one_process = [*quick, "--trainer.strategy=auto", "--trainer.devices=1", "--trainer.limit_train_batches=1"]
+    assert run_cli("fit", *one_process, "--trainer.max_epochs=1")[0] == 0
     resume = ["--trainer.max_epochs=2", "--ckpt_path=runs/quickstart/version_0/checkpoints/last.ckpt"]
-    code, output = run_cli("fit", *one, *resume, "--model.init_args.label_smoothing=0.25")
+    code, output = run_cli("fit", *one_process, *resume, "--model.init_args.label_smoothing=0.25")
     assert code == 0, output
     with open("runs/quickstart/version_1/config.yaml") as file:
         assert "label_smoothing: 0.25" in file.read()
 
 
-def test_the_training_loader_is_known_before_the_trainers():
+def test_the_training_loader_is_known_before_the_trainer_sets_it_up():
     class Given(LightningModule):
         def train_dataloader(self):
             return "by a hook"
@@ -81,18 +81,18 @@ def test_the_training_loader_is_known_before_the_trainers():
     assert train_loader(trainer) == "by a hook"
 
 
-def test_the_observer_of_started_ranks_ends_when_it_has_none():
-    """Else it kills the rank that says why the run cannot go on, when its tick comes in between."""
+def test_the_observer_of_started_ranks_can_be_ended_without_kills():
+    """Otherwise the observer may kill the rank that is about to report why the run cannot go on."""
     launcher = SimpleNamespace(procs=[subprocess.Popen(["false"])])
     observer = _ChildProcessObserver(os.getpid(), launcher.procs)
     launcher.procs[0].wait()
     observer.start()
     assert len(end_observation(launcher)) == 1
     assert observer._run()
-    assert len(launcher.procs) == 1, "they can still be killed"
+    assert len(launcher.procs) == 1, "the launcher can still kill its processes"
 
 
-def test_samplers_are_left_where_it_is_said():
+def test_lightning_can_be_told_to_leave_samplers_alone():
     trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, enable_checkpointing=False)
     assert trainer._data_connector._requires_distributed_sampler(loader := DataLoader(range(4)))
     leave_samplers(trainer)
@@ -100,7 +100,7 @@ def test_samplers_are_left_where_it_is_said():
 
 
 class OwnBatches(BatchSampler):
-    """As Lightning can make it anew."""
+    """A batch sampler with the usual arguments, so that Lightning can create it again."""
 
 
 @pytest.mark.parametrize("by_hook", [False, True])
@@ -113,7 +113,8 @@ def test_a_batch_sampler_keeps_its_size_and_its_sampler_where_this_is_distribute
     class Module(LightningModule):
         def train_dataloader(self):
             return [
-                DataLoader(data, batch_sampler=kind(one, 4, True)) for one in (SequentialSampler(data), chosen, of_user)
+                DataLoader(data, batch_sampler=kind(loader, 4, True))
+                for loader in (SequentialSampler(data), chosen, of_user)
             ]
 
     trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, enable_checkpointing=False)
@@ -122,8 +123,8 @@ def test_a_batch_sampler_keeps_its_size_and_its_sampler_where_this_is_distribute
     module.trainer = trainer
     trainer._data_connector.attach_data(module, train_dataloaders=None if by_hook else module.train_dataloader())
     made = [
-        list(trainer._data_connector._prepare_dataloader(one, False, RunningStage.TRAINING).batch_sampler)
-        for one in _request_dataloader(trainer.fit_loop._data_source)
+        list(trainer._data_connector._prepare_dataloader(loader, False, RunningStage.TRAINING).batch_sampler)
+        for loader in _request_dataloader(trainer.fit_loop._data_source)
     ]
     assert made[::2] == [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]
     assert len(made[1]) == 1
@@ -131,7 +132,7 @@ def test_a_batch_sampler_keeps_its_size_and_its_sampler_where_this_is_distribute
 
 
 @pytest.mark.parametrize(
-    ("given", "saves"),
+    ("options", "saves"),
     [
         ({}, 1),
         ({"every_n_epochs": 5}, 0.2),
@@ -139,8 +140,8 @@ def test_a_batch_sampler_keeps_its_size_and_its_sampler_where_this_is_distribute
         ({"train_time_interval": timedelta(1)}, 0),
     ],
 )
-def test_how_often_an_epoch_is_saved(given, saves):
+def test_how_often_an_epoch_is_saved(options, saves):
     trainer = SimpleNamespace(num_training_batches=100, accumulate_grad_batches=2)
-    assert saves_in_epoch(ModelCheckpoint(**given), trainer) == saves
+    assert saves_in_epoch(ModelCheckpoint(**options), trainer) == saves
     trainer.num_training_batches = float("inf")
     assert saves_in_epoch(ModelCheckpoint(every_n_train_steps=2), trainer) == 0

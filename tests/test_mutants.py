@@ -1,4 +1,4 @@
-"""What is promised cannot be taken away without a test that fails; see `mutants/faulty.py`."""
+"""For each important promise of the package, a faulty version makes a test fail; see `mutants/faulty.py`."""
 
 import importlib
 from pathlib import Path
@@ -14,7 +14,11 @@ for file in sorted(Path(__file__).with_name("mutants").glob("*.py")):
 
 @pytest.fixture
 def places(mutant: Mutant) -> list[tuple[Any, str]]:
-    """In pytest's own process: to look through all modules in one that was forked is to copy the memory of each."""
+    """Return the places of the mutated function.
+
+    As a fixture this runs in pytest's own process: a search through all modules in a forked process would copy their
+    memory.
+    """
     return list(mutant.places())
 
 

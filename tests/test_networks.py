@@ -9,7 +9,7 @@ pytestmark = pytest.mark.light
 
 
 def test_small_cnn_needs_a_block():
-    with pytest.raises(ValueError, match=r"widths=\[\]: name the channels"):
+    with pytest.raises(ValueError, match=r"widths=\[\]: set the channels"):
         SmallCNN(10, widths=[])
 
 

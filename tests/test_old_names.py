@@ -63,7 +63,7 @@ def test_an_old_key_of_a_cluster_file(tmp_path):
 
 
 def test_names_of_other_classes_stay_free():
-    """A model's network, and the argument of a user's own subclass of a strategy."""
+    """An old name can be a model's argument or an argument of a user's own subclass of a strategy."""
 
     class Mine(strategies.HybridPipelineStrategy):
         def __init__(self, network: str = "net", **kwargs):

@@ -1,4 +1,7 @@
-"""What is imported, and when; who may import whom says [tool.importlinter] in pyproject.toml."""
+"""Imports of the package, and when they happen.
+
+`[tool.importlinter]` in pyproject.toml says which modules may import which others.
+"""
 
 import ast
 import importlib
@@ -34,8 +37,8 @@ def test_the_package_waits_for_lightning():
     assert all(getattr(cnnstrategies, name).__name__.endswith(name) for name in cnnstrategies.__all__)
 
 
-def test_what_would_hold_the_default_group_is_imported_first():
-    """torch imports it in an optimizer's first step; in this process Lightning has done so already."""
+def test_the_transport_imports_the_torch_module_that_would_hold_the_default_group():
+    """An optimizer's first step would import the module; in this process Lightning has imported it already."""
     held, ours = "torch.distributed.nn.functional", "cnnstrategies.pipeline.transport"
     for name in (held, ours):
         del sys.modules[name]
@@ -46,7 +49,7 @@ def test_what_would_hold_the_default_group_is_imported_first():
 
 
 def imported(program: Path) -> set[tuple[str, str]]:
-    """What a program takes from which modules of the package."""
+    """Return pairs of a module of the package and a name that a program imports from the module."""
     return {
         (node.module, alias.name)
         for node in ast.walk(ast.parse(program.read_text()))
@@ -63,8 +66,8 @@ def is_there(module: str, name: str) -> bool:
 
 
 @pytest.mark.light
-def test_what_benchmarks_and_examples_import_is_there():
+def test_benchmarks_and_examples_import_existing_names():
     programs = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "docs").rglob("*.py")]
-    wanted = {(program, *one) for program in programs for one in imported(program)}
+    wanted = {(program, *import_) for program in programs for import_ in imported(program)}
     assert len(wanted) > 40
     assert [f"{program}: {module}.{name}" for program, module, name in wanted if not is_there(module, name)] == []

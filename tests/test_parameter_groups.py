@@ -1,4 +1,4 @@
-"""Which parameters are decayed, and the schedule of learning rates."""
+"""Weight decay of norms and biases, and the schedule of learning rates."""
 
 import math
 

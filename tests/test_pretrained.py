@@ -1,4 +1,4 @@
-"""Trained weights by name, found where torchvision keeps what it has downloaded, and a new head."""
+"""Pretrained weights are loaded by name from torchvision's cache, and the network gets a new head."""
 
 import logging
 from pathlib import Path
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.light
 
 @pytest.fixture
 def squeezenet(monkeypatch):
-    """Weights made here, in the place and under the name of torchvision's."""
+    """Write random weights to torchvision's cache, and return them with their path."""
     monkeypatch.setenv("TORCH_HOME", "torch_home")
     network = get_model("squeezenet1_1")
     file = Path("torch_home/hub/checkpoints", Path(get_model_weights("squeezenet1_1").DEFAULT.url).name)
@@ -70,7 +70,7 @@ VIT = Preprocessing(224, 248, "bicubic", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
         ("mine.network", {"pretrained": True}, None),
     ],
 )
-def test_what_weights_were_trained_with_is_known(builder, arguments, expected):
+def test_the_preprocessing_of_pretrained_weights_is_known(builder, arguments, expected):
     network = torch.nn.Identity()
     if "model_name" in arguments:
         with torch.device("meta"):
@@ -81,10 +81,13 @@ def test_what_weights_were_trained_with_is_known(builder, arguments, expected):
 MISTAKES = {
     "no network 'resnet5' in torchvision; .* timm.create_model.*; did you mean 'resnet50'": ("resnet5", 7),
     r"no file .*nowhere.pth: set model": ("resnet18", 7, "nowhere.pth"),
-    "torchvision has no weights 'IMAGENET22K' of resnet18": ("resnet18", 7, "IMAGENET22K"),
-    "other.pth has weights of another network than shufflenet_v2_x0_5": ("shufflenet_v2_x0_5", 7, "other.pth"),
+    "torchvision has no weights 'IMAGENET22K' for resnet18": ("resnet18", 7, "IMAGENET22K"),
+    "the weights in other.pth do not fit the network shufflenet_v2_x0_5": ("shufflenet_v2_x0_5", 7, "other.pth"),
     "text.pt is not a file of weights": ("shufflenet_v2_x0_5", 7, "text.pt"),
-    r"weights of resnet18 cannot be downloaded \(no route to host\): .* copy the file, and give": ("resnet18", 7),
+    r"weights of resnet18 cannot be downloaded \(no route to host\): .* copy the file, and set weights": (
+        "resnet18",
+        7,
+    ),
 }
 
 
@@ -99,13 +102,13 @@ def test_a_mistake_is_refused(squeezenet, monkeypatch):
     for message, arguments in MISTAKES.items():
         with pytest.raises(ConfigurationError, match=message):
             pretrained(*arguments)
-    with pytest.raises(ConfigurationError, match="keeps its head, and nothing is left to train"):
+    with pytest.raises(ConfigurationError, match=r"leaves no layer to train, .* keeps its head: set frozen"):
         pretrained("squeezenet1_1", 1000, frozen=True)
 
 
 @pytest.mark.parametrize(("name", "heads"), [("inception_v3", 2), ("densenet121", 1), ("vgg11", 1)])
 @pytest.mark.filterwarnings("ignore:The default weight initialization")
-def test_heads_are_all_that_is_new(name, heads):
+def test_only_the_heads_are_replaced(name, heads):
     with torch.device("meta"):
         network = get_model(name, weights=None)
         before = {name: tuple(p.shape) for name, p in network.named_parameters()}
@@ -114,7 +117,7 @@ def test_heads_are_all_that_is_new(name, heads):
     assert len(changed) == 2 * heads
 
 
-def test_only_weights_from_somewhere_can_be_evaluated(caplog):
+def test_random_weights_are_not_evaluated(caplog):
     def with_weights():
         torch.manual_seed(0)
         return ImageClassifier(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)), 2)

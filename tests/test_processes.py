@@ -1,4 +1,4 @@
-"""The processes of a run end with the one that has started them."""
+"""The processes of a run end when the process ends that has started them."""
 
 import multiprocessing.util
 import os
@@ -21,7 +21,7 @@ from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStra
 
 
 def ended():
-    """The process id of a process that is no more."""
+    """Return the process id of a process that has ended."""
     program = subprocess.Popen(["true"])
     program.wait()
     return program.pid
@@ -34,21 +34,21 @@ def test_a_process_ends_if_its_parent_is_gone_before_it_asks():
 
 
 @pytest.mark.parametrize(
-    ("signum", "said"),
-    [(signal.SIGTERM, "was ended by SIGTERM"), (signal.SIGSTOP, "is stopped, as by SIGSTOP"), (0, None)],
+    ("signum", "reason"),
+    [(signal.SIGTERM, "was ended by SIGTERM"), (signal.SIGSTOP, "is stopped, for example by SIGSTOP"), (0, None)],
 )
-def test_a_rank_that_is_killed_or_stopped_is_named(signum, said):
+def test_a_rank_that_is_killed_or_stopped_is_named(signum, reason):
     programs = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     programs[1].send_signal(signum)
-    found = killed_rank(SimpleNamespace(procs=programs))
+    message = killed_rank(SimpleNamespace(procs=programs))
     for program in programs:
         program.kill()
         program.wait()
-    assert found == (said and f"rank 2 {said}")
+    assert message == (reason and f"rank 2 {reason}")
 
 
 def test_only_the_killed_one_of_forked_ranks_is_named():
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # As in a rank that nothing keeps from ending.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # The ranks inherit this, so SIGTERM ends them.
     ranks = [multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)) for _ in range(2)]
     for rank, signum in zip(ranks, (signal.SIGTERM, signal.SIGKILL), strict=True):
         rank.start()
@@ -58,7 +58,7 @@ def test_only_the_killed_one_of_forked_ranks_is_named():
     assert killed_rank(SimpleNamespace(procs=ranks[:1])) is None
 
 
-def test_who_waits_untold_of_a_killed_rank_ends_and_names_it(monkeypatch):
+def test_a_process_that_waits_for_a_killed_rank_ends_and_names_it(monkeypatch):
     monkeypatch.setattr(outcome, "PATIENCE", 0.1)
 
     def wait():
@@ -66,15 +66,15 @@ def test_who_waits_untold_of_a_killed_rank_ends_and_names_it(monkeypatch):
         ranks[1].kill()
         outcome.end_all_after_one(ranks)
 
-    code, said = run_forked(wait)
+    code, output = run_forked(wait)
     assert code == -signal.SIGKILL
-    assert "rank 2 was ended by SIGKILL" in said
-    assert "rank 1" not in said
+    assert "rank 2 was ended by SIGKILL" in output
+    assert "rank 1" not in output
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-def test_nobody_waits_for_what_dies_or_stops_in_its_imports(monkeypatch, signum):
-    """For the others, and for whoever watches them: what it is sent is more than a pipe takes."""
+def test_starting_a_process_that_dies_or_stops_in_its_imports_does_not_block(monkeypatch, signum):
+    """The start returns although the process reads nothing and its input is larger than a pipe's buffer."""
     spawn = multiprocessing.util.spawnv_passfds
 
     def hit(path, args, files):
@@ -95,7 +95,7 @@ def test_nobody_waits_for_what_dies_or_stops_in_its_imports(monkeypatch, signum)
 
 @pytest.mark.warm
 def test_a_rank_whose_starter_has_ended_during_its_imports_ends():
-    """It would wait half an hour for the others to appear."""
+    """Otherwise the rank would wait half an hour for the other ranks."""
     rank = [sys.executable, str(ROOT / "cli.py"), "fit", f"--config={ROOT / 'configs/quickstart.yaml'}"]
     environment = {**os.environ, "LOCAL_RANK": "1", "MASTER_PORT": "1", STARTER: str(ended())}
     assert subprocess.run(rank, env=environment, timeout=60).returncode == -signal.SIGKILL
@@ -103,7 +103,7 @@ def test_a_rank_whose_starter_has_ended_during_its_imports_ends():
 
 @pytest.mark.parametrize("strategy", [HybridPipelineStrategy, ParameterServerStrategy])
 def test_ranks_are_not_forked_from_a_process_that_has_used_a_gpu(strategy, monkeypatch):
-    """They could not use theirs, and Lightning's own check notices that in them, not before."""
+    """The ranks could not use their GPUs. Lightning's own check notices this only in the ranks."""
     made = strategy(start_method="fork")
     trainer = Trainer(accelerator="cpu", strategy=made, logger=False, enable_checkpointing=False)
     made.parallel_devices = [torch.device("cuda", 0)]

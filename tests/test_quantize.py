@@ -1,4 +1,4 @@
-"""A quantised network is small, as good as before, and can be loaded in another process."""
+"""A quantised network is small, has the quality of the original, and can be loaded in another process."""
 
 import importlib
 import importlib.util
@@ -18,13 +18,13 @@ from cnnstrategies.networks import SmallCNN
 
 
 def trained(path):
-    """A trained network for digits, its data, and the report of what was written to a file."""
+    """Return a trained network for digits, its data, and the report of its quantisation to a file."""
 
     def run():
         seed_everything(1, verbose=False)
         model = ImageClassifier(SmallCNN(10), 10, optimizer=lambda params: torch.optim.SGD(params, 0.1, momentum=0.9))
         data = DigitsDataModule(batch_size=32)
-        # However this processor rounds: until it has learnt, within a bound.
+        # The number of epochs depends on how the processor rounds, so training stops at an accuracy.
         stop = EarlyStopping("val_acc", mode="max", patience=40, stopping_threshold=0.95)
         quiet_trainer(max_epochs=40, callbacks=[stop]).fit(model, data)
         return model.network, quantize(model, data, path)
@@ -35,7 +35,7 @@ def trained(path):
     return network, data, report
 
 
-@pytest.mark.cluster  # It takes long.
+@pytest.mark.cluster  # This test takes long.
 def test_quantised_weights_are_a_third_and_load_elsewhere(tmp_path):
     path = tmp_path / "new" / "digits.pt2"
     network, data, report = trained(path)
@@ -46,9 +46,9 @@ def test_quantised_weights_are_a_third_and_load_elsewhere(tmp_path):
     assert report.before.milliseconds > 0
     assert report.after.milliseconds > 0
 
-    assert "torchao" not in sys.modules, "the process that quantised is another one"
+    assert "torchao" not in sys.modules, "another process has quantised the network"
     images = torch.cat([images for images, _ in data.val_dataloader()])[:12]
-    quantized = load_quantized(path, batch_size=5)  # For any number of images.
+    quantized = load_quantized(path, batch_size=5)  # Works for any number of images.
     exactly_one_batch = torch.cat([quantized(images[:5]), quantized(images[5:10])])
     padded = quantized(images[:3])
     split_and_padded = quantized(images)
@@ -57,14 +57,14 @@ def test_quantised_weights_are_a_third_and_load_elsewhere(tmp_path):
     with torch.no_grad():
         exact = network(images)
     assert (split_and_padded - exact).norm() < 0.1 * exact.norm()
-    # No float weights beside the int8 ones.
-    importlib.import_module("torchao.quantization.pt2e.quantize_pt2e")  # The file's operators.
+    # The file contains int8 weights only, without a float copy.
+    importlib.import_module("torchao.quantization.pt2e.quantize_pt2e")  # Defines the operators of the file.
     stored = torch.export.load(path).state_dict
     assert {value.dtype for value in stored.values() if value.ndim > 1} == {torch.int8}
 
 
 class Shortcut(nn.Module):
-    """One ReLU module for both activations, as in torchvision's ResNet, and a flattened map, as in AlexNet."""
+    """A network with one ReLU module for two activations, as in ResNet, and a flattened map, as in AlexNet."""
 
     def __init__(self):
         super().__init__()
@@ -81,9 +81,9 @@ class Shortcut(nn.Module):
         return self.fc(torch.flatten(pooled, 1))
 
 
-@pytest.mark.cluster  # It takes long.
+@pytest.mark.cluster  # This test takes long.
 def test_shared_modules_shortcuts_and_flattened_maps(tmp_path):
-    """And batches of one image, to which export would fix the graph."""
+    """The batches have one image: without care, export would fix the graph to this batch size."""
     torch.manual_seed(0)
     model = ImageClassifier(Shortcut().eval(), 10)
     data = SyntheticDataModule(num_samples=80, num_classes=10, image_size=8, batch_size=1)
@@ -92,7 +92,7 @@ def test_shared_modules_shortcuts_and_flattened_maps(tmp_path):
     assert len(images) == 8
     with torch.no_grad():
         exact = model.network(images)
-    # Rounding to int8 costs a tenth or so, whatever the random weights; a wrong graph has nothing to do with it.
+    # Rounding to int8 changes the outputs by about a tenth. With a wrong graph they would be unrelated.
     assert (load_quantized(tmp_path / "shortcut.pt2")(images) - exact).norm() < 0.3 * exact.norm()
 
 

@@ -1,4 +1,4 @@
-"""The README's commands do what it says, in an empty directory with nothing but the files of the repository."""
+"""The README's commands work in a directory that contains only files of the repository."""
 
 import re
 import shlex
@@ -27,14 +27,14 @@ def run(*words):
 
 @pytest.mark.cluster
 @pytest.mark.warm
-def test_the_readmes_commands():
+def test_the_readmes_commands_work():
     for name in TREE:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
         copy(ROOT / name, name)
     lines = commands()
     assert lines[:2] == ["make quickstart", "make test"]
 
-    # In the environment that runs the tests: what `make` installs is installed.
+    # make uses the environment that runs the tests, where everything is installed.
     output = run("make", "-o", f"{PREFIX}/.installed", "quickstart", f"VENV={PREFIX}")
     accuracy = re.search(r"val_acc +([\d.]+) at the end", output)
     assert float(accuracy[1]) > 0.98

@@ -1,4 +1,4 @@
-"""Seeds of neighbouring numbers have nothing in common."""
+"""Seeds that are mixed from neighbouring numbers are all different."""
 
 from cnnstrategies.runtime.seeds import mixed_seed
 
@@ -7,5 +7,5 @@ def test_every_tuple_has_a_seed_of_its_own_and_always_the_same():
     seeds = {mixed_seed(seed, step, rank) for seed in range(5) for step in range(100) for rank in range(4)}
     assert len(seeds) == 2000
     assert all(0 <= seed < 2**63 for seed in seeds)
-    # Fixed, because checkpoints rely on it: a resumed run draws what the uninterrupted one would have drawn.
+    # The value must never change: a resumed run draws the numbers that the uninterrupted run would have drawn.
     assert mixed_seed(1, 2, 3) == 733464669408481064

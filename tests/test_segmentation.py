@@ -1,4 +1,4 @@
-"""`ImageSegmenter` and its data: loss, metrics, pictures, and the same result in stages."""
+"""`ImageSegmenter` and its data: loss, metrics, pictures of masks, and the same result in a pipeline."""
 
 import csv
 import json
@@ -23,7 +23,7 @@ from cnnstrategies.networks import UNet
 
 
 class PlainUNet(nn.Module):
-    """Without batch normalisation, and with a value that skips a stage."""
+    """A U-Net without batch normalisation, in which a value skips a stage."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -105,13 +105,15 @@ def test_the_loss_is_the_mean_of_images_over_counted_pixels():
     torch.testing.assert_close(model.loss(logits, masks), sum(each) / 3)
     outputs = OrderedDict(out=logits, aux=auxiliary)
     torch.testing.assert_close(model.loss(outputs, masks), sum(each) / 3 + 0.3 * model.loss(auxiliary, masks))
-    with pytest.raises(ConfigurationError, match=r"returned shape \(3, 3, 4, 5\), and shape \(3, 4, 4, 5\) is needed"):
+    with pytest.raises(
+        ConfigurationError, match=r"returned shape \(3, 3, 4, 5\) instead of logits of shape \(3, 4, 4, 5\)"
+    ):
         ImageSegmenter(nn.Identity(), num_classes=4).loss(logits, masks)
     assert UNet(3, widths=(4, 8, 16))(torch.zeros(2, 3, 16, 24)).shape == (2, 3, 16, 24)
 
 
 class TwoHeads(nn.Module):
-    """What torchvision's DeepLab and FCN give."""
+    """A network with a main and an auxiliary output, like torchvision's DeepLab and FCN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,17 +129,17 @@ def test_pruned_networks_are_exported_and_quantised_as_masked(monkeypatch):
     data = folder(val_split=0.5, batch_size=3)
     torch.manual_seed(0)
     model = ImageSegmenter(TwoHeads(), num_classes=2)
-    found = export.export(model, data, Path("out"), "torch_export")
-    assert found.difference < 1e-5
-    assert "4 validation images" in str(found)
-    assert "100.00% of the pixels have the same class" in str(found)
+    exported = export.export(model, data, Path("out"), "torch_export")
+    assert exported.difference < 1e-5
+    assert "4 validation images" in str(exported)
+    assert "100.00% of the pixels have the same class" in str(exported)
     described = json.loads(Path("out/export.json").read_text())["preprocessing"]
     assert described["fill_right_and_below_to"] == [16, 16]
     assert (described["resize_longer_side"], described["fill"]) == (16, [124, 116, 104])
     images = torch.randn(5, 3, 16, 16)
     with torch.no_grad():
         torch.testing.assert_close(torch.export.load("out/model.pt2").module()(images), model.network(images)["out"])
-    monkeypatch.setattr(quantize, "has_int8_kernels", lambda: False)  # Compiling for them takes long.
+    monkeypatch.setattr(quantize, "has_int8_kernels", lambda: False)  # Compiling the kernels takes long.
     report = quantize.quantize(model, data, Path("small.pt2"), calibration_batches=1)
     metric = model.val_metrics["miou"]
     data.setup("validate")
@@ -155,14 +157,14 @@ def test_own_images_are_fitted_whole_and_masks_named():
     data = folder(val_split=0.5)
     Path("mine/a").mkdir(parents=True)
     shutil.copy(Path("data") / data.val_source.name(0), "mine/a/x.png")
-    own = images_of_folder(data, Path("mine"))
-    data.predict_source = own
-    assert torch.equal(own.fetch([0])[0], data.val_source.fetch([0])[0])
+    images = images_of_folder(data, Path("mine"))
+    data.predict_source = images
+    assert torch.equal(images.fetch([0])[0], data.val_source.fetch([0])[0])
     write_masks(Path("masks"), data, [0], torch.ones(1, 16, 16))
     with Image.open("masks/a/x.png") as picture:
         assert picture.size == (24, 20)
     shutil.copy("data/train/images/1.png", "mine/a/x.jpg")
-    with pytest.raises(ConfigurationError, match=r"the masks of a/x.jpg and a/x.png would be the same file"):
+    with pytest.raises(ConfigurationError, match=r"the masks of a/x.jpg and a/x.png would be written to the same file"):
         images_of_folder(data, Path("mine"))
 
 
@@ -182,7 +184,7 @@ def test_images_and_masks_are_cropped_together_and_fitted_whole():
             images, masks = source.fetch([0, 1])
             bright = images.float().mean(dim=1) > 140
             counted = masks != 255
-            # At the edges of the bright square pixels are mixed.
+            # At the edges of the bright square, resizing mixes bright and dark pixels.
             assert ((bright == (masks == 1)) & counted).sum() > 0.85 * counted.sum()
     image, mask = data.val_source.fetch([0])
     assert (mask[0, 13:] == 255).all(), "24 x 20 pixels fit as 16 x 13"
@@ -200,8 +202,11 @@ def read_all():
 MASK = Path("data/train/masks/3.png")
 MISTAKES = (
     (MASK.unlink, r"images/3.png has no mask: put 3.png into .*masks"),
-    (lambda: Image.new("L", (9, 9)).save(MASK), r"mask .*3.png has \(9, 9\) pixels, and its image has \(20, 24\)"),
-    (lambda: Image.new("L", (24, 20), 7).save(MASK), r"mask .*3.png has the class 7, and num_classes=2 allows 0 to 1"),
+    (lambda: Image.new("L", (9, 9)).save(MASK), r"mask .*3.png has \(9, 9\) pixels, but its image has \(20, 24\)"),
+    (
+        lambda: Image.new("L", (24, 20), 7).save(MASK),
+        r"mask .*3.png has the class 7, but num_classes=2 allows only 0 to 1",
+    ),
     (lambda: MASK.write_text("nothing"), r"broken mask .*3.png"),
     (
         lambda: shutil.copy("data/train/images/3.png", "data/train/images/3.jpg"),
@@ -225,11 +230,11 @@ def test_data_that_does_not_go_with_the_module_is_refused():
     write_masked_images(Path("data/train"), count=4)
     data, network = SegmentationFolderDataModule(Path("data"), 2, image_size=16), nn.Identity()
     ImageSegmenter(network, 2).check_data(data)
-    for refused, said in (
+    for refused, message in (
         (lambda: folder(class_names=["one"]), "class_names has 1 names, and num_classes=2"),
         (
             lambda: ImageClassifier(network, 2).check_data(data),
-            "SegmentationFolderDataModule has masks, and ImageClassifier learns",
+            "SegmentationFolderDataModule has masks, which ImageClassifier cannot learn",
         ),
         (
             lambda: ImageSegmenter(network, 2, ignore_index=9).check_data(data),
@@ -240,5 +245,5 @@ def test_data_that_does_not_go_with_the_module_is_refused():
             "SyntheticDataModule has no masks",
         ),
     ):
-        with pytest.raises(ConfigurationError, match=said):
+        with pytest.raises(ConfigurationError, match=message):
             refused()

@@ -1,4 +1,4 @@
-"""How samples and microbatches are dealt: completely, within bounds, as near to the shares as whole numbers are."""
+"""Samples and microbatches are divided completely, within bounds, and as near to the shares as whole numbers can be."""
 
 import random
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.light
 
 @pytest.fixture(name="draws")
 def some_shares():
-    """Shares, and how many things are dealt by them."""
+    """Return random shares, each with a number of samples to divide."""
     return [
         ([random.choice([1.0, random.uniform(0.05, 4)]) for _ in range(random.randint(1, 6))], random.randint(0, 130))
         for _ in range(500)
@@ -28,7 +28,7 @@ def test_samples_are_dealt_completely_and_nearest_to_the_shares(draws):
     assert deal(64, [1, 1, 1]) == (22, 21, 21)
 
 
-def test_a_least_and_a_most_hold_wherever_they_can(draws):
+def test_lower_and_upper_bounds_hold_where_possible(draws):
     for shares, samples in draws:
         ranks = len(shares)
         least = random.randint(0, 10)
@@ -43,7 +43,8 @@ def test_a_least_and_a_most_hold_wherever_they_can(draws):
         assert all(count <= bound for count, bound in zip(dealt, of_each, strict=True))
     assert deal(100, [100, 1, 1], least=8, most=60) == (60, 20, 20)
     with pytest.raises(
-        ConfigurationError, match="9 samples for 2 processes, each of which holds 4 at most: use at most 8"
+        ConfigurationError,
+        match="9 samples cannot be divided among 2 processes that hold at most 4 each: use at most 8",
     ):
         deal(9, [1, 1], most=4)
 
@@ -52,12 +53,12 @@ def test_ranks_take_turns_for_places_and_microbatches(draws):
     for shares, count in draws:
         dealt = deal(count, shares)
         places = turns(dealt)
-        assert sorted(place for own in places for place in own) == list(range(count))
-        assert [len(own) for own in places] == list(dealt)
+        assert sorted(place for of_rank in places for place in of_rank) == list(range(count))
+        assert [len(of_rank) for of_rank in places] == list(dealt)
         order = rotation(tuple(shares), count)
         of_each = deal(count, shares, least=1)
         assert tuple(order.count(rank) for rank in range(len(shares))) == of_each
-        # At no time is one ahead of its share by more than a microbatch or two.
+        # No rank is ever ahead of its share, or behind it, by two microbatches or more.
         for stretch in range(count):
             for rank, number in enumerate(of_each):
                 assert abs(order[:stretch].count(rank) - stretch * number / count) < 2

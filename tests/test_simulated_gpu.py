@@ -1,4 +1,4 @@
-"""The simulated GPU, on which others rely: it refuses and notes what a GPU does, and computes what the CPU does."""
+"""The simulated GPU, which other tests use: it refuses and waits like a GPU, and computes like the CPU."""
 
 from collections.abc import Callable
 
@@ -43,7 +43,7 @@ GOING_ON: list[Callable[[Tensor], object]] = [
 ]
 
 
-def test_it_notes_where_the_host_waits_and_nothing_else() -> None:
+def test_the_simulated_gpu_counts_exactly_the_waits_of_the_host() -> None:
     with simulate():
         for number, act in enumerate([*WAITING, *GOING_ON]):
             tensor = HOST.to("cuda")
@@ -52,7 +52,7 @@ def test_it_notes_where_the_host_waits_and_nothing_else() -> None:
             assert sum(waits.values()) == (number < len(WAITING)), (number, waits)
 
 
-def test_it_takes_no_tensors_of_the_host_beside_its_own() -> None:
+def test_operations_that_mix_host_and_device_are_refused() -> None:
     with simulate():
         tensor = HOST.to("cuda")
         for act in (lambda: tensor + HOST, lambda: torch.cat([tensor, HOST]), lambda: F.linear(tensor, HOST)):
@@ -68,7 +68,7 @@ def test_a_copy_that_the_host_does_not_wait_for_is_late() -> None:
         for copied in (tensor.to("cpu", non_blocking=True), torch.empty(2, 3, pin_memory=True)):
             copied.copy_(tensor, non_blocking=True)
             event = torch.cuda.current_stream().record_event()
-            tensor.add_(1)  # What it is told later changes no copy.
+            tensor.add_(1)  # Later work does not change an earlier copy.
             assert copied.isnan().all()
             event.synchronize()
             assert torch.equal(copied + 1, tensor.cpu())
@@ -80,7 +80,7 @@ def test_a_copy_that_the_host_does_not_wait_for_is_late() -> None:
             torch.cuda.synchronize()
 
 
-def test_a_side_stream_copies_when_it_is_waited_for() -> None:
+def test_a_side_stream_copies_when_another_stream_waits_for_it() -> None:
     with simulate():
         side, tensor, pinned = torch.cuda.Stream(), HOST.to("cuda"), torch.empty(2, 3, pin_memory=True)
         target = torch.zeros(2, 3, device="cuda")
@@ -94,7 +94,7 @@ def test_a_side_stream_copies_when_it_is_waited_for() -> None:
         tensor.zero_()
         assert pinned.isnan().all()
         torch.cuda.current_stream().wait_stream(side)
-        assert not pinned.any(), "what was there when it came to that"
+        assert not pinned.any(), "the values at the time of the copy"
         with torch.cuda.stream(side):
             pinned.copy_(tensor.clone(), non_blocking=True)
         with pytest.raises(AssertionError, match="memory was freed"):

@@ -1,4 +1,4 @@
-"""What a step does beside the network: counted, for times on a shared machine say little."""
+"""Costs of a training step outside the network. They are counted: times on a shared machine would say little."""
 
 import csv
 import traceback
@@ -32,7 +32,7 @@ OURS = (EpochMetrics, FirstBatch, FromConfiguration, GracefulStop, SamplesPerSec
 
 
 class EachStep(Callback):
-    """Host reads and formatted tracebacks between the begins of two steps of an epoch."""
+    """Count the host reads and the formatted tracebacks of each step of an epoch."""
 
     def __init__(self, reads, formatted):
         self.counts = lambda: (reads.places.total(), len(formatted))
@@ -45,9 +45,8 @@ class EachStep(Callback):
         self.before = now
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.losses.append(
-            (len(batch[1]), float(outputs["loss"].detach().numpy()))
-        )  # `numpy` is no read of a device's.
+        # `numpy` does not count as a read from the device.
+        self.losses.append((len(batch[1]), float(outputs["loss"].detach().numpy())))
 
 
 def test_a_step_reads_nothing_formats_nothing_and_logs_its_loss_alone(monkeypatch):
@@ -69,29 +68,29 @@ def test_a_step_reads_nothing_formats_nothing_and_logs_its_loss_alone(monkeypatc
     with reads:
         trainer.fit(model, DigitsDataModule(batch_size=32))
 
-    # Of the two steps within an epoch that are written, one number.
+    # In each epoch two steps are written to the log; such a step reads one number.
     assert sorted(each.steps) == [(0, 0)] * (2 * (BATCHES - 1) - 4) + [(1, 0)] * 4
     written = [step for step in range(2 * BATCHES) if (step + 1) % EVERY == 0]
     assert logged["train_loss"] == logged["train_acc"] == 2
-    assert logged["train_loss_step"] == 2 * BATCHES  # Callbacks may read it after each.
+    assert logged["train_loss_step"] == 2 * BATCHES  # Callbacks may read the loss after each step.
     with open("lightning_logs/version_0/metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     steps = {int(row["step"]): float(row["train_loss_step"]) for row in rows if row["train_loss_step"]}
     means = [float(row["train_loss"]) for row in rows if row["train_loss"]]
     assert steps == pytest.approx({step: each.losses[step][1] for step in written})
     epochs = each.losses[:BATCHES], each.losses[BATCHES:]
-    assert means == pytest.approx([sum(n * loss for n, loss in one) / sum(n for n, _ in one) for one in epochs])
+    assert means == pytest.approx([sum(n * loss for n, loss in epoch) / sum(n for n, _ in epoch) for epoch in epochs])
 
 
 @pytest.mark.light
-def test_the_command_lines_bar_is_drawn_some_times_a_second_and_a_users_own_as_it_says():
-    """It takes rank 0 two milliseconds each time, for which the others wait."""
+def test_the_progress_bar_is_drawn_a_few_times_a_second_unless_the_user_sets_its_rate():
+    """Drawing the bar takes rank 0 two milliseconds each time, and the other ranks wait for rank 0."""
     shown = dict.fromkeys(("callbacks", "enable_progress_bar"))
     trainer = SimpleNamespace(**shown, logger=False, fast_dev_run=False, enable_checkpointing=False)
     config = SimpleNamespace(trainer=trainer, predictions=None, stop=None)
 
     def rates():
-        return [one.refresh_rate for one in all_callbacks(config) if isinstance(one, RichProgressBar)]
+        return [callback.refresh_rate for callback in all_callbacks(config) if isinstance(callback, RichProgressBar)]
 
     (rate,) = rates()
     assert 0 < rate <= 5

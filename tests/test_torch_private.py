@@ -1,4 +1,4 @@
-"""Fails loudly when a private torch name that the package uses changes; see `_torch_private.py`."""
+"""Each private torch name that the package uses still works as expected; see `_torch_private.py`."""
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ def step(rank, store):
         model(torch.randn(8, 500)).sum().backward()
         figures.append(communication_seconds(model))
     assert all(0 < total < 600 and 0 <= hidden <= total for total, hidden in figures[1:])
-    assert len(set(figures[-4:])) == 4, "every step is measured anew"
+    assert len(set(figures[-4:])) == 4, "every step is measured again"
     dist.destroy_process_group()
 
 
@@ -28,11 +28,11 @@ def test_the_reducer_times_the_all_reduce_of_every_step(tmp_path):
     mp.start_processes(step, args=(tmp_path / "store",), nprocs=2, start_method="fork")
 
 
-def test_a_schedule_of_several_has_them_and_their_states():
+def test_a_combined_schedule_has_its_parts_and_their_states():
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     parts = [ConstantLR(optimizer), ExponentialLR(optimizer, gamma=0.5)]
     for whole in (SequentialLR(optimizer, parts, [2]), ChainedScheduler(parts, optimizer)):
         assert list(getattr(whole, PARTS_OF_A_SCHEDULE)) == parts
-        assert [one["last_epoch"] for one in whole.state_dict()[PARTS_OF_A_SCHEDULE]] == [
-            one.last_epoch for one in parts
+        assert [state["last_epoch"] for state in whole.state_dict()[PARTS_OF_A_SCHEDULE]] == [
+            state.last_epoch for state in parts
         ]

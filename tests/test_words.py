@@ -1,4 +1,4 @@
-"""The check of docstrings, comments, messages and names finds each kind of fault, and nothing in a clean file."""
+"""The check of docstrings, comments, messages and names finds each kind of fault, and no fault in a clean file."""
 
 import subprocess
 import sys

@@ -1,11 +1,12 @@
-"""Programs of Python that start warm: forked from a process that has imported torch and Lightning.
+"""Warm starts of Python programs: a program is forked from a process that has imported torch and Lightning.
 
-A program that a test starts spends most of its seconds on these imports. Here it begins as a fork of the test's
-process as that was before the test ran, and then does what the interpreter would: its own environment, working
-directory, open files, signal handlers, arguments and ``__main__``. Programs that it starts in turn are warm, too.
+A program that a test starts normally spends most of its time on these imports. With a warm start it begins as a fork
+of the state that the test's process had before the test. It then gets what the interpreter would give it: its own
+environment, working directory, open files, signal handlers, arguments and ``__main__``. Programs that it starts are
+warm as well.
 
-The fork is made by a helper, which stays as clean as it was, and is handed over to whoever asked: `os.waitpid` and the
-kernel's signal at a parent's death see it as a started program.
+A helper process makes the fork, so the fork contains nothing of the running test. The new process then becomes a child
+of the process that asked for it, so `os.waitpid` and the kernel's signal at a parent's death work as for any program.
 """
 
 import atexit
@@ -35,10 +36,10 @@ from typing import Any
 from roomy_stack import roomy
 
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
-HELPER = "warm helper"  # What ps calls it, of at most 15 characters.
-MOST_FILES = 250  # of one message
-PIECE = 60000  # bytes; a message of the socket can be twice as long
-# How the interpreter is told to be one of multiprocessing's processes that import what they need.
+HELPER = "warm helper"  # The helper's name in `ps`, with at most 15 characters.
+MOST_FILES = 250  # Largest number of file descriptors in one message.
+PIECE = 60000  # Bytes of a part of a program's description. A message of the socket can be twice as long.
+# Beginnings of the code with which multiprocessing starts an interpreter that imports everything again.
 STARTS = ("from multiprocessing.spawn import", "from multiprocessing.forkserver import")
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
@@ -47,7 +48,7 @@ _spawn = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
 
 
 class Helper:
-    """A process that forks programs. It ends with the one that uses it."""
+    """A process that forks programs. It ends when the process ends that uses it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,16 +65,16 @@ class Helper:
         """Start a program.
 
         Args:
-            program: ``words`` after the interpreter, ``cwd``, ``env``, whether it has a ``session`` of its own, and
-                whether what it starts is ``warm``, too.
-            files: The descriptors it begins with: those here by what they are there.
+            program: ``words`` (command-line arguments after the interpreter), ``cwd``, ``env``, ``session`` (whether
+                the program gets a session of its own) and ``warm`` (whether programs that it starts are warm).
+            files: By the program's file descriptor: the file descriptor of this process.
 
         Returns:
-            Its process id: it is a child of this process.
+            The program's process id. The program is a child of this process.
         """
         text = json.dumps({**program, "files": list(files)}).encode()
         with self._lock:
-            _adopt(True)  # The program's parent ends at once; it becomes a child of this process.
+            _adopt(True)  # The program's parent ends at once, and the program becomes a child of this process.
             socket.send_fds(self._socket, [str(len(text)).encode()], list(files.values()))
             for start in range(0, len(text), PIECE):
                 self._socket.send(text[start : start + PIECE])
@@ -87,10 +88,10 @@ _inherited = True
 
 
 def install(inherited: bool = True) -> None:
-    """Start programs warm from now on; to be called in a process that has done nothing yet but import.
+    """Start programs warm from now on. Call this in a process that has only imported modules so far.
 
     Args:
-        inherited: Whether programs that these start are warm, too.
+        inherited: Whether the started programs also start their programs warm.
     """
     global helper, _inherited
     helper = Helper()
@@ -100,12 +101,12 @@ def install(inherited: bool = True) -> None:
 
 
 def is_installed() -> bool:
-    """Whether programs start warm here."""
+    """Return whether this process starts programs warm."""
     return helper is not None
 
 
 class WarmPopen(popen):  # type: ignore[type-arg]
-    """``subprocess.Popen``, with a warm start for programs of this Python."""
+    """``subprocess.Popen`` with a warm start for programs of this Python interpreter."""
 
     def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, *rest: Any
@@ -116,7 +117,7 @@ class WarmPopen(popen):  # type: ignore[type-arg]
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *rest)  # type: ignore[misc]
             return
         stdin, _, _, stdout, _, stderr = pipes
-        files = {number: number if own == -1 else own for number, own in enumerate((stdin, stdout, stderr))}
+        files = {number: number if opened == -1 else opened for number, opened in enumerate((stdin, stdout, stderr))}
         self.pid = helper.start(_program(words[1:], cwd, env, session=bool(rest[16])), files)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
@@ -144,7 +145,7 @@ def _adopt(orphans: bool) -> None:
 
 def _serve(connection: socket.socket) -> None:
     for signum in INTERRUPTIONS:
-        signal.signal(signum, signal.SIG_IGN)  # Ctrl-C and its like reach the whole group.
+        signal.signal(signum, signal.SIG_IGN)  # Signals like that of Ctrl-C reach the whole group.
     while True:
         size, files, _, _ = socket.recv_fds(connection, 64, MOST_FILES)
         if not size:
@@ -159,7 +160,8 @@ def _serve(connection: socket.socket) -> None:
             if pid:
                 os._exit(0)
             while os.getppid() == parent:
-                time.sleep(0.0002)  # Until it is the child of the one that has asked, which then learns its number.
+                # The requesting process learns this process's id only when this process has become its child.
+                time.sleep(0.0002)
             try:
                 connection.send(str(os.getpid()).encode())
                 _become(json.loads(text), files)
@@ -172,18 +174,18 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _become(program: dict[str, Any], files: list[int]) -> None:
-    """Run a program in this process as the interpreter would, and end."""
+    """Run a program in this process as the interpreter would, then end the process."""
     _call("python")
     if program["session"]:
         os.setsid()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     above = [fcntl.fcntl(file, fcntl.F_DUPFD, most // 2) for file in files]
-    # Objects of the tests' process close the descriptors that they had when they are collected: by then, a file of the
-    # program would have the number. So the numbers stay taken.
+    # Objects of the tests' process close their descriptors when they are garbage-collected. By then a file of the
+    # program could have the same number. So all these numbers stay in use.
     nothing = os.open(os.devnull, os.O_RDWR)
     for file in map(int, os.listdir("/proc/self/fd")):
         if 3 <= file < most // 2:
-            with contextlib.suppress(OSError):  # That of the listing itself.
+            with contextlib.suppress(OSError):  # The descriptor of the listing itself is closed already.
                 os.fstat(file)
                 os.dup2(nothing, file, inheritable=False)
     for number, file in zip(program["files"], above, strict=True):
@@ -220,7 +222,7 @@ def _become(program: dict[str, Any], files: list[int]) -> None:
 
 
 def _forget_the_tests() -> None:
-    """Put back what pytest changed in this interpreter, and what an import would have read from the environment."""
+    """Undo pytest's changes to this interpreter, and read again what imports have read from the environment."""
     from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
 
     rank_zero_only.rank = _get_rank() or 0
@@ -239,7 +241,7 @@ def _forget_the_tests() -> None:
     atexit._clear()
     multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
     random.seed()
-    tempfile.tempdir = None  # It remembers TMPDIR.
+    tempfile.tempdir = None  # Otherwise the module would remember the value of TMPDIR.
 
 
 def _run(words: list[str], path: str) -> None:
@@ -254,7 +256,7 @@ def _run(words: list[str], path: str) -> None:
     elif first == "-c":
         sys.argv = ["-c", *rest[1:]]
         sys.path.insert(0, "")
-        # Of its own: Lightning starts the program again that `__main__` was made from.
+        # A new module, because Lightning starts the program again from which `__main__` was created.
         module = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(rest[0], "<string>", "exec"), vars(module))
     else:

@@ -1,4 +1,4 @@
-"""`best.ckpt`: the checkpoint of the best epoch, by a metric that the module logs."""
+"""Checkpoint callback for `best.ckpt`, the checkpoint of the epoch with the best value of a metric."""
 
 from typing import Any, Literal
 
@@ -15,17 +15,17 @@ AUTO = "auto"
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Lightning's ModelCheckpoint, which can choose the metric by what the module logs.
+    """Lightning's ModelCheckpoint with a choice of the monitored metric among the metrics that the module logs.
 
     Args:
         dirpath: Folder of the checkpoints; by default ``checkpoints`` in the log directory.
         filename: Name of the file; it may contain metrics, as in ``{epoch}-{val_loss:.2f}``.
-        monitor: The metric. ``auto`` takes the first of ``val_acc``, ``val_miou``, ``val_map``, ``val_mae`` and
-            ``val_loss`` that the module logs; if it logs none of them, the last epoch is the best. With null the last
-            epoch is the best.
+        monitor: Name of the metric that decides which epoch is the best. ``auto`` takes the first of ``val_acc``,
+            ``val_miou``, ``val_map``, ``val_mae`` and ``val_loss`` that the module logs. With null, or if the module
+            logs none of these metrics, the checkpoint of the last epoch is kept.
         mode: Whether the smallest (``min``) or the largest (``max``) value is the best. ``auto`` takes the smallest if
             the metric's name contains ``loss``, ``error`` or the name of an error, such as ``mae``.
-        **kwargs: Further arguments of :class:`~lightning.pytorch.callbacks.ModelCheckpoint`.
+        **kwargs: Other arguments of :class:`~lightning.pytorch.callbacks.ModelCheckpoint`.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class BestCheckpoint(ModelCheckpoint):
     ) -> None:
         self._monitor_option = monitor
         self._mode_option = mode
-        # Without a metric, ModelCheckpoint would refuse a `save_top_k` above 1.
+        # Without a metric, ModelCheckpoint would refuse `save_top_k` > 1, so its constructor gets a provisional metric.
         name = USUAL[0] if monitor == AUTO else monitor
         super().__init__(dirpath, filename, name, mode=self._mode_of(name), **kwargs)
         if monitor == AUTO:
@@ -47,7 +47,8 @@ class BestCheckpoint(ModelCheckpoint):
     @property
     @override
     def state_key(self) -> str:
-        # Lightning's key contains the monitored metric, which with `auto` is not yet known when a run is resumed.
+        # Lightning's own key contains the monitored metric. With `auto` the metric is not yet known when a run is
+        # resumed, so this key contains the option's value instead.
         return f"{type(self).__qualname__}{{'monitor': {self._monitor_option!r}, 'filename': {self.filename!r}}}"
 
     @override

@@ -1,4 +1,4 @@
-"""Settings of how devices compute, for modules that have no such arguments."""
+"""Callback for compute settings: memory format, compilation, float32 precision and number of CPU threads."""
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -8,18 +8,19 @@ from cnnstrategies.runtime.compiling import compile_parts
 
 
 class ComputeSettings(Callback):
-    """Sets how the devices compute, without a change to the module; ``cnnstrategies tune`` finds the fastest settings.
+    """Callback that applies compute settings to any module, without a change to the module's code.
 
-    :class:`~cnnstrategies.ImageClassifier` has arguments of its own for the first two settings.
+    ``cnnstrategies tune`` finds the fastest settings. :class:`~cnnstrategies.ImageClassifier` also has arguments
+    ``channels_last`` and ``compile_backend`` of its own.
 
     Args:
-        channels_last: Store the weights of convolutions with the channels innermost. The convolutions convert the
-            images themselves.
-        compile_backend: Compile the module's children with this ``torch.compile`` backend, such as ``inductor``; under
-            ``hybrid_pipeline`` each stage is compiled.
-        float32_precision: Precision of products of float32 matrices: ``highest``, ``high`` (TF32) or ``medium``, as in
-            ``torch.set_float32_matmul_precision``. By default it is not changed.
-        threads: Number of CPU threads for each rank's operations. By default it is not changed.
+        channels_last: Whether to store the weights of convolutions in torch's ``channels_last`` memory format. The
+            convolutions convert the images to this format by themselves.
+        compile_backend: Backend of ``torch.compile``, such as ``inductor``, with which the module's children are
+            compiled; under ``hybrid_pipeline`` each stage is compiled instead. Nothing is compiled when left out.
+        float32_precision: Precision of float32 matrix multiplications: ``highest``, ``high`` (TF32) or ``medium``, see
+            ``torch.set_float32_matmul_precision``. When left out, torch's setting is not changed.
+        threads: Number of CPU threads for each rank's operations. When left out, torch's setting is not changed.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Metrics of an interrupted epoch, in its checkpoint."""
+"""Callback that saves the metrics of an unfinished epoch in checkpoints."""
 
 from typing import Any
 
@@ -13,11 +13,12 @@ State = dict[str, Tensor | list[Tensor]]
 
 
 class EpochMetrics(Callback):
-    """Saves the state of an epoch's metrics in checkpoints, so that a run resumed within the epoch continues them.
+    """Callback that saves the state of an epoch's metrics in checkpoints, for runs that are resumed within the epoch.
 
-    Otherwise the training loss and accuracy of such an epoch would cover only its last batches. The state of the
-    module's metrics (torchmetrics) is combined over all ranks before it is saved. On resuming, rank 0 loads it and the
-    other ranks start from zero, so the number of ranks may have changed.
+    Without the saved state, the training loss and accuracy of a resumed epoch would cover only the batches after the
+    checkpoint. The state of the module's torchmetrics is reduced over all ranks before it is saved. When a run is
+    resumed, rank 0 loads the reduced state and the other ranks start from zero. The number of ranks may therefore have
+    changed.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,8 @@ class EpochMetrics(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # During a validation the metrics also include those of the validation, which a resumed run starts again.
+        # A checkpoint that is saved during a validation does not contain metrics: they would include those of the
+        # unfinished validation, which a resumed run starts again from its first batch.
         if trainer.training:
             checkpoint[KEY] = {
                 name: _over_all_ranks(metric) for name, metric in _metrics(pl_module) if metric.update_called
@@ -51,7 +53,7 @@ def _metrics(module: LightningModule) -> list[tuple[str, Metric]]:
 
 
 def _over_all_ranks(metric: Metric) -> State:
-    """Return a metric's state combined over all ranks, on the CPU; a collective."""
+    """Return a metric's state, reduced over all ranks and copied to the CPU. All ranks must call this."""
     with metric.sync_context(dist_sync_fn=metric.dist_sync_fn, process_group=metric.process_group):
         return {name: _moved(value, "cpu") for name, value in metric.metric_state.items()}
 

@@ -1,4 +1,4 @@
-"""A check of the first batches that the processes load against the start panel and against each other."""
+"""Callback that checks the size of the first global batch, and whether the processes have loaded different batches."""
 
 import zlib
 from collections.abc import Sequence
@@ -20,36 +20,38 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples, samples_of
 from cnnstrategies.strategies.protocol import facts_of
 
-ELEMENTS = 1 << 16  # largest number of elements of each tensor that are compared
-DRAWN = 1000  # largest number of an epoch's samples whose order is compared
+ELEMENTS = 1 << 16  # Number of elements at the start of each tensor that enter the checksum of a batch.
+DRAWN = 1000  # Number of indices at the start of an epoch that enter the checksum of a sampler's order.
 
 
 class FirstBatch(Callback):
-    """Warns of first batches that differ from what the start panel says, and refuses batches that cannot be trained on.
+    """Callback that checks on the first batch of a run whether the processes divide the training data correctly.
 
     The check finds four mistakes:
 
-    - The global batch has another size, as with a sampler that divides the data among another number of processes.
-    - Two processes have loaded the same samples, as with an ``IterableDataset`` that does not ask which process reads
-      it. Each process then trains on all of the data, and more devices gain nothing.
-    - A process has fewer batches than another, which would wait for it at the end of the epoch.
-    - The sampler is seeded differently in each process, so that each process takes its part of a different order. This
-      is refused where the package divides the samples, and otherwise a warning.
+    - The size of the global batch differs from the size in the start panel, for example because a sampler divides the
+      data among a different number of processes. The callback warns.
+    - Two processes have loaded the same samples, for example from an ``IterableDataset`` that does not depend on the
+      rank. Each process then trains on all of the data, and more devices do not help. The callback warns.
+    - Some processes have fewer batches than others. The others would wait forever at the end of the epoch. The callback
+      raises an error.
+    - The sampler is seeded differently in each process, so that each process takes its part of a different order. The
+      callback raises an error if the package divides the samples, and warns otherwise.
 
-    The processes exchange four numbers once in a run. If their loaders do not know their lengths, they exchange one
-    more number for each batch.
+    The processes exchange four numbers once in a run. If the lengths of the loaders are not known, the processes
+    exchange one more number for each batch.
 
     Raises:
-        ConfigurationError: The processes have different numbers of batches, or different orders of the samples that
-            are divided among them.
+        ConfigurationError: The processes have different numbers of batches, or the package divides the samples and the
+            processes have different orders of the samples.
     """
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._batches = 0
         self._streams: dist.ProcessGroup | None = None
-        # Whether `limit_train_batches` limits a stream. Lightning then notices the stream's end only when it asks for
-        # the next batch.
+        # Whether `limit_train_batches` limits a loader of unknown length. Lightning then notices the loader's end only
+        # when it asks for the next batch.
         self._limited = False
         self._compared = trainer.world_size == 1 or trainer.overfit_batches > 0  # type: ignore[attr-defined]  # set outside the class
 
@@ -68,7 +70,8 @@ class FirstBatch(Callback):
         if sampler is not None:
             expected = sum(sampler.counts(batch_idx))
         strategy = trainer.strategy
-        # Every rank of a pipeline counts the whole batch, so a pipeline's `reduce` gives the mean in place of a sum.
+        # On every rank of a pipeline `count_samples` returns the size of the whole batch. A pipeline's `reduce`
+        # therefore returns a mean even for `reduce_op="sum"`.
         loaded = int(
             strategy.reduce(torch.tensor(float(count_samples(batch)), device=strategy.root_device), reduce_op="sum")
         )
@@ -76,24 +79,25 @@ class FirstBatch(Callback):
         unknown = sized_len(trainer.train_dataloader) is None
         numbers = [_fingerprint(batch), -1 if unknown else int(batches), _order(trainer.train_dataloader)]
         gathered = strategy.all_gather(torch.tensor(numbers, device=strategy.root_device)).reshape(-1, 3)
-        marks = gathered[:, 0].tolist()
-        repeated = next((rank for rank, mark in enumerate(marks) if mark and mark in marks[:rank]), None)
+        checksums = gathered[:, 0].tolist()
+        repeated = next((rank for rank, value in enumerate(checksums) if value and value in checksums[:rank]), None)
         check_lengths(gathered[:, 1].tolist())
         check_orders(gathered[:, 2].tolist(), sampler is not None)
-        # A parameter server has no process group. It reports by itself which worker waits for which.
+        # The workers of a parameter server have no process group, and do not need one: the server itself reports which
+        # worker waits for which other worker.
         if -1 in gathered[:, 1] and dist.is_initialized():
             self._streams = dist.new_group(backend="gloo")  # type: ignore[assignment]  # -100 outside the group
             self._limited = isinstance(trainer.limit_train_batches, int)
         if expected is not None and loaded != expected and batches > 1:  # An epoch's last batch may be smaller.
             rank_zero_warn(
-                f"The first global batch has {loaded} samples and not {expected} ({loading(trainer)} processes x "
-                f"{size}): check the loader's sampler, which may divide the data among another number of processes"
+                f"The first global batch has {loaded} samples instead of {expected} ({loading(trainer)} processes x "
+                f"{size}): check whether the loader's sampler divides the data among {loading(trainer)} processes"
             )
         if repeated is not None:
             rank_zero_warn(
-                f"Processes {marks.index(marks[repeated])} and {repeated} have loaded the same first batch, so each "
-                "may train on all the data: an IterableDataset must give each process its own part "
-                "(torch.distributed.get_rank()), and so must a custom sampler (DistributedSampler)"
+                f"Processes {checksums.index(checksums[repeated])} and {repeated} have loaded the same first batch, so "
+                "each process may be training on all of the data: make an IterableDataset yield a different part for "
+                "each torch.distributed.get_rank(), and use a DistributedSampler instead of a custom sampler"
             )
 
     @override
@@ -117,11 +121,11 @@ class FirstBatch(Callback):
 
 
 def check_lengths(lengths: Sequence[int], others: str = "") -> None:
-    """Refuse an epoch that is longer for one process than for another: the processes would wait for each other forever.
+    """Refuse different numbers of batches, because processes with more batches would wait for the others forever.
 
     Args:
-        lengths: Number of batches of each process; -1 if the process does not know it.
-        others: Text after the largest number in the message.
+        lengths: Number of batches in an epoch of each process; -1 if the number is not known.
+        others: Text to insert after the largest number in the error message.
 
     Raises:
         ConfigurationError: The known lengths differ.
@@ -129,18 +133,19 @@ def check_lengths(lengths: Sequence[int], others: str = "") -> None:
     most, least = max(lengths), min(lengths)
     if most != least and least >= 0:
         raise ConfigurationError(
-            f"process {lengths.index(least)} has {least} batches an epoch, "
-            f"process {lengths.index(most)} has {most}{others}: give each process the same number, as a "
-            f"DistributedSampler does, or limit every process with --trainer.limit_train_batches={least}"
+            f"process {lengths.index(least)} has {least} batches in an epoch, and "
+            f"process {lengths.index(most)} has {most}{others}: give each process the same number of batches with a "
+            f"DistributedSampler, or limit every process with --trainer.limit_train_batches={least}"
         )
 
 
 def check_orders(orders: Sequence[int], dealt: bool) -> None:
-    """Refuse different orders of the samples if the package divides the samples, and warn of them otherwise.
+    """Check that the training sampler has drawn the same order of the samples in all processes.
 
     Args:
-        orders: Checksum of each process's order; 0 if the process has none.
-        dealt: Whether the package divides the samples among the processes.
+        orders: Checksum of the order in each process; 0 for a process without such a sampler.
+        dealt: Whether the package divides the samples among the processes. If not, different orders cause a warning
+            and not an error.
 
     Raises:
         ConfigurationError: The orders differ and the package divides the samples.
@@ -148,9 +153,9 @@ def check_orders(orders: Sequence[int], dealt: bool) -> None:
     if len({order for order in orders if order}) < 2:
         return
     message = (
-        "the sampler of the training data has drawn a different order in each process, and each process takes its part "
-        "of its own order: some samples come twice and others never; seed the sampler alike in all processes, or give "
-        "it no generator"
+        "the sampler of the training data has drawn different orders in different processes, so that some samples are "
+        "used twice in an epoch and others never: give the sampler a generator with the same seed in all processes, or "
+        "no generator"
     )
     if dealt:
         raise ConfigurationError(message)
@@ -158,7 +163,11 @@ def check_orders(orders: Sequence[int], dealt: bool) -> None:
 
 
 def _order(loader: Any) -> int:
-    """Return a checksum of the order of a user's sampler that is divided among the processes; 0 without one."""
+    """Return a checksum of the order that a user's sampler has drawn.
+
+    The result is 0 if Lightning does not divide the sampler's order among the processes, and on ranks that load
+    nothing.
+    """
     samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     wrapper = next((sampler for sampler in samplers if isinstance(sampler, DistributedSamplerWrapper)), None)
     if wrapper is None or not getattr(loader, "loads", True):  # Some ranks of a pipeline load nothing.
@@ -168,13 +177,16 @@ def _order(loader: Any) -> int:
 
 
 def _fingerprint(batch: Any) -> int:
-    """Return a checksum of a batch's samples; 0 if another rank of a pipeline holds the values."""
-    mark = 0
+    """Return a checksum of a batch's tensors.
+
+    The result is 0 if the tensors' values are on another rank of a pipeline.
+    """
+    checksum = 0
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and not leaf.is_sparse:
             try:
                 values = leaf.detach().flatten()[:ELEMENTS].cpu().contiguous()
             except ConfigurationError:
                 return 0
-            mark = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), mark)
-    return mark
+            checksum = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), checksum)
+    return checksum

@@ -1,4 +1,4 @@
-"""Resumed runs: the checkpoint decides what was learned, the configuration decides learning rates and schedules."""
+"""Callback for resumed runs: learning rates and schedules come from the configuration, all else from the checkpoint."""
 
 import copy
 import warnings
@@ -19,34 +19,38 @@ from cnnstrategies._torch_private import PARTS_OF_A_SCHEDULE as PARTS
 from cnnstrategies.checkpoints.check import remedy
 from cnnstrategies.errors import ConfigurationError
 
-# Options of a parameter group that schedules set. An optimizer that adapts its own rate keeps it under other names.
+# Options of a parameter group that schedules change. An optimizer that adapts its own learning rate stores the adapted
+# rate under other names.
 SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "momentum", "base_momentum", "max_momentum", "betas")
-LEARNED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # state of a schedule that watches a metric
-COUNTS = (*(2**power for power in range(20)), *(3 * 2**power for power in range(18)))  # steps at which `_factors` asks
+# Attributes of ReduceLROnPlateau that a resumed run takes from the checkpoint.
+LEARNED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+# Steps at which `_factors` samples a schedule's function.
+COUNTS = (*(2**power for power in range(20)), *(3 * 2**power for power in range(18)))
 NOT_OPTIONS = ("params", "param_names")
 
 State = dict[str, Any]
 
 
 class FromConfiguration(Callback):
-    """Lets changes of the configuration take effect when a run is resumed.
+    """Callback that makes a changed configuration of optimizers and schedules take effect when a run is resumed.
 
-    Besides what was learned, a checkpoint holds the optimizers' options and the schedules' whole state, and Lightning
-    loads both: a new learning rate, or more epochs for a cosine schedule, would have no effect. This callback also
-    saves in each checkpoint what was configured. If the configuration of a resumed run is different, the options take
-    their new values, the schedules start again and are advanced to the run's step, and one line tells the user what
-    has changed. Otherwise the run continues exactly as it was saved.
+    Lightning loads the optimizers' options and the schedules' state from the checkpoint. A new learning rate in the
+    configuration, or more epochs for a cosine schedule, would therefore have no effect. This callback saves the
+    configured options and schedules in each checkpoint, and compares them when a run is resumed. If they have changed,
+    the callback sets the options to their new values, restarts the schedules, advances the schedules to the run's
+    current step, and logs the changes in one line. Otherwise the run continues exactly as it was saved.
 
     Raises:
-        ConfigurationError: The checkpoint was saved with another optimizer, or a schedule ends before the run's step.
+        ConfigurationError: The checkpoint was saved with a different optimizer, or a configured schedule is shorter
+            than the number of steps that the run has already made.
     """
 
     def __init__(self) -> None:
-        self._fresh: State = {}  # groups and schedules as configured, before their first step
-        self._configured: State = {}  # the content of `_fresh` as plain values, which can be saved and compared
-        self._before: State | None = None  # `_configured` of the run that saved the checkpoint
+        self._fresh: State = {}  # Options and schedules as they are configured, before the first step of the run.
+        self._configured: State = {}  # `_fresh` converted to plain values that can be saved and compared.
+        self._before: State | None = None  # `_configured` of the run that saved the checkpoint.
         self._checkpoint: State = {}
-        self._idle = True  # whether this fit has not trained
+        self._idle = True  # Whether the current fit has not trained yet.
 
     @override
     def state_dict(self) -> State:
@@ -62,7 +66,8 @@ class FromConfiguration(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # At this point optimizers and schedules exist, and Lightning has not yet loaded their state.
+        # Lightning has created the optimizers and schedules, but has not yet loaded their state, so they have the
+        # values of the configuration.
         self._idle = True
         self._fresh = _fresh(trainer)
         self._configured = _plain(self._fresh)
@@ -71,12 +76,12 @@ class FromConfiguration(Callback):
         _check_same(trainer, self._checkpoint.get("optimizer_states", []))
         if self._before is None:
             rank_zero_info(
-                f"{trainer.ckpt_path} does not say how its run was configured, because this command line has not saved "
-                "it: learning rates and schedules continue as they are in the checkpoint"
+                f"{trainer.ckpt_path} does not contain the configuration of its run, because it was not saved by "
+                "cnnstrategies fit: learning rates and schedules continue as they are in the checkpoint"
             )
             return
         for index, (old, new) in enumerate(zip(self._before["schedules"], self._fresh["schedules"], strict=False)):
-            if old["schedule"] != new["schedule"]:  # A schedule cannot load the state of another class.
+            if old["schedule"] != new["schedule"]:  # The new schedule cannot load the old state.
                 self._checkpoint["lr_schedulers"][index] = copy.deepcopy(new["state"])
 
     @override
@@ -85,7 +90,7 @@ class FromConfiguration(Callback):
         if self._before is not None and repr(self._before) != repr(self._configured):
             _apply_configuration(trainer, self._before, self._configured, self._fresh)
             changed = ", ".join(dict.fromkeys(_differences(self._before, self._configured)))
-            rank_zero_info(f"As configured, and not as in the checkpoint: {changed}")
+            rank_zero_info(f"Changed by the configuration since the checkpoint was saved: {changed}")
         self._before, self._checkpoint, self._fresh = None, {}, {}
 
     @override
@@ -99,7 +104,7 @@ class FromConfiguration(Callback):
 
 
 def _fresh(trainer: Trainer) -> State:
-    """Return the optimizers' groups and the schedules as they are configured, before their first step."""
+    """Return the options of the optimizers' parameter groups, and the schedules, as they are before the first step."""
     return {
         "optimizers": [
             [{key: value for key, value in group.items() if key not in NOT_OPTIONS} for group in optimizer.param_groups]
@@ -119,10 +124,10 @@ def _fresh(trainer: Trainer) -> State:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as numbers, texts, None, lists and dictionaries; other objects become the name of their class."""
+    """Convert a value to numbers, strings, None, lists and dictionaries; replace any other object by its class name."""
     if isinstance(value, Tensor):
         return value.tolist()
-    if isinstance(value, Counter):  # torch's MultiStepLR
+    if isinstance(value, Counter):  # torch's MultiStepLR keeps its milestones in a Counter.
         return list(value.elements())
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
@@ -132,20 +137,23 @@ def _plain(value: Any) -> Any:
 
 
 def _factors(scheduler: Any) -> list[float]:
-    """Return sampled values of a schedule's functions, which its state does not contain."""
+    """Return values of a schedule's functions (``lr_lambdas``) at the steps ``COUNTS``.
+
+    The ``state_dict`` of a schedule does not contain functions, so their values are compared instead.
+    """
     factors = []
     for schedule in (scheduler, *getattr(scheduler, PARTS, ())):
         for function in getattr(schedule, "lr_lambdas", ()):
             for count in COUNTS:
                 try:
                     factors.append(float(function(count)))
-                except Exception:  # The count is beyond the function's end.
+                except Exception:  # The function may not accept steps beyond the end of the schedule.
                     factors.append(-1.0)
     return factors
 
 
 def _differences(before: State, now: State) -> Iterator[str]:
-    """Yield a short text for each setting that is configured differently."""
+    """Yield a short description of each setting whose value has changed between two configurations."""
 
     def is_leaf(value: Any) -> bool:  # A list of plain values is compared as a whole.
         return isinstance(value, list) and not any(isinstance(item, dict | list) for item in value)
@@ -153,7 +161,9 @@ def _differences(before: State, now: State) -> Iterator[str]:
     old, new = (dict(tree_leaves_with_path(state, is_leaf)) for state in (before, now))
     for path in {**new, **old}:
         old_value, new_value, name = old.get(path), new.get(path), str(getattr(path[-1], "key", ""))
-        derived = name.startswith("_") or name == "base_lrs"  # These are counts, or follow from the groups.
+        # Names with an underscore are counters, and `base_lrs` repeats the groups' learning rates, so changes of these
+        # values are not reported.
+        derived = name.startswith("_") or name == "base_lrs"
         added = name != "schedule" and (path not in old or path not in new)
         if derived or added or repr(old_value) == repr(new_value):
             continue
@@ -161,23 +171,24 @@ def _differences(before: State, now: State) -> Iterator[str]:
 
 
 def _check_same(trainer: Trainer, states: Sequence[State]) -> None:
-    """Refuse a checkpoint of another optimizer, which would be loaded as if it were this optimizer's state."""
+    """Refuse a checkpoint that was saved with a different optimizer: torch would load its state without an error."""
     groups = [(optimizer, group) for optimizer in trainer.optimizers for group in optimizer.param_groups]
     saved_groups = [group for state in states for group in state.get("param_groups", [])]
     for (optimizer, group), saved in zip(groups, saved_groups, strict=False):
         ours, theirs = set(optimizer.defaults) - set(saved), set(saved) - set(group) - {"initial_lr", "param_names"}
-        # If only one of the two has options of its own, it may be another version of the same optimizer.
+        # If only the optimizer or only the checkpoint has additional options, the checkpoint may come from another
+        # version of the same optimizer.
         if ours and theirs:
             path = str(trainer.ckpt_path)
             raise ConfigurationError(
-                f"ckpt_path: {path} was not saved with {type(optimizer).__name__} but with another optimizer: its "
+                f"ckpt_path: {path} was not saved with {type(optimizer).__name__} but with a different optimizer; its "
                 f"options include {', '.join(sorted(theirs)[:3])} and not {', '.join(sorted(ours)[:3])}; "
                 f"{remedy(Path(path))}"
             )
 
 
 def _apply_configuration(trainer: Trainer, before: State, now: State, fresh: State) -> None:
-    """Set the options whose configuration has changed, and start all schedules again."""
+    """Set the options whose configuration has changed, and restart all schedules and advance them to the run's step."""
     scheduled = SCHEDULED if before["schedules"] or now["schedules"] else ()
     schedules = trainer.lr_scheduler_configs
     for number, optimizer in enumerate(trainer.optimizers):
@@ -207,7 +218,7 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _advance(trainer: Trainer, config: LRSchedulerConfig, fresh: State, past: State) -> None:
-    """Start a schedule again and advance it to the run's step; its optimizer has the groups as configured."""
+    """Restart a schedule and advance it to the run's step. The optimizer's options must already be as configured."""
     scheduler = config.scheduler
     if isinstance(scheduler, ReduceLROnPlateau):
         learned = {key: vars(scheduler)[key] for key in LEARNED}
@@ -215,8 +226,8 @@ def _advance(trainer: Trainer, config: LRSchedulerConfig, fresh: State, past: St
         return
     if not isinstance(scheduler, LRScheduler):
         rank_zero_info(
-            f"{type(scheduler).__name__} is not a torch.optim.lr_scheduler.LRScheduler, and continues as it is in the "
-            "checkpoint"
+            f"{type(scheduler).__name__} continues as it is in the checkpoint, and ignores changes of the "
+            "configuration, because it is not a torch.optim.lr_scheduler.LRScheduler"
         )
         return
     same_class = past.get("schedule") == type(scheduler).__name__
@@ -226,11 +237,11 @@ def _advance(trainer: Trainer, config: LRSchedulerConfig, fresh: State, past: St
         steps = (trainer.global_step if config.interval == "step" else trainer.current_epoch) // config.frequency
     scheduler.load_state_dict(fresh)
     try:
-        with warnings.catch_warnings(action="ignore"):  # torch warns that the optimizer does not step in between.
+        with warnings.catch_warnings(action="ignore"):  # torch warns because the optimizer makes no steps here.
             for _ in range(steps):
                 scheduler.step()
-    except ValueError as error:  # torch's OneCycleLR
+    except ValueError as error:  # torch's OneCycleLR raises it after the schedule's last step.
         raise ConfigurationError(
-            f"the run continues at step {steps} of its schedule, beyond the end of {type(scheduler).__name__} as it is "
-            f"configured: {error}"
+            f"the run has made {steps} steps of its schedule, and the configured {type(scheduler).__name__} is shorter "
+            f"({error}): give it more steps"
         ) from error

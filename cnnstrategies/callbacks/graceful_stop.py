@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a scheduler's warning end a run at a step boundary, with a checkpoint, on every rank."""
+"""Callback that saves a checkpoint and ends a run between two steps, after Ctrl-C, SIGTERM or a scheduler's warning."""
 
 import os
 import signal
@@ -18,41 +18,41 @@ from cnnstrategies._lightning_private import ask_of_sigterm
 from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.strategies.protocol import facts_of
 
-CHECK_SECONDS = 0.5
-# A run may log or validate after every step: waiting longer would not find a better step.
-MOST_POSTPONED = 3  # steps
+CHECK_SECONDS = 0.5  # Seconds between two exchanges of the flags that tell whether a rank has received a signal.
+# Largest number of steps by which a stop is postponed. If a run logs or validates after every step, waiting longer does
+# not help.
+MOST_POSTPONED = 3
 
 
 class StoppedTogether(SystemExit):
-    """Exit of a rank after all ranks have agreed to stop, so that no rank waits for another any more."""
+    """Exit of a rank after all ranks have agreed to stop at the same step. No rank waits for another rank any more."""
 
 
 class GracefulStop(Callback):
-    """On SIGINT, SIGTERM or a warning, finishes the step, saves ``last.ckpt`` and ends every process.
+    """Callback that stops a run after SIGINT, SIGTERM or a scheduler's warning, with a checkpoint ``last.ckpt``.
 
-    A run stops only after a batch in which the optimizer has stepped: gradients that are still being accumulated are
-    not in a checkpoint. It also passes over up to three steps after which Lightning logs or validates: Lightning does
-    so after this callback, and a resumed run would not make up for it.
+    A run stops only after a batch in which the optimizer has made a step, because a checkpoint does not contain
+    gradients that are still being accumulated. If Lightning logs or validates after a step, the stop is postponed by up
+    to three steps: Lightning would do so only after this callback, and a resumed run would not do it again.
 
-    Lightning's own handler runs a broadcast inside the signal handler, while a rank may be in the middle of another
-    collective. The handler of this class only sets a flag. The ranks exchange their flags about twice a second, at
-    steps that rank 0 announces so that all ranks take part, and all ranks leave after the same step. A signal to one
-    rank is therefore enough, as when a pod is evicted. Processes that do not end within ``grace`` seconds, because a
-    step is long or a peer is gone, are killed. The last checkpoint is whole even then, because it was renamed into
-    place. A second signal kills at once.
+    Lightning's own signal handler runs a broadcast, although the rank may be in the middle of another collective. The
+    handler of this class only sets a flag. The ranks exchange their flags about twice a second, at steps that rank 0
+    announces, and all ranks stop after the same step. It is therefore enough to send a signal to one rank, for example
+    when a pod is evicted. If a process has not ended after ``grace`` seconds, because its step is long or another
+    process no longer exists, it is killed. Even then the last checkpoint is complete, because each checkpoint is
+    written under a temporary name and then renamed. A second signal kills the run immediately.
 
-    The warning is the signal that a scheduler such as SLURM sends some time before it ends a job. It leaves more time
-    than the other signals, and may arrive more than once.
+    The warning is the signal that a scheduler such as SLURM sends some time before it ends a job. The run has more time
+    to stop after a warning than after the other signals, and repeated warnings are ignored.
 
-    The exit code is 128 + the signal's number, so that a job's script can tell a warned run from a failed run.
+    The exit code is 128 + the signal's number, so that a job script can distinguish a stopped run from a failed run.
 
     Args:
-        grace: Time from the signal until a run that has not reached a step boundary is killed, as seconds or
-            ``minutes:seconds``.
-        warning_signal: The scheduler's signal.
-        warning_grace: Time from a warning until a run that has not reached a step boundary is killed.
-        on_each_node: End with the signal's exit code on every node and not only on rank 0's node. This is for launchers
-            that restart each node's process independently, as Kubernetes does.
+        grace: Time to stop after a signal before the run is killed, as seconds or ``minutes:seconds``.
+        warning_signal: The signal that the scheduler sends as a warning.
+        warning_grace: Time to stop after a warning before the run is killed, as seconds or ``minutes:seconds``.
+        on_each_node: Whether every node ends with the signal's exit code, and not only the node of rank 0. Use this
+            with a launcher that restarts each node's process independently, such as Kubernetes.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class GracefulStop(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning installs its own handlers after `setup` and `on_fit_start`, and before this hook.
+        # Lightning installs its own signal handlers after `setup` and `on_fit_start`, and before this hook. They would
+        # replace handlers that the callback had installed in an earlier hook.
         self._install(trainer)
         ask_of_sigterm(trainer, not self._previous)
         self._next_check = trainer.global_step
@@ -91,7 +92,7 @@ class GracefulStop(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A restarted rank begins with a new epoch, and must check at the same steps as the other ranks.
+        # A restarted rank begins with a new epoch, and must exchange flags at the same steps as the other ranks.
         self._next_check = trainer.global_step
 
     @override
@@ -103,12 +104,14 @@ class GracefulStop(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        # Without an optimizer step in this batch, accumulated gradients exist that no checkpoint holds.
+        # If the optimizer has not made a step in this batch, gradients are being accumulated, which a checkpoint does
+        # not contain.
         if step == self._step_at_start or step < self._next_check:
             return
         facts = facts_of(trainer.strategy)
         if not facts.steps_in_lockstep:
-            # Ranks that take their steps independently must not wait for each other here.
+            # The ranks make their steps independently of each other, so they cannot exchange flags by a collective. The
+            # strategy itself makes them agree on a stop.
             stop = facts.agree_on_stop(self._received)
             if stop is not None:
                 self._stop(trainer, stop)
@@ -168,8 +171,8 @@ class GracefulStop(Callback):
             trainer.save_checkpoint(path)
             outcome = f"continue with --ckpt_path {path}"
         rank_zero_info(f"Stopped by {signal.Signals(signum).name} after step {trainer.global_step}; {outcome}")
-        # Rank 0's exit code is that of the run. A launcher that watches the other ranks would take a code other than 0
-        # for a failure.
+        # Rank 0 gives the run its exit code. The other ranks exit with 0, because a launcher that watches them would
+        # treat another exit code as a failure.
         reports_signal = trainer.local_rank == 0 if self.on_each_node else trainer.is_global_zero
         raise StoppedTogether(128 + signum if reports_signal else 0)
 
@@ -182,7 +185,7 @@ class GracefulStop(Callback):
 
 
 def _more_follows(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether Lightning logs, validates or ends the epoch after this step's callbacks."""
+    """Whether Lightning will log, validate or end the epoch directly after the callbacks of this step."""
     validate_every = trainer.val_check_batch
     validates = isinstance(validate_every, int) and (batch_idx + 1) % validate_every == 0
     logs = bool(trainer.loggers) and trainer.global_step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Predictions of all ranks in one CSV file, in the order of the dataset."""
+"""Callback that writes the predictions of all ranks to one CSV file, or segmentation masks to PNG files."""
 
 import codecs
 import csv
@@ -22,26 +22,27 @@ from cnnstrategies.runtime.whole_file import whole_file
 
 
 class PredictionWriter(Callback):
-    """Writes the results of ``predict_step``: probabilities or values as a CSV file, masks as pictures.
+    """Callback that writes the results of ``predict_step``: probabilities or values to a CSV file, masks to PNG files.
 
-    The CSV file has one row for each sample, in the order of the dataset, for any number of processes. Its columns are
-    ``sample`` (the data module's ``sample_name(index)``, or the index), ``class`` (the name of the most probable class,
-    or its number), ``probability``, and the probability of each class. For ``values`` instead of probabilities, as of a
-    regression, the columns are ``sample`` and one column for each value.
+    The CSV file has one row for each sample, in the order of the dataset, whatever the number of processes. The columns
+    are ``sample`` (the data module's ``sample_name(index)``, or else the index), ``class`` (the name of the most
+    probable class, or else its index), ``probability`` (of this class), and the probability of each class. If
+    ``predict_step`` returns ``values``, for example for a regression, the columns are ``sample`` and one column for
+    each value.
 
-    Each process writes the masks of its own samples as PNG files, named after the samples. The value of a pixel is its
-    class, and a palette shows the classes as colours.
+    Each process writes the masks of its own samples as PNG files, which are named after the samples. The value of a
+    pixel is the index of its class, and a palette assigns a colour to each class.
 
     Args:
-        output: The CSV file, by default ``predictions.csv`` in the log directory. For masks the folder, by default
-            ``predictions`` in the log directory.
-        images: A folder with other images, at any depth, to predict instead of the data module's images. They are
-            prepared like the data module's validation images and named by their paths.
+        output: Path of the CSV file, by default ``predictions.csv`` in the log directory. For masks: path of the
+            folder, by default ``predictions`` in the log directory.
+        images: Folder of images to predict instead of the data module's images, at any depth. The images get the
+            preprocessing of the data module's validation images, and their paths are their names.
 
     Raises:
         ConfigurationError: ``predict_step`` did not return a dict with ``index`` (N,) and ``probabilities``
             (N, classes), ``values`` (N, numbers) or ``masks`` (N, H, W); the folder has no images; or the file cannot
-            be written, in which case an earlier file is kept.
+            be written. If the file cannot be written, an earlier file of this name is kept.
     """
 
     def __init__(self, output: Path | None = None, images: Path | None = None) -> None:
@@ -50,12 +51,12 @@ class PredictionWriter(Callback):
         self._indices: list[Tensor] = []
         self._probabilities: list[Tensor] = []
         self._folder = Path()
-        self._masks: int | None = None  # number of masks that this process has written; None without masks
+        self._masks: int | None = None  # Number of masks that this process has written; None for a CSV file.
         self._are_values = False
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        log_dir = trainer.log_dir  # A broadcast: every rank asks.
+        log_dir = trainer.log_dir  # All ranks must read this property, because it runs a broadcast.
         self._folder = Path(log_dir or trainer.default_root_dir)
 
     @override
@@ -87,16 +88,17 @@ class PredictionWriter(Callback):
         rows = "values" if self._are_values else "probabilities"
         if not isinstance(outputs, dict) or not {"index", rows} <= outputs.keys():
             raise ConfigurationError(
-                f"{type(pl_module).__name__}.predict_step returned {type(outputs).__name__}: predictions.csv needs "
-                "a dict with 'index' (N,) and 'probabilities' (N, classes)"
+                f"{type(pl_module).__name__}.predict_step returned {type(outputs).__name__}: to write predictions.csv, "
+                "return a dict with 'index' (N,) and 'probabilities' (N, classes)"
             )
         self._indices.append(outputs["index"].cpu())
         self._probabilities.append(outputs[rows].float().cpu())
 
     @override
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._masks is not None:  # The number is 0 in a pipeline's later stages.
-            rank_zero_info(f"{self._masks} masks of this process: {self.output or self._folder / 'predictions'}")
+        if self._masks is not None:  # In a pipeline, the ranks that do not get the outputs have written 0 masks.
+            folder = self.output or self._folder / "predictions"
+            rank_zero_info(f"This process has written {self._masks} masks to {folder}")
             self._masks = None
             return
         indices, probabilities = (
@@ -109,7 +111,7 @@ class PredictionWriter(Callback):
         path = self.output or self._folder / "predictions.csv"
         order = indices.argsort()
         self._write(path, trainer, indices[order].tolist(), probabilities[order])
-        rank_zero_info(f"{len(indices)} predictions: {path}")
+        rank_zero_info(f"Wrote {len(indices)} predictions to {path}")
 
     def _write(self, path: Path, trainer: Trainer, indices: list[int], probabilities: Tensor) -> None:
         datamodule = getattr(trainer, "datamodule", None)
@@ -119,7 +121,7 @@ class PredictionWriter(Callback):
             columns = ["sample", *classes]
         else:
             columns = ["sample", "class", "probability", *(f"p({name})" for name in classes)]
-        with whole_file(path, "make room there, or give another --predictions.output") as file:
+        with whole_file(path, "free some space, or set another path with --predictions.output") as file:
             writer = csv.writer(codecs.getwriter("utf-8")(file))
             writer.writerow(columns)
             for index, row in zip(indices, probabilities.tolist(), strict=True):
@@ -130,11 +132,14 @@ class PredictionWriter(Callback):
 
 
 def gather_rows(trainer: Trainer, rows: Tensor) -> Tensor:
-    """Return the rows (M, ...) of all ranks in rank order, on every rank and on the CPU; a collective.
+    """Gather the rows of all ranks. All ranks must call this.
 
     Args:
         trainer: The trainer.
-        rows: This rank's rows; ranks may have different numbers of rows.
+        rows: Rows of this rank (n, ...). Ranks may have different numbers of rows.
+
+    Returns:
+        The rows of all ranks (N, ...) in rank order, on the CPU; every rank gets them.
     """
     world = trainer.world_size
     if world == 1:
@@ -151,14 +156,14 @@ def gather_rows(trainer: Trainer, rows: Tensor) -> Tensor:
 
 
 def write_masks(folder: Path, datamodule: Any, indices: Sequence[int], masks: Tensor) -> None:
-    """Write masks as PNG files whose pixels are classes, shown as colours, named after the samples.
+    """Write masks as PNG files. The pixels are indices of classes, and a palette assigns a colour to each class.
 
     Args:
-        folder: The folder, which is created.
-        datamodule: The data module. If it has ``sample_name(index)`` and ``mask_of_image(index, mask)``, which gives a
-            mask the size of its image, these are used.
+        folder: Folder of the files; it is created if it does not exist.
+        datamodule: The data module. Its ``sample_name(index)``, if it exists, gives a file its name. Its
+            ``mask_of_image(index, mask)``, if it exists, scales a mask to the size of the image.
         indices: Index of each sample.
-        masks: Classes of the pixels (N, H, W).
+        masks: Class of each pixel (N, H, W).
     """
     sample_name = getattr(datamodule, "sample_name", str)
     mask_of_image = getattr(datamodule, "mask_of_image", lambda index, mask: mask)
@@ -171,7 +176,10 @@ def write_masks(folder: Path, datamodule: Any, indices: Sequence[int], masks: Te
 
 
 def palette() -> list[int]:
-    """Return red, green and blue of 256 classes as in PASCAL VOC: each bit of a class's number is a bit of a colour."""
+    """Return PASCAL VOC's palette: 768 numbers, which are the red, green and blue of the classes 0 to 255.
+
+    The palette distributes the bits of a class's index over the highest bits of the three colours.
+    """
     colours = np.zeros((256, 3), dtype=np.uint8)
     for bit in range(8):
         for channel in range(3):

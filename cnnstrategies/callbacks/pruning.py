@@ -1,4 +1,4 @@
-"""Pruning of weights in the middle of a run."""
+"""Callback that prunes the weights of a network during training."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,22 +17,22 @@ AVERAGING = (WeightAveraging, StochasticWeightAveraging)
 
 
 class Pruning(ModelPruning):
-    """Sets the smallest weights to zero after an epoch and continues to train the others.
+    """Callback that sets the smallest weights to zero after an epoch, and keeps them zero in the following epochs.
 
-    This is global magnitude pruning (Han et al., "Learning both Weights and Connections for Efficient Neural Networks",
-    NeurIPS 2015) of the weights of convolutions and linear layers, with Lightning's callback. Biases and normalisations
-    are not pruned. Checkpoints contain plain weights with zeros under the network's own names, and a run that is
-    resumed from a checkpoint keeps the zeros. Every rank prunes the weights that rank 0 has chosen, even if the ranks'
-    weights differ.
+    The method is global magnitude pruning (Han et al., "Learning both Weights and Connections for Efficient Neural
+    Networks", NeurIPS 2015), as implemented by Lightning's callback. The weights of convolutions and linear layers are
+    pruned; biases and normalisations are not. Checkpoints contain ordinary weights, some of which are zero, under the
+    network's own parameter names. A run that is resumed from a checkpoint keeps the zeros. Rank 0 chooses the weights
+    to prune, and all ranks prune these weights even if the ranks' weights differ.
 
     Args:
-        amount: Share of the weights that is set to zero, in (0, 1).
-        epoch: Epoch after which the weights are set to zero; the dense network trains in epochs 0 to ``epoch``.
+        amount: Fraction of the weights that is set to zero, in (0, 1).
+        epoch: Epoch after which the weights are set to zero. The network trains without pruning in epochs 0 to
+            ``epoch``.
 
     Raises:
-        ConfigurationError: ``amount`` is outside (0, 1), fit ends before ``epoch``, the network has no convolution or
-            linear layer, or another part of the configuration does not allow parameters to change: a strategy that
-            shards them, or weight averaging.
+        ConfigurationError: ``amount`` is outside (0, 1), fit ends before the pruned network is trained, the network has
+            no convolution or linear layer, or the run uses weight averaging or a strategy that shards the parameters.
     """
 
     def __init__(self, amount: float = 0.8, epoch: int = 9) -> None:
@@ -58,42 +58,44 @@ class Pruning(ModelPruning):
         parameters_to_prune: Sequence[tuple[nn.Module, str]] | None = None,
         parameter_names: Sequence[str] | None = None,
     ) -> Sequence[tuple[nn.Module, str]]:
-        """Return the weights of the convolutions and linear layers; Lightning would also prune normalisations."""
+        """Return the weights of the convolutions and linear layers.
+
+        Lightning's own method would also return the weights of normalisation layers.
+        """
         return [(module, "weight") for module in _layers(pl_module)]
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not _layers(pl_module):
             raise ConfigurationError(
-                f"Pruning: {type(pl_module).__name__} has no convolution or linear layer with a weight to prune; "
-                "remove the callback"
+                f"Pruning: {type(pl_module).__name__} has no convolution or linear layer to prune; remove the callback"
             )
         if facts_of(trainer.strategy).shards_parameters:
             raise ConfigurationError(
-                f"Pruning needs whole weights on every rank, and {type(trainer.strategy).__name__} shards them: use "
+                f"Pruning needs all weights on every rank, but {type(trainer.strategy).__name__} shards them: set "
                 "trainer.strategy=ddp"
             )
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by the callback connector
         averaging = next((c for c in callbacks if isinstance(c, AVERAGING)), None)
         if averaging is not None:
             raise ConfigurationError(
-                f"Pruning re-registers the weights, which {type(averaging).__name__} cannot follow: remove one of "
-                "the two callbacks"
+                f"Pruning and {type(averaging).__name__} cannot be used together, because Pruning replaces the "
+                "parameters that would be averaged: remove one of the two callbacks"
             )
         super().setup(trainer, pl_module, stage)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.pruned:
-            # The checkpoint holds plain weights: the pruned weights are those that are zero.
+            # A checkpoint contains the weights but not the masks. The pruned weights are the weights that are zero.
             for layer in _layers(pl_module):
                 prune.custom_from_mask(layer, "weight", layer.weight != 0)  # type: ignore[no-untyped-call]
             return
         debugging = trainer.fast_dev_run  # type: ignore[attr-defined]  # set outside the class
         if not debugging and trainer.max_epochs is not None and 0 <= trainer.max_epochs <= self.epoch + 1:
             raise ConfigurationError(
-                f"Pruning(epoch={self.epoch}) comes after the last of {trainer.max_epochs} epochs: raise "
-                "trainer.max_epochs or lower epoch, so that the pruned network is also trained"
+                f"Pruning(epoch={self.epoch}) leaves no epoch to train the pruned network, because "
+                f"trainer.max_epochs={trainer.max_epochs}: raise trainer.max_epochs, or lower epoch"
             )
 
     @override
@@ -103,8 +105,8 @@ class Pruning(ModelPruning):
         super().on_train_epoch_end(trainer, pl_module)
         for layer in _layers(pl_module):
             mask = layer.get_buffer("weight_mask")
-            # In mode `local` the workers' weights may differ, and with them the masks. Not every strategy synchronises
-            # buffers.
+            # In the parameter server's mode `local` the workers' weights, and therefore their masks, may differ. The
+            # masks are buffers, which some strategies do not synchronise, so all ranks get the masks of rank 0.
             mask.copy_(trainer.strategy.broadcast(mask.bool()))
         self.pruned = True
 

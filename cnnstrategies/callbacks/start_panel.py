@@ -1,4 +1,4 @@
-"""A panel that shows in a few lines what a run is about to do."""
+"""Callback that prints a short description of a run before its first batch."""
 
 import math
 from typing import Any
@@ -25,22 +25,22 @@ Row = tuple[str, str]
 
 
 class StartPanel(Callback):
-    """Prints on rank 0 how the work is divided, after the set-up and before the first batch.
+    """Callback that prints a panel on rank 0, after the set-up and before the first batch.
 
     The panel shows the strategy, devices and nodes; the images and their classes; the global batch and its factors; the
     stages of a pipeline, or the servers; the number of parameters of the whole network and of each device; precision
     and memory format; the folder of the results; and the differences from a run on one device. The panels of
     validation, test and prediction have fewer lines.
 
-    The texts about the strategy come from its :class:`~cnnstrategies.strategies.protocol.StrategyFacts`.
+    The strategy describes itself in its :class:`~cnnstrategies.strategies.protocol.StrategyFacts`.
     """
 
     def __init__(self) -> None:
-        self._before = (0, 0)  # parameters before the strategy's set-up; see `count_parameters`
+        self._before = (0, 0)  # Result of `count_parameters` before the strategy's set-up.
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # After this hook the strategy may divide the network.
+        # After this hook the strategy may divide the network among the ranks, so the parameters are counted here.
         self._before = count_parameters(pl_module)
 
     @override
@@ -87,19 +87,24 @@ class StartPanel(Callback):
 
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:
-    """Return the number of all parameters and of the trained parameters; lazy parameters do not count yet."""
+    """Return the number of all parameters and the number of trainable parameters.
+
+    Lazy parameters are not counted before they are initialised, because their shapes are not known.
+    """
     known = [p for p in module.parameters() if not isinstance(p, nn.UninitializedParameter)]
     return sum(p.numel() for p in known), sum(p.numel() for p in known if p.requires_grad)
 
 
 def whole_network(trainer: Trainer, module: LightningModule, before: tuple[int, int]) -> tuple[int, int] | None:
-    """Return :func:`count_parameters` of the whole network; None if no process has ever held the whole network.
+    """Return the result of :func:`count_parameters` for the whole network.
+
+    The result is None if this process never held the whole network.
 
     Args:
         trainer: The trainer.
         module: The module after the strategy's set-up.
-        before: :func:`count_parameters` of the module before the strategy's set-up; 0 if the module makes its network
-            in ``configure_model``.
+        before: Result of :func:`count_parameters` before the strategy's set-up. It is (0, 0) if the module builds its
+            network in ``configure_model``.
     """
     if before[0]:
         return before
@@ -107,7 +112,7 @@ def whole_network(trainer: Trainer, module: LightningModule, before: tuple[int, 
 
 
 def devices(trainer: Trainer) -> str:
-    """Return a text with the number and kind of the processes and the number of nodes."""
+    """Return a text with the number and kind of the devices and the number of nodes, such as "2 GPUs on 1 node"."""
     kind = trainer.strategy.root_device.type
     world, nodes = trainer.world_size, trainer.num_nodes
     if kind == "cpu":
@@ -119,7 +124,7 @@ def devices(trainer: Trainer) -> str:
 
 
 def training_batch(trainer: Trainer, size: int | None) -> Row:
-    """Return the panel's row on the global batch, its factors and the optimizer's steps in an epoch."""
+    """Return the panel's row with the size of the global batch, its factors, and the optimizer steps in an epoch."""
     accumulated, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
     count = loading(trainer)
     each = "one batch of each" if size is None else str(size)
@@ -145,14 +150,14 @@ def training_batch(trainer: Trainer, size: int | None) -> Row:
 
 
 def evaluation_batch(trainer: Trainer, size: int | None) -> Row:
-    """Return the panel's row on the batches that are evaluated at the same time."""
+    """Return the panel's row with the size of the batches that all processes evaluate at the same time."""
     count = loading(trainer)
     processes = f"{count} {_processes(trainer)} x " if count > 1 else ""
     return "batch", f"{processes}{'one batch' if size is None else f'{size} images'}"
 
 
 def images(trainer: Trainer) -> list[Row]:
-    """Return the panel's rows on the images: their number, classes, places, files left out and preprocessing."""
+    """Return the panel's rows on the data: number of images, classes, folders, ignored files, and preprocessing."""
     data = getattr(trainer, "datamodule", None)
     if not isinstance(data, ImageDataModule):
         return []
@@ -165,13 +170,13 @@ def images(trainer: Trainer) -> list[Row]:
         resized = f"{getattr(data, 'resize', None)} to {data.image_shape[1]} pixels"
         rows.append(("preprocessing", f"{resized}, {data.preprocessing}"))
     elif data.not_prepared_as is not None:
-        text = f"that of {type(data).__name__}; the network's weights were trained with"
+        text = f"set by {type(data).__name__}; the pretrained weights expect"
         rows.append(("preprocessing", f"{text} {data.not_prepared_as.image_size} pixels, {data.not_prepared_as}"))
     return rows
 
 
 def loading(trainer: Trainer) -> int:
-    """Return the number of processes that load data; in a pipeline, those of the first stage."""
+    """Return the number of processes that load data. In a pipeline only the ranks of the first stage load data."""
     sampling = trainer.distributed_sampler_kwargs
     return 1 if sampling is None else int(sampling["num_replicas"])
 
@@ -181,11 +186,11 @@ def _processes(trainer: Trainer) -> str:
 
 
 def parameters(trainer: Trainer, whole: tuple[int, int] | None) -> str:
-    """Return a text with the parameters of the whole network, if known, and of each device.
+    """Return a text with the number of parameters of the whole network, if known, and of each device.
 
     Args:
         trainer: The trainer.
-        whole: :func:`count_parameters` of the whole network, or None.
+        whole: Result of :func:`whole_network`.
     """
     if whole is None:
         text = "not counted"
@@ -213,7 +218,7 @@ def differences(trainer: Trainer, size: int | None) -> list[str]:
 
     Args:
         trainer: The trainer.
-        size: Samples of a batch of one process, or None if not known.
+        size: Number of samples in one process's batch, or None if it is not known.
     """
     sampler = dealt(trainer)
     if sampler is not None and len(set(sampler.counts(0))) > 1:

@@ -1,4 +1,4 @@
-"""The parts of a training step under each strategy, and the clock that splits a step's time among them."""
+"""Parts of a training step under each strategy, and measurement of the time that each part takes."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,8 +16,8 @@ from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.strategies.protocol import StepKind, facts_of
 
 TOTAL = "step"
-# Part of the step for each action that Lightning announces to the profiler, by the end of the action's name. The
-# closure of `optimizer_step` contains `training_step` and `backward`: each moment counts for the innermost action.
+# Keys: ends of the names of the actions that Lightning reports to its profiler. Values: parts of a step. Lightning runs
+# `training_step` and `backward` within `optimizer_step`; their time counts for forward and backward only.
 ACTIONS = {
     "train_dataloader_next": "data",
     "batch_to_device": "transfer",
@@ -29,12 +29,12 @@ ACTIONS = {
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a step under one kind of strategy.
+    """Parts of a training step under one kind of strategy.
 
     Attributes:
-        explained: Short description of each part, in the order of the table.
-        actions: Part for each of the profiler's actions, by the end of the action's name.
-        waiting: Parts in which a rank waits for other ranks.
+        explained: Short description of each part; keys are the parts' names, in the order of the table's rows.
+        actions: Names of the parts; keys are ends of the names of profiler actions, such as ``backward``.
+        waiting: Names of the parts in which a rank waits for other ranks.
     """
 
     explained: Mapping[str, str]
@@ -42,7 +42,7 @@ class Parts:
     waiting: tuple[str, ...] = ("communication",)
 
     def of(self, action: str) -> str | None:
-        """Return the part for one of the profiler's actions, or None if the action is not a part."""
+        """Return the part to which the time of a profiler action belongs, or None if it belongs to no part."""
         return self.actions.get(action.rpartition(".")[2])
 
 
@@ -50,7 +50,7 @@ BEFORE = {"data": "waiting for the loader", "transfer": "copy, batch hooks"}
 NETWORK = {"forward": "network, loss, metrics", "backward": "gradients"}
 AFTER = {"optimizer": "clipping, update", "other": "callbacks, logging", TOTAL: "end to end"}
 WHOLE_NETWORK = Parts({**BEFORE, **NETWORK, "communication": "all-reduce not hidden", **AFTER}, ACTIONS)
-# The whole schedule of a pipeline runs within `training_step`; the engine reports the time of its tasks.
+# A pipeline runs its whole schedule within `training_step`, and reports the time of each task by itself.
 STAGES = Parts(
     {
         **BEFORE,
@@ -67,7 +67,8 @@ STAGES = Parts(
     {**ACTIONS, "share_batch": "share", "gather_outputs": "gather", "training_step": "metrics"},
     ("share", "receive", "send", "reduce", "gather"),
 )
-# A worker of a parameter server waits for parameters within its forward; its pushes are part of backward and update.
+# A worker of a parameter server waits for parameters during its forward pass. The time of its pushes counts for
+# backward and optimizer.
 WORKER = Parts({**BEFORE, "wait": "waiting for the servers", **NETWORK, **AFTER}, ACTIONS, ("wait",))
 
 
@@ -75,24 +76,25 @@ PARTS: Mapping[StepKind, Parts] = {"replica": WHOLE_NETWORK, "stages": STAGES, "
 
 
 class PartClock(Profiler):
-    """A profiler that divides the time of steps among parts, which may be nested.
+    """Profiler that measures the time of each part of a step. Parts may be nested.
 
-    The clock temporarily replaces the trainer's profiler, and passes Lightning's actions on to it. Each moment counts
-    once: for the innermost open part, or for ``other`` if no part is open. Time that the strategy measures by itself
-    counts for the strategy's own parts and not for the part in which it passed. On an accelerator every reading waits
-    until the device's queue is empty, so that a kernel counts for the part that launched it.
+    The clock temporarily replaces the trainer's profiler, and forwards all calls to it. Time is counted once: for the
+    innermost part that is open, or for ``other`` if no part is open. Some parts, such as a worker's wait for
+    parameters, are measured by the strategy; their time is not also counted for the part that is open. On an
+    accelerator the device is synchronised at each reading, so that the time of a kernel counts for the part that
+    launched the kernel.
 
     Args:
         user: The trainer's profiler.
         device: The rank's device.
-        part_of: Gives the part for an action's name, or None.
-        inner: Gives the seconds that the strategy has measured so far for each of its own parts.
+        part_of: Function that returns the part for an action's name, or None.
+        inner: Function that returns the time of each part that the strategy measures, in seconds since the start.
 
     Attributes:
-        seconds: Time of each part so far.
-        running: Whether time counts at present.
+        seconds: Time of each part so far, in seconds.
+        running: Whether the clock is counting.
         wanted: Whether the clock starts when the next batch is loaded.
-        open_parts: The open parts, innermost last.
+        open_parts: Names of the open parts, the innermost last.
     """
 
     def __init__(
@@ -126,18 +128,18 @@ class PartClock(Profiler):
         self.user.stop(action_name)
 
     def run(self) -> None:
-        """Start to count; must be called outside all parts."""
+        """Start counting the time of each part. Call this when no part is open."""
         self.running = True
         self.open_parts.clear()
         self._mark = self._now()
         self._inner_before = dict(self._inner())
 
     def pause(self) -> None:
-        """Stop counting; the time since the last reading does not count for any part."""
+        """Stop counting the time of each part, and discard the time since the last call of :meth:`read`."""
         self.running = False
 
     def read(self) -> None:
-        """Count the time that has passed since the last reading."""
+        """Add the time since the last call of this method to the times of the parts."""
         if self.running:
             now = self._now()
             passed = now - self._mark
@@ -151,7 +153,7 @@ class PartClock(Profiler):
             self._count(self.open_parts[-1] if self.open_parts else "other", passed)
 
     def begin(self, part: str) -> None:
-        """Open a part."""
+        """Open a part: from now on time counts for it."""
         self.read()
         self.open_parts.append(part)
 
@@ -171,11 +173,11 @@ class PartClock(Profiler):
 
 
 class StepMeter:
-    """Measures how a trainer's steps spend their time, under a strategy that has been set up.
+    """Meter of the time that each part of a trainer's steps takes.
 
     Args:
-        trainer: The trainer; ``clock`` replaces its profiler until :meth:`remove`.
-        part_of: Gives the part for an action's name; by default the part under the trainer's strategy.
+        trainer: The trainer, after the set-up of its strategy. ``clock`` replaces its profiler until :meth:`remove`.
+        part_of: Function that returns the part for an action's name, or None. By default it depends on the strategy.
 
     Attributes:
         parts: The parts of a step under the trainer's strategy.
@@ -191,9 +193,11 @@ class StepMeter:
         self.steps = 0
         self.pipeline = facts.pipeline
         self._ddp = strategy.model if isinstance(strategy.model, DistributedDataParallel) else None
-        self._engine: dict[str, float] = {}  # seconds of each kind of the pipeline's tasks so far
-        self._all_reduces: list[tuple[float, float]] = []  # seconds that backward does not hide, and seconds in total
-        self._synchronised = 0  # number of measured steps that end with an all-reduce
+        # Keys: kinds of tasks of the pipeline. Values: seconds that all tasks of this kind have taken so far.
+        self._engine: dict[str, float] = {}
+        # For each all-reduce of DDP: the seconds that do not overlap with backward, and the seconds in total.
+        self._all_reduces: list[tuple[float, float]] = []
+        self._synchronised = 0  # Number of measured steps with an all-reduce.
 
         def inner() -> Mapping[str, float]:
             traffic = facts.traffic
@@ -204,19 +208,22 @@ class StepMeter:
         trainer.profiler = self.clock  # type: ignore[attr-defined]
 
     def prepare(self) -> None:
-        """Prepare to measure one of the next steps; called at the end of a step."""
+        """Make DDP measure each all-reduce from now on. Call this at the end of the step before the measured steps."""
         if self._ddp is not None:
             measure_every_step(self._ddp)
 
     def run(self) -> None:
-        """Start to measure; must be called outside all parts."""
+        """Start measuring. Call this when no part is open."""
         if self.pipeline is not None and self._note not in self.pipeline.watchers:
             self.pipeline.watchers.append(self._note)
         self.clock.wanted = True
         self.clock.run()
 
     def before_backward(self) -> None:
-        """Note the time of DDP's last all-reduce, which DDP publishes in the forward before the next all-reduce."""
+        """Record the time of DDP's previous all-reduce. Call this after each forward pass.
+
+        DDP makes the measured times of an all-reduce available during the next forward pass.
+        """
         if self.clock.running and self._ddp is not None and self._ddp.require_backward_grad_sync:
             if self._synchronised:
                 total, hidden = communication_seconds(self._ddp)
@@ -224,13 +231,13 @@ class StepMeter:
             self._synchronised += 1
 
     def end_step(self) -> None:
-        """Note the end of a step."""
+        """Count a step. Call this at the end of each step."""
         if self.clock.running:
             self.clock.read()
             self.steps += 1
 
     def remove(self, trainer: Trainer) -> None:
-        """Restore the trainer; the measurements are kept."""
+        """Restore the trainer's profiler and DDP's own measurements. The measured times are kept."""
         if trainer.profiler is self.clock:  # type: ignore[attr-defined]
             self.clock.pause()
             self.clock.wanted = False
@@ -241,16 +248,17 @@ class StepMeter:
                 measure_rarely(self._ddp)
 
     def means(self) -> dict[str, float]:
-        """Return the seconds per step of each part and, as ``TOTAL``, of the whole step.
+        """Return the mean time of each part per step, in seconds. The keys are the parts' names.
 
-        Under DDP the result also has ``communication_total``, the time of the whole all-reduce, hidden or not.
+        The key ``TOTAL`` has the time of the whole step. Under DDP the key ``communication_total`` has the time of the
+        whole all-reduce, including the time in which the all-reduce overlaps with backward.
         """
         steps = max(1, self.steps)
         times = {part: seconds / steps for part, seconds in self.clock.seconds.items()}
         times[TOTAL] = sum(times.values())
         if self._all_reduces:
-            share = self._synchronised / steps
-            visible, total = (share * sum(each) / len(each) for each in zip(*self._all_reduces, strict=True))
+            fraction = self._synchronised / steps
+            visible, total = (fraction * sum(each) / len(each) for each in zip(*self._all_reduces, strict=True))
             times |= {"communication": visible, "communication_total": total, "backward": times["backward"] - visible}
         return times
 

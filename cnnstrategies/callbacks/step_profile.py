@@ -1,4 +1,4 @@
-"""A table of how the time of training steps divides among their parts."""
+"""Callback that measures the parts of training steps, and prints their times in a table."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,36 +15,40 @@ from cnnstrategies.errors import ConfigurationError
 
 
 class StepProfile(Callback):
-    """Times the parts of some training steps and prints a table when fit ends.
+    """Callback that measures the time of each part of some training steps and prints a table at the end of fit.
 
-    The table gives for each part the mean over the profiled steps and the ranks, the smallest and the largest mean of
-    a rank, and the share of the step. The means are also logged as ``profile/<part>_ms``. A step is one batch, from the
-    end of the previous batch to its own end; with gradient accumulation several batches share one optimizer update.
-    Validation, checkpoints and other work between epochs do not count.
+    For each part the table has the mean time over the profiled steps and all ranks, the smallest and the largest mean
+    of a rank, and the fraction of the step. The means are also logged as ``profile/<part>_ms``. A step processes one
+    batch and lasts from the end of the previous batch to the end of this batch. With gradient accumulation one
+    optimizer update follows several such steps. Validation, checkpoints and other work between epochs do not count.
 
-    Under a pipeline each stage has a column in the table, and ``profile/stage_<s>/<part>_ms`` in the log. The schedule
-    runs within ``training_step``; its time is divided into the engine's tasks: receive, forward, backward, send and
-    reduce. Under a parameter server the wait for parameters falls within the forward, but is counted separately.
+    Under a pipeline the table has a column for each stage, and ``profile/stage_<s>/<part>_ms`` is logged. The schedule
+    runs within ``training_step``. Its time is divided among the pipeline's tasks: receive, forward, backward, send and
+    reduce. Under a parameter server the worker waits for parameters during the forward pass; this wait is a part of its
+    own and does not count as forward.
 
-    Under DDP, communication is the part of the gradients' all-reduce that backward does not hide. DDP itself measures
-    it, with any communication hook. It contains the wait for slower ranks, so the rank with the *least* communication
-    is the slowest rank. A line below the table says how much was hidden. DDP's broadcast of buffers, such as the
-    buffers of batch normalisation, counts as forward, and Lightning's broadcast of the signal to stop counts as other.
-    Under FSDP all communication counts as forward and backward. Time that ``training_step`` itself spends on gradients
-    or updates counts for the parts that Lightning announces within it.
+    Under DDP, ``communication`` is the time of the gradients' all-reduce that does not overlap with backward. DDP
+    measures this time, also with a communication hook. The time includes the wait for slower ranks, so the rank with
+    the *least* communication is the slowest rank. The line below the table gives the fraction of the all-reduce that
+    overlaps with backward. DDP's broadcast of buffers, such as those of batch normalisation, counts as forward.
+    Lightning's broadcast of the stop signal counts as other. Under FSDP all communication counts as forward or
+    backward. If ``training_step`` itself computes gradients or updates, their time counts as forward, unless Lightning
+    reports it to the profiler as backward or as an optimizer step.
 
-    On an accelerator the profiled steps are synchronised at each boundary, so that a kernel counts for the part that
-    launched it. Profiled steps are therefore slower: the CPU no longer queues work ahead. Nothing is timed outside the
-    profiled steps.
+    On an accelerator the device is synchronised between the parts of the profiled steps, so that the time of a kernel
+    counts for the part that launched the kernel. Profiled steps are therefore slower than other steps, in which the CPU
+    queues kernels ahead. Steps that are not profiled are not slowed down.
 
     Args:
-        skip_first: Number of steps before the first profiled step, in which caches, connections and workers warm up.
-        steps: Number of profiled steps; when left out, all steps after ``skip_first``.
+        skip_first: Number of steps before the first profiled step. Caches, connections and workers warm up in them.
+        steps: Number of profiled steps. When left out, all steps after the first ``skip_first`` are profiled.
 
     Attributes:
-        milliseconds: After fit: each part's time per step, as a mean over the ranks, and ``communication_total``, the
-            time of the whole all-reduce, if it is measured. Empty when fit ended before ``skip_first``.
-        stages: After fit under a pipeline: each part's time per step, as a mean over the ranks of each stage.
+        milliseconds: Result of fit: mean time of each part per step over all ranks; keys are the parts' names. The key
+            ``communication_total`` has the time of the whole all-reduce under DDP. The mapping is empty if no step was
+            profiled.
+        stages: Result of fit under a pipeline: for each stage a mapping like ``milliseconds``, with means over the
+            ranks of the stage.
 
     Raises:
         ConfigurationError: A number is out of range.
@@ -52,7 +56,10 @@ class StepProfile(Callback):
 
     def __init__(self, skip_first: int = 10, steps: int | None = 50) -> None:
         if skip_first < 1:
-            raise ConfigurationError(f"skip_first={skip_first}: at least 1 step starts the clock; 10 is usual")
+            raise ConfigurationError(
+                f"skip_first={skip_first}: use at least 1, because the measurement starts after a skipped step; 10 is "
+                "usual"
+            )
         if steps is not None and steps < 1:
             raise ConfigurationError(f"steps={steps}: profile at least 1 step; 50 is usual")
         self.skip_first = skip_first
@@ -61,11 +68,11 @@ class StepProfile(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        """Reset the results to those before the first fit."""
+        """Discard the results of an earlier fit."""
         self.milliseconds: dict[str, float] = {}
         self.stages: list[Mapping[str, float]] = []
         self._seen = 0
-        self._opening = False  # whether an epoch has started and its first batch has not
+        self._opening = False  # Whether an epoch has started, and its first batch has not been loaded yet.
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -75,7 +82,7 @@ class StepProfile(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._meter is not None and self._profiling():
-            # The loader starts its workers before an epoch's first batch.
+            # The time in which the loader starts its worker processes, before an epoch's first batch, counts as data.
             self._meter.run()
             self._meter.clock.begin("data")
             self._opening = True
@@ -154,7 +161,11 @@ class StepProfile(Callback):
         return self._seen >= self.skip_first and (self.steps is None or self._seen < self.skip_first + self.steps)
 
     def _gather_times(self, trainer: Trainer, meter: StepMeter) -> tuple[list[str], Tensor]:
-        """Return the names of the measured parts, and each rank's milliseconds (ranks, parts); a collective."""
+        """Return the names of the measured parts, and their times on each rank. All ranks must call this.
+
+        Returns:
+            Names of the parts, and milliseconds per step (ranks, parts).
+        """
         times = meter.means()
         names = [name for name in meter.parts.explained if name in times or name != "communication"]
         names += [name for name in ("communication_total",) if name in times]
@@ -162,10 +173,14 @@ class StepProfile(Callback):
         return names, trainer.strategy.all_gather(mine).reshape(-1, len(names)).cpu()
 
     def _table(self, meter: StepMeter, names: Sequence[str], times: Tensor) -> Table:
-        """Return a table with a row for each part: mean, stages or else smallest and largest rank, and share."""
+        """Return the table to print, with a row for each part.
+
+        Columns: the mean over the ranks, the mean of each stage or else the smallest and the largest mean of a rank,
+        the fraction of the step, and a description.
+        """
         stages, means, explained = self.stages, self.milliseconds, meter.parts.explained
         spreads = [f"stage {stage}" for stage in range(len(stages))] or ["min", "max"]
-        title = f"Where {meter.steps} training steps spent"
+        title = f"Time of {meter.steps} training steps by part"
         table = Table("part", "ms", *spreads, "share", "what", title=title)
         for column in table.columns[1:-1]:
             column.justify = "right"
@@ -177,9 +192,9 @@ class StepProfile(Callback):
                 table.add_row(name, *(f"{figure:.2f}" for figure in (means[name], *spread)), share, explained[name])
         if total := means.get("communication_total"):
             hidden = 1 - means["communication"] / total
-            table.caption = f"All-reduce took {total:.2f} ms; backward hid {hidden:.0%} of it."
+            table.caption = f"All-reduce took {total:.2f} ms; {hidden:.0%} of it overlapped with backward."
         if stages:
             waits = [sum(stage.get(name, 0.0) for name in meter.parts.waiting) / stage[TOTAL] for stage in stages]
             each = ", ".join(f"stage {stage} {share:.0%}" for stage, share in enumerate(waits))
-            table.caption = f"Waiting for other ranks: {each}. The others wait for the stage that waits least."
+            table.caption = f"Waiting for other ranks: {each}. The stage that waits least is the slowest."
         return table

@@ -1,4 +1,4 @@
-"""A short summary at the end of fit, with the curves of loss and accuracy."""
+"""Callback that prints a short summary at the end of fit and draws the curves of loss and accuracy."""
 
 import resource
 import sys
@@ -18,14 +18,14 @@ from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.models.metric_names import is_of_epochs, less_is_better, worth_showing
 
 History = Mapping[int, Mapping[str, float]]
-PANELS = {"loss": "Loss", "acc": "Accuracy"}  # title of the panel for metrics whose names contain a word
+PANELS = {"loss": "Loss", "acc": "Accuracy"}  # Keys: parts of the metrics' names. Values: titles of the plots.
 
 
 class TrainingSummary(Callback):
-    """Keeps the metrics of every epoch; when fit ends, rank 0 prints a summary and draws ``curves.png``.
+    """Callback that records the metrics of every epoch; at the end of fit, rank 0 prints a summary with their curves.
 
-    The figure is saved in the log directory; without a logger it is not drawn. The metrics are part of the checkpoint,
-    so that the curves of a resumed run start at its first epoch.
+    The curves are saved as ``curves.png`` in the log directory; without a logger they are not drawn. The recorded
+    metrics are saved in checkpoints, so that the curves of a resumed run begin at the first epoch.
     """
 
     def __init__(self) -> None:
@@ -33,20 +33,20 @@ class TrainingSummary(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Reading the metrics may reduce them over the ranks, so every rank reads.
+        # All ranks must read the metrics, because reading a metric may reduce it over the ranks.
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.history[trainer.current_epoch] = metrics
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Both are collectives, so every rank must take part.
+        # All ranks must execute these two lines: `log_dir` runs a broadcast and `peak_bytes` an all-gather.
         log_dir = trainer.log_dir if trainer.loggers else None
         peaks = peak_bytes(trainer)
         debugging = trainer.fast_dev_run  # type: ignore[attr-defined]  # set outside the class
         if not trainer.is_global_zero or debugging or not self.history:
             return
         if (bar := trainer.progress_bar_callback) is not None:
-            bar.teardown(trainer, pl_module, "fit")  # Otherwise the terminal shows the bar again below the summary.
+            bar.teardown(trainer, pl_module, "fit")  # Otherwise the progress bar is printed again below the summary.
         rows = self._rows(trainer)
         rows.append(("peak memory", memory_in_words(peaks, trainer.strategy.root_device.type == "cuda")))
         if log_dir is not None and choose_panels(self.history):
@@ -82,9 +82,9 @@ class TrainingSummary(Callback):
 
 
 def peak_bytes(trainer: Trainer) -> list[int]:
-    """Return the peak memory of each rank in bytes, in rank order; a collective.
+    """Return the peak memory of each rank in bytes, in rank order. All ranks must call this.
 
-    On a GPU this is the memory that torch has allocated, otherwise the resident memory of the process.
+    On a GPU this is the peak of the memory that torch allocated, and otherwise the process's peak resident set size.
     """
     device = trainer.strategy.root_device
     if device.type == "cuda":
@@ -96,7 +96,12 @@ def peak_bytes(trainer: Trainer) -> list[int]:
 
 
 def memory_in_words(peaks: Sequence[int], gpus: bool) -> str:
-    """Return a text of the ranks' peak memory, from :func:`peak_bytes`."""
+    """Return a text with the smallest and the largest peak of a rank.
+
+    Args:
+        peaks: Peak memory of each rank, in bytes.
+        gpus: Whether the ranks compute on GPUs.
+    """
     least, most = f"{min(peaks) / 1e6:,.0f}", f"{max(peaks) / 1e6:,.0f}"
     if len(peaks) == 1:
         return f"{most} MB of the {'GPU' if gpus else 'process'}"
@@ -104,7 +109,7 @@ def memory_in_words(peaks: Sequence[int], gpus: bool) -> str:
 
 
 def draw_curves(history: History, path: Path) -> None:
-    """Draw losses on the left and accuracies on the right; if neither was logged, draw all metrics in one panel."""
+    """Draw the curves of all metrics in the panels of :func:`choose_panels`, and save the figure."""
     panels = choose_panels(history)
     figure = Figure(figsize=(4.5 * len(panels), 3.6), layout="constrained")
     for axes, (title, names) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
@@ -120,7 +125,11 @@ def draw_curves(history: History, path: Path) -> None:
 
 
 def choose_panels(history: History) -> dict[str, list[str]]:
-    """Return the metrics of each panel by the panel's title; empty if nothing was logged."""
+    """Return the names of the metrics of each panel. The keys are the panels' titles.
+
+    Losses and accuracies have a panel each. If neither were logged, one panel has all metrics. If nothing was logged,
+    the result is empty.
+    """
     logged = list(dict.fromkeys(name for metrics in history.values() for name in metrics if is_of_epochs(name)))
     panels = {}
     for word, title in PANELS.items():

@@ -5,7 +5,10 @@ from pathlib import Path
 
 
 def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Print a title and rows of a name and a text; a text may have several lines, and long lines are not wrapped."""
+    """Print a title and a table of two columns: names and texts.
+
+    A text may have several lines. Long lines are not wrapped.
+    """
     width = max(len(name) for name, _ in rows)
     lines = [title]
     for name, text in rows:
@@ -15,6 +18,6 @@ def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
 
 
 def relative(path: str) -> str:
-    """Return a path relative to the working directory if it lies inside; other paths and URLs are unchanged."""
+    """Return a path relative to the working directory. URLs, and paths outside this directory, are not changed."""
     whole, here = Path(path).resolve(), Path.cwd()
     return str(whole.relative_to(here)) if "://" not in path and whole.is_relative_to(here) else path

@@ -1,4 +1,4 @@
-"""Training speed in samples per second, over all ranks."""
+"""Callback that measures the training speed of all ranks in samples per second."""
 
 import time
 from typing import Any
@@ -11,14 +11,14 @@ from cnnstrategies.models.samples import count_samples
 
 
 class SamplesPerSecond(Callback):
-    """Logs ``samples_per_s`` at the end of each training epoch: the samples of all ranks divided by the epoch's time.
+    """Callback that logs ``samples_per_s`` for each training epoch: samples of all ranks divided by the epoch's time.
 
-    The time does not include validation, checkpoints and the first step of the run (which builds caches and
-    connections). Lightning's ThroughputMonitor is not used because it needs a function that reads the batch size, and
-    reports steps instead of epochs.
+    The time does not include validation, checkpoints and the first step of the run, which builds caches and
+    connections. Lightning's ThroughputMonitor is not used, because the user would have to give it a function that
+    returns the batch size, and because it measures single steps and not epochs.
 
     Attributes:
-        mean: Samples per second over all epochs of this run, or None before the end of the first epoch.
+        mean: Samples per second, as a mean over all epochs of this run; None before the end of the first epoch.
     """
 
     def __init__(self) -> None:
@@ -32,14 +32,15 @@ class SamplesPerSecond(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._epoch_samples, self._epoch_seconds = 0, 0.0
-        # In the run's first epoch the clock starts after the first step.
+        # The run's first step also builds caches and connections, so the measurement starts after this step.
         self._mark = time.monotonic() if self._samples else None
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Steps are queued faster than the device runs them, so the time begins and ends with an empty queue.
+        # The CPU queues steps faster than a GPU runs them, so the GPU is synchronised at the start and at the end of
+        # the measured time.
         if trainer.strategy.root_device.type == "cuda" and (self._mark is None or trainer.is_last_batch):
             torch.cuda.synchronize()
         now = time.monotonic()
@@ -50,7 +51,7 @@ class SamplesPerSecond(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The time of a validation within an epoch does not count.
+        # A validation within the epoch must not count, so the measured time starts again here.
         if self._mark is not None:
             self._mark = time.monotonic()
 

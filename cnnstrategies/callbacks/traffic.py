@@ -1,4 +1,4 @@
-"""Traffic, waiting times and membership of a parameter server, in the log."""
+"""Callback that logs the traffic, the waiting times and the membership of a parameter server."""
 
 from dataclasses import replace
 
@@ -11,21 +11,23 @@ from cnnstrategies.strategies.protocol import facts_of
 
 
 class ServerTraffic(Callback):
-    """Logs the workers' traffic with the servers at the end of each training epoch; other strategies log nothing.
+    """Callback that logs the workers' traffic with the servers at the end of each training epoch.
+
+    Under a strategy other than ``parameter_server`` nothing is logged.
 
     Means over the workers:
 
     - ``servers/sent_mb`` and ``servers/received_mb``: megabytes per step.
-    - ``servers/waited_ms``: time per step in which the worker only waited for parameters.
-    - ``servers/staleness``: number of updates by other workers between the values with which a step was computed and
-      the step's own update.
-    - ``servers/dropped``, with ``combine_per_node``: share of the worker's steps that the servers made without the
-      worker.
+    - ``servers/waited_ms``: time per step in which the worker did nothing but wait for parameters.
+    - ``servers/staleness``: number of updates that other workers made between the pull of a step's parameters and the
+      step's own update.
+    - ``servers/dropped``, with ``combine_per_node``: fraction of the steps in which the servers did not use the
+      worker's gradient.
 
-    Counts for the whole run:
+    Numbers for the whole run:
 
-    - ``servers/workers`` and ``servers/alive``: workers and servers that take part.
-    - ``servers/losses``: processes that the run has lost so far.
+    - ``servers/workers`` and ``servers/alive``: number of current workers, and number of current servers.
+    - ``servers/losses``: number of processes that the run has lost so far.
     """
 
     def __init__(self) -> None:
@@ -51,7 +53,8 @@ class ServerTraffic(Callback):
             sums["dropped"] = now.dropped - last.dropped
         figures = torch.tensor([*sums.values()], dtype=torch.float64) / max(now.steps - last.steps, 1)
         self._last = replace(now)
-        counts = self._members(trainer)  # Counted before the `reduce`: after it other workers may leave.
+        # Read the numbers of members before `reduce`, because other workers may leave the run after it.
+        counts = self._members(trainer)
         means = trainer.strategy.reduce(figures, reduce_op="mean")
         pl_module.log_dict({f"servers/{name}": float(mean) for name, mean in zip(sums, means, strict=True)})
         pl_module.log_dict({f"servers/{name}": float(count) for name, count in counts.items()})

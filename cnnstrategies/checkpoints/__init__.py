@@ -1,1 +1,1 @@
-"""Checkpoints: complete files, which are checked before a run starts from them."""
+"""Atomic writing of checkpoints, and checks of a checkpoint before a run starts from it."""

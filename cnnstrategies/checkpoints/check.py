@@ -1,4 +1,4 @@
-"""Checks, before a run starts, whether it can start from a checkpoint; only shapes are read."""
+"""Checks whether a checkpoint fits the model, before a run starts. The values of tensors are not read."""
 
 import copy
 import warnings
@@ -15,46 +15,47 @@ from torch import nn
 from cnnstrategies.checkpoints.io import unreadable
 from cnnstrategies.errors import ConfigurationError
 
-REQUIRED_KEYS = ("state_dict", "pytorch-lightning_version")  # Lightning saves them in every checkpoint.
-# Hooks of a module that can change the network or the checkpoint before the weights are loaded.
+REQUIRED_KEYS = ("state_dict", "pytorch-lightning_version")  # Every Lightning checkpoint has these keys.
+# Hooks in which a module can change the network or the checkpoint before the weights are loaded.
 LOADING_HOOKS = ("on_load_checkpoint", "configure_model", "configure_sharded_model")
 
 
 def check_weights(
     model: LightningModule, path: Path | str, weights_only: bool | None = None, training: bool = False
 ) -> None:
-    """Refuse a file that is not a checkpoint, or that is the checkpoint of another network. Weights are not read.
+    """Check that a file is a checkpoint, and that the names and shapes of its weights are those of the model.
 
-    A module with hooks that change the network or the checkpoint is not compared. A path that is not a file, such as a
-    URL, a word or a directory of shards, is not checked.
+    Names and shapes are not compared if the module has hooks that may change the network or the checkpoint. A path that
+    is not a file is not checked at all: a URL, a keyword such as ``last``, or a directory of a sharded checkpoint.
 
     Args:
         model: The module that will load the checkpoint.
         path: Path of the checkpoint.
-        weights_only: Whether the file may hold only weights and plain values; see ``torch.load``.
-        training: Whether a training resumes, which also needs the optimizers' states.
+        weights_only: The argument ``weights_only`` of ``torch.load``: whether objects other than tensors and plain
+            values are refused.
+        training: Whether training is resumed, for which the checkpoint must contain the optimizers' states.
 
     Raises:
-        ConfigurationError: The checkpoint cannot be used.
+        ConfigurationError: The file is damaged, is not a checkpoint, or does not fit the model.
     """
     path = Path(path)
     if not path.is_file():
         return
     try:
-        # Legacy files cannot be mapped.
+        # Files in torch's legacy format are not zip archives and cannot be memory-mapped. torch reads them completely.
         content = torch.load(path, map_location="meta", mmap=zipfile.is_zipfile(path), weights_only=weights_only)
     except Exception as error:
         raise unreadable(path, error) from error
     keys = sorted(map(str, content)) if isinstance(content, Mapping) else [type(content).__name__]
     if not isinstance(content, Mapping) or not all(key in content for key in REQUIRED_KEYS):
         raise ConfigurationError(
-            f"ckpt_path: {path} is not a checkpoint of a run but holds {', '.join(keys[:3])}"
-            f"{', ...' if len(keys) > 3 else ''}: load weights alone in the model's own code"
+            f"ckpt_path: {path} is not a checkpoint of a run, because it contains only {', '.join(keys[:3])}"
+            f"{', ...' if len(keys) > 3 else ''}: if it is a file of weights, load it in the model's own code"
         )
     if training and "optimizer_states" not in content:
         raise ConfigurationError(
-            f"ckpt_path: {path} holds weights alone, and fit needs the optimizers' states to resume: give a checkpoint "
-            "that was saved without save_weights_only"
+            f"ckpt_path: {path} contains only weights, and fit also needs the optimizers' states to resume: set a "
+            "checkpoint that was saved without save_weights_only"
         )
     if not model.strict_loading or any(is_overridden(hook, model) for hook in LOADING_HOOKS):
         return
@@ -63,19 +64,20 @@ def check_weights(
     except Exception:
         return
     try:
-        with warnings.catch_warnings(action="ignore"):  # torch warns that tensors without contents are not copied.
+        # Hide torch's warnings that values are not copied to meta tensors: loading only compares names and shapes here.
+        with warnings.catch_warnings(action="ignore"):
             shadow.load_state_dict(content["state_dict"])
     except RuntimeError as error:
         raise ConfigurationError(
-            f"ckpt_path: {path} is of another network than `model` describes: "
+            f"ckpt_path: {path} does not fit the network of `model`: "
             f"{_difference(content['state_dict'], shadow.state_dict()) or str(error).splitlines()[-1].strip()}; "
             f"{remedy(path)}"
         ) from error
 
 
 def copy_without_contents(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose tensors have shapes but no contents, so that the copy needs no memory."""
-    # With this memo deepcopy uses these tensors as the copies.
+    """Return a copy of a module with meta tensors, which have shapes and dtypes but do not use memory."""
+    # `deepcopy` looks up an object's id in its memo. If the memo has a copy of the object, `deepcopy` uses this copy.
     without_contents: dict[int, Any] = {
         **{id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()},
         **{id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()},
@@ -84,7 +86,10 @@ def copy_without_contents(module: nn.Module) -> nn.Module:
 
 
 def _difference(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
-    """Return words for the first difference between a checkpoint's weights and the model's; None without any."""
+    """Return a text about the first difference between the weights of a checkpoint and of the model.
+
+    Only names and shapes are compared. The result is None if all names and shapes are equal.
+    """
     for name, value in expected.items():
         if name not in saved:
             return f"the checkpoint has no {name}"
@@ -92,11 +97,11 @@ def _difference(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> str | 
             return (
                 f"{name} has the shape {tuple(saved[name].shape)} in the checkpoint and {tuple(value.shape)} in `model`"
             )
-    return next((f"the checkpoint has {name}, and `model` has not" for name in saved if name not in expected), None)
+    return next((f"the checkpoint has {name}, but `model` does not" for name in saved if name not in expected), None)
 
 
 def remedy(path: Path) -> str:
-    """Return the end of a message that names the configuration of a checkpoint's run."""
+    """Return the remedy for an error message: use the configuration of the run that saved the checkpoint."""
     configuration = path.parent.parent / "config.yaml"
     source = f"{configuration}" if configuration.is_file() else "the config.yaml of its run"
     return f"use the `model` of {source}"

@@ -1,4 +1,4 @@
-"""Checkpoint files that are either complete or absent, and one-line errors for writing and reading."""
+"""Atomic writing and checked reading of checkpoint files, with one-line error messages."""
 
 import os
 import pickle
@@ -17,19 +17,19 @@ from cnnstrategies.runtime.whole_file import whole_file
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes complete checkpoint files, and checks files before it loads them.
+    """Checkpoint plugin that writes files atomically, and verifies the checksums of a file before it loads the file.
 
-    Lightning's own writer uses a temporary directory; moving a file from another file system is a copy that can be cut
-    short. Lightning still writes to remote URLs.
+    Lightning's own plugin writes to a temporary directory and then moves the file. If this directory is on a different
+    file system, the move is a copy, which can be interrupted. URLs are still written by Lightning's plugin.
     """
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Save ``checkpoint`` at ``path``."""
+        """Save ``checkpoint`` at ``path``. A local file is written atomically."""
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        remedy = "make room there or set checkpoint.dirpath to another disk, and resume with --ckpt_path=last"
+        remedy = "free some space, or set checkpoint.dirpath to another disk, and resume with --ckpt_path=last"
         with whole_file(Path(path), remedy) as file:
             torch.save(checkpoint, file)
 
@@ -37,11 +37,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load the checkpoint at ``path``."""
+        """Load the checkpoint at ``path``, and verify the checksums of a local file."""
         if str(path).startswith(("http://", "https://")):
-            # Lightning would run pickled code from the URL, and would reuse the cached file of another URL that ends
-            # with the same name.
-            raise ConfigurationError(f"ckpt_path: {path}: download it first, as with `curl -O`, and give the file")
+            # Lightning would execute pickled code from the URL. It would also take a cached file that was downloaded
+            # from a different URL if the file names are equal.
+            raise ConfigurationError(
+                f"ckpt_path: {path} is a URL, which cannot be loaded: download the file, for example with `curl -O`, "
+                "and set ckpt_path to its path"
+            )
         if not Path(path).is_file():
             return super().load_checkpoint(path, map_location or _to_memory, weights_only)
         check_sums(path)
@@ -52,7 +55,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def load_mapped(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-    """Load a checkpoint; only the tensors that are used are read into memory.
+    """Load a checkpoint by memory mapping, so that only the tensors that are used are read into memory.
 
     Raises:
         ConfigurationError: The file cannot be read.
@@ -66,31 +69,39 @@ def load_mapped(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
 
 
 def _to_memory(storage: Any, location: str) -> Any:
-    """Return a storage in the processor's memory, wherever the tensor was saved from; this is Lightning's default."""
+    """Return a tensor's storage unchanged, so that it stays in the CPU's memory, into which torch has loaded it.
+
+    Lightning's default for ``map_location`` does the same.
+    """
     return storage
 
 
 def check_sums(path: str | Path) -> None:
-    """Compare a file with the checksums in its archive, which torch writes and does not check.
+    """Verify the checksums of a checkpoint file, which is a zip archive. torch writes the checksums but ignores them.
 
     Raises:
-        ConfigurationError: The file has changed since it was written.
+        ConfigurationError: A checksum does not match the file's content.
     """
     if zipfile.is_zipfile(path):
         try:
             with zipfile.ZipFile(path) as archive:
                 changed = archive.testzip()
-        except Exception as error:  # A changed byte in the archive's directory can lead to any error.
-            changed = f"its directory ({error})"
+        except Exception as error:  # A changed byte in the zip archive's directory can cause an error of any class.
+            changed = f"the archive's directory ({error})"
         if changed is not None:
             raise ConfigurationError(
-                f"ckpt_path: {path} is damaged: {changed} has changed since it was written; copy the file again, or "
-                "give another checkpoint"
+                f"ckpt_path: {path} is damaged: the checksum of {changed} is wrong; copy the file again, or set "
+                "another checkpoint"
             )
 
 
 def unreadable(path: str | Path, error: Exception) -> ConfigurationError:
-    """Return an error with the reason why a file could not be loaded."""
+    """Return an error that says why a checkpoint file could not be loaded.
+
+    Args:
+        path: Path of the file.
+        error: The error that ``torch.load`` has raised.
+    """
     with open(path, "rb") as file:
         return ConfigurationError(f"ckpt_path: {path} {_reason(file, error)}")
 
@@ -101,15 +112,15 @@ def _reason(file: BinaryIO, error: Exception) -> str:
     start = file.read(16)
     is_archive = zipfile.is_zipfile(file)
     if not start:
-        return "is empty: the disk was full, or copying the file did not finish; give another checkpoint"
+        return "is empty, because the disk was full or copying did not finish: copy it again, or set another checkpoint"
     if start.startswith(b"PK") and not is_archive:
-        return f"is cut short after {size:,} bytes: copying the file did not finish; copy it again"
+        return f"is truncated after {size:,} bytes, because copying did not finish: copy it again"
     if not is_archive and not start.startswith(pickle.PROTO):
         return f"is not a checkpoint: it begins with {start!r}"
     if isinstance(error, pickle.UnpicklingError):
         match = re.search(r"GLOBAL (\S+)", str(error))
         return (
-            f"holds more than weights and plain values ({match[1] if match else 'objects'}): if you trust its origin, "
-            "add --weights_only=false"
+            f"contains Python objects other than weights and plain values ({match[1] if match else 'unknown class'}): "
+            "if you trust the file's origin, add --weights_only=false"
         )
     return f"cannot be read: {type(error).__name__}: {error}"

@@ -1,1 +1,1 @@
-"""Runs on a cluster: launchers, batch jobs and several hosts."""
+"""Support for clusters: launchers, batch jobs, and connections between hosts."""

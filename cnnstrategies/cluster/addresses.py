@@ -1,4 +1,4 @@
-"""Network interfaces of this machine, and the interface that leads to another host."""
+"""Network interfaces of this machine, and choice of the interface for the traffic between the ranks."""
 
 import fcntl
 import ipaddress
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from cnnstrategies.errors import ConfigurationError
 
-SIOCGIFADDR = 0x8915  # linux/sockios.h
+SIOCGIFADDR = 0x8915  # This constant is from linux/sockios.h.
 IPV6_TABLE = Path("/proc/net/if_inet6")
-DISCARD = 9  # A question for a route needs a port; nothing is sent to it.
+DISCARD = 9  # Arbitrary port for looking up a route. Nothing is sent to it.
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Interface:
     """A network interface of this machine.
 
     Attributes:
-        name: Name, such as ``eth0``.
-        address: First IP address, which gloo announces to the other ranks.
+        name: Name of the interface, such as ``eth0``.
+        address: First IP address of the interface, which gloo announces to the other ranks.
     """
 
     name: str
@@ -29,7 +29,10 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """Return the interfaces that have an address; an interface with IPv4 and IPv6 appears twice, first with IPv4."""
+    """Return the interfaces that have an IP address.
+
+    An interface with IPv4 and IPv6 addresses is listed twice. All IPv4 addresses come before the IPv6 addresses.
+    """
     result = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -47,7 +50,7 @@ def interfaces() -> list[Interface]:
 
 
 def resolve(host: str) -> str:
-    """Return the IP address of a host name, as this machine resolves it.
+    """Resolve a host name to an IP address.
 
     Raises:
         ConfigurationError: This machine cannot resolve the name.
@@ -57,13 +60,13 @@ def resolve(host: str) -> str:
     except OSError as error:
         raise ConfigurationError(
             f"{socket.gethostname()} cannot resolve the host name {host!r} ({error.strerror}): add it to /etc/hosts on "
-            "every machine, or give the address itself, for example MASTER_ADDR=10.0.0.1"
+            "every machine, or use an IP address instead, for example MASTER_ADDR=10.0.0.1"
         ) from error
     return str(address)
 
 
 def source_address(target: str) -> str:
-    """Return the address of this machine from which packets to ``target`` leave, by the kernel's routes.
+    """Return the IP address of this machine from which the kernel sends packets to ``target``.
 
     Raises:
         ConfigurationError: The kernel has no route to ``target``.
@@ -71,20 +74,21 @@ def source_address(target: str) -> str:
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((target, DISCARD))  # A datagram socket only looks up the route.
+            probe.connect((target, DISCARD))  # For a UDP socket, this call only looks up the route.
         except OSError as error:
             raise ConfigurationError(
-                f"{socket.gethostname()} has no route to {target} ({error.strerror}): is its network up? `ip route get "
-                f"{target}` shows what the kernel would do"
+                f"{socket.gethostname()} has no route to {target} ({error.strerror}): check the network with `ip route "
+                f"get {target}`"
             ) from error
         return str(probe.getsockname()[0])
 
 
 def interface_to(target: str) -> Interface:
-    """Return the interface that leads to ``target`` by the kernel's routes.
+    """Return the interface through which the kernel sends packets to ``target``.
 
     Raises:
-        ConfigurationError: There is no route, or the route's address is not the first address of an interface.
+        ConfigurationError: There is no route, or the source address of the route is not the first address of an
+            interface.
     """
     source = source_address(target)
     for interface in interfaces():
@@ -93,42 +97,48 @@ def interface_to(target: str) -> Interface:
     if ipaddress.ip_address(source).is_loopback:
         return next(interface for interface in interfaces() if interface.name == "lo")
     raise ConfigurationError(
-        f"packets to {target} leave from {source}, which is not the first address of an interface (there are "
-        f"{_listed()}): name one with --interconnect.interface"
+        f"packets to {target} are sent from {source}, which is not the first address of an interface (this machine has "
+        f"{_listed()}): set --interconnect.interface"
     )
 
 
 def find_interface(wanted: str) -> Interface:
-    """Return the interface with a name, ``eth0``, or with an address in a subnet, ``10.0.0.0/24``.
+    """Return an interface by its name or its subnet.
+
+    Args:
+        wanted: Name of the interface, such as ``eth0``, or a subnet that contains its address, such as ``10.0.0.0/24``.
 
     Raises:
-        ConfigurationError: This machine has no such interface, or the text is not a subnet.
+        ConfigurationError: This machine has no such interface, or the text with a slash is not a valid subnet.
     """
     try:
         subnet = ipaddress.ip_network(wanted, strict=False) if "/" in wanted else None
     except ValueError as error:
         raise ConfigurationError(
-            f"interconnect.interface: {wanted!r} is not a subnet ({error}); 10.0.0.0/24 is an example"
+            f"interconnect.interface: {wanted!r} is not a subnet ({error}); write a subnet such as 10.0.0.0/24"
         ) from error
     for interface in interfaces():
         if interface.name == wanted or (subnet and ipaddress.ip_address(interface.address) in subnet):
             return interface
-    raise ConfigurationError(f"interconnect.interface: {socket.gethostname()} has no {wanted!r}; it has {_listed()}")
+    raise ConfigurationError(
+        f"interconnect.interface: {socket.gethostname()} has no interface {wanted!r}; use one of {_listed()}"
+    )
 
 
 def choose_interface(wanted: str | None, target: str) -> Interface:
     """Return the interface for the traffic between the ranks.
 
-    The order of choice is ``wanted``, the variables of gloo and NCCL, and the route to ``target``.
+    The choice is ``wanted`` if it is set, or else the value of ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME``, or
+    else the interface on the route to ``target``.
     """
     wanted = wanted or os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
     return find_interface(wanted) if wanted else interface_to(target)
 
 
 def use_interface(name: str) -> None:
-    """Make gloo and NCCL use an interface, in this process and in processes that it starts.
+    """Make gloo and NCCL use an interface, in this process and in its child processes.
 
-    Variables that are already set are kept.
+    The function sets ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``, unless they are already set.
     """
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, name)
@@ -139,6 +149,6 @@ def _listed() -> str:
 
 
 def free_port() -> int:
-    """Return a TCP port on which nothing listens at the moment."""
+    """Return a TCP port that is currently free on this machine."""
     with socket.create_server(("", 0)) as probe:
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The examination of hosts in ``cnnstrategies doctor``: versions, connections and a shared directory."""
+"""Checks of ``cnnstrategies doctor`` on all hosts: software versions, connections, and a shared directory."""
 
 import contextlib
 import json
@@ -21,24 +21,28 @@ from cnnstrategies.cluster.stores import POLL, open_store
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.whole_file import whole_file
 
-LINK_SECONDS = 5.0
-SHARED_SECONDS = 5.0  # NFS shows a new file to other clients after a few seconds.
-SHARED = "checkpoints need a directory that all hosts share and may write to, as an NFS mount; name it with --shared"
-SHARED_MEMORY = 2**28  # bytes; a container has a quarter of this by default
-DRIVER = Path("/proc/driver/nvidia/gpus")  # The driver has an entry for each card, also if torch cannot use the card.
+LINK_SECONDS = 5.0  # Time-out for connecting to another host.
+SHARED_SECONDS = 5.0  # Longest time to wait for another host's file. With NFS a new file appears after a few seconds.
+SHARED = (
+    "checkpoints need a directory that all hosts share and can write to, such as an NFS mount: set it with --shared"
+)
+SHARED_MEMORY = 2**28  # Smallest sufficient size of /dev/shm in bytes. A container's default is a quarter of this size.
+# Directory of the NVIDIA driver with an entry for each GPU, even if torch cannot use the GPU.
+DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass
 class HostReport:
-    """Results of one host's examination.
+    """Results of the checks on one host.
 
     Attributes:
         name: Name of the host.
-        versions: Version of each program that must be the same on all hosts.
+        versions: Software versions that must be equal on all hosts; keys are the names of the software.
         problems: Problems of this host with their remedies, one line each.
-        interface: Name of the network interface that leads to the other hosts.
+        interface: Name of the network interface for the traffic to the other hosts.
         address: IP address of this interface.
-        links: Connections to the other hosts: number of the host, round trip in seconds, bandwidth in bytes/s.
+        links: For each connection to another host: number of the other host, round-trip time in seconds, bandwidth in
+            bytes/s.
     """
 
     name: str
@@ -50,7 +54,7 @@ class HostReport:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be equal on all hosts, by program."""
+    """Return the software versions that must be equal on all hosts. The keys are the names of the software."""
     try:
         package = version("cnnstrategies")
     except PackageNotFoundError:
@@ -66,7 +70,10 @@ def versions() -> dict[str, str]:
 
 
 def shared_memory() -> int:
-    """Return the bytes of ``/dev/shm``, which a container limits; without it, as outside Linux, return enough."""
+    """Return the size of ``/dev/shm`` in bytes, which is often limited in a container.
+
+    If ``/dev/shm`` does not exist, for example on macOS, the result is ``SHARED_MEMORY``.
+    """
     try:
         status = os.statvfs("/dev/shm")
     except OSError:
@@ -75,38 +82,39 @@ def shared_memory() -> int:
 
 
 def examine_alone(driver: Path = DRIVER) -> HostReport:
-    """Examine this host without the others.
+    """Make the checks that do not need the other hosts.
 
     Args:
-        driver: Directory with an entry for each GPU.
+        driver: Directory in which the NVIDIA driver has an entry for each GPU.
     """
     report = HostReport(socket.gethostname(), versions(), [])
     if (size := shared_memory()) < SHARED_MEMORY:
         report.problems.append(
-            f"{size / 2**20:.0f} MiB of shared memory, which data workers and NCCL need for their data: mount an "
-            "emptyDir with `medium: Memory` at /dev/shm in a pod, or start the container with --shm-size=8g; "
-            "data.init_args.num_workers=0 needs none for data"
+            f"{size / 2**20:.0f} MiB of shared memory is not enough for data workers and NCCL: mount an emptyDir with "
+            "`medium: Memory` at /dev/shm in a pod, or start the container with --shm-size=8g; without shared memory "
+            "for data workers, set data.init_args.num_workers=0"
         )
     cards = len(list(driver.glob("*")))
     if cards and not torch.cuda.is_available():
         report.problems.append(
-            f"torch {torch.__version__} cannot use its {cards} GPU(s): python -c 'import torch; torch.cuda.init()' "
-            "says why"
+            f"torch {torch.__version__} cannot use the {cards} GPU(s) of this host: run python -c 'import torch; "
+            "torch.cuda.init()' to see the reason"
         )
     return report
 
 
 def examine(place: DoctorPlace, directory: Path, interface: str | None, wait: float) -> list[HostReport] | None:
-    """Examine the cluster, together with the other hosts' processes.
+    """Make all checks of the cluster. One process on each host must call this.
 
     Args:
-        place: This process among those of ``doctor``.
-        directory: Directory that should be the same on all hosts.
-        interface: Name or subnet of the network interface to use; by default the interface on the route.
-        wait: Seconds to wait for the other hosts.
+        place: Node and rank of this process.
+        directory: Directory that should be shared by all hosts.
+        interface: Name or subnet of the network interface to use; by default the interface on the route to the other
+            hosts.
+        wait: Longest time to wait for the other hosts, in seconds.
 
     Returns:
-        The reports of all hosts on the first host; None on the others.
+        On the first host, the reports of all hosts; on the other hosts None.
     """
     store = open_store(place.main_address, place.main_port, place.node == 0, wait)
     mine, probe, others = meet(store, place.node, place.nodes, place.main_address, interface, wait)
@@ -117,22 +125,25 @@ def examine(place: DoctorPlace, directory: Path, interface: str | None, wait: fl
         store.set(f"{point}/{place.node}", "")
         wait_for(store, [f"{point}/{node}" for node in range(place.nodes)], place.node, place.nodes, wait)
 
-    # In each round a host measures one connection, while one other host measures the connection to it.
+    # The rounds are arranged so that, in each round, a host measures only one connection and is measured by only one
+    # other host.
     for number, peer in enumerate([*others[place.node :], *others[: place.node]]):
         wait_for_all(f"round/{number}")
         report.links.append((peer.node, *measure(peer.address, peer.port, LINK_SECONDS)))
-    run = json.loads(store.get("host/0"))[2]  # The first host's port tells files of this run from another run's files.
+    run = json.loads(store.get("host/0"))[2]  # The first host's port distinguishes the files of simultaneous runs.
     files = {node: directory / f".cnnstrategies-doctor-{run}-{node}" for node in range(place.nodes)}
     try:
-        with whole_file(files[place.node], SHARED):  # Checkpoints are written in the same way.
+        with whole_file(files[place.node], SHARED):  # Checkpoints are also written by this function.
             pass
     except ConfigurationError as error:
         report.problems.append(str(error))
     wait_for_all("written")
     missing = unseen(others, files)
-    report.problems += [f"{directory}: files that {peer.host} writes do not appear here: {SHARED}" for peer in missing]
+    report.problems += [
+        f"{directory}: a file from {peer.host} does not appear on this host: {SHARED}" for peer in missing
+    ]
     wait_for_all("seen")
-    with contextlib.suppress(OSError):  # The file does not exist if this host could not write it.
+    with contextlib.suppress(OSError):  # The file does not exist if this host failed to write it.
         files[place.node].unlink()
     store.set(f"report/{place.node}", json.dumps(asdict(report)))
     if place.node != 0:
@@ -144,11 +155,11 @@ def examine(place: DoctorPlace, directory: Path, interface: str | None, wait: fl
 
 
 def unseen(others: Sequence[ProbedHost], files: Mapping[int, Path]) -> list[ProbedHost]:
-    """Return the other hosts whose files do not appear on this host.
+    """Wait for the other hosts' files, and return the hosts whose files do not appear on this host.
 
     Args:
         others: The other hosts.
-        files: File of each host, by its number.
+        files: Path of each host's file; keys are the numbers of the hosts.
     """
     deadline = time.monotonic() + SHARED_SECONDS
     missing = list(others)

@@ -1,4 +1,4 @@
-"""The launcher of this process, as Lightning, the data and ``cnnstrategies doctor`` need to know it."""
+"""Detection of the launcher that started this process, for Lightning, the data modules and ``cnnstrategies doctor``."""
 
 import os
 from dataclasses import dataclass
@@ -14,25 +14,25 @@ from cnnstrategies.strategies.protocol import facts_of
 
 
 def local_rank() -> int:
-    """Return the local rank from the launcher's variables, before Lightning has chosen an environment.
+    """Return the local rank from the launcher's environment variables. Without a launcher the local rank is 0.
 
-    A process without a launcher has local rank 0.
+    This works before Lightning has chosen a cluster environment.
     """
     return launchers.local_rank(os.environ)
 
 
 def environment_plugins(plugins: list[Any], num_nodes: int = 1) -> list[ClusterEnvironment]:
-    """Return the cluster environment to add to ``trainer.plugins`` for the launcher that started this process.
+    """Return the cluster environment to add to ``trainer.plugins``, as a list, for the launcher of this process.
 
-    The list is empty where Lightning's own choice is right: without a launcher, under torchrun, and if the
-    configuration's plugins have a cluster environment.
+    The list is empty if Lightning itself chooses the right environment: without a launcher, under torchrun, and if the
+    user's plugins include a cluster environment.
 
     Args:
-        plugins: Plugins of the configuration.
-        num_nodes: The trainer's number of nodes.
+        plugins: Plugins from the configuration.
+        num_nodes: Number of nodes of the trainer.
 
     Raises:
-        ConfigurationError: The run has several nodes, and the launcher has started a process on only one of them.
+        ConfigurationError: The run has several nodes, but the launcher has started a process on only one of them.
     """
     if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
         return []
@@ -46,7 +46,15 @@ def environment_plugins(plugins: list[Any], num_nodes: int = 1) -> list[ClusterE
 
 @dataclass(frozen=True)
 class DoctorPlace:
-    """A process of ``doctor``: its node, and its number on that node. Only the first process of each node works."""
+    """Position of a process of ``doctor`` in the cluster. Only the processes with local rank 0 make checks.
+
+    Attributes:
+        node: Number of this node.
+        nodes: Number of nodes.
+        local_rank: Rank of this process on its node.
+        main_address: Address of the first node.
+        main_port: Port on the first node at which the processes meet.
+    """
 
     node: int
     nodes: int
@@ -56,9 +64,9 @@ class DoctorPlace:
 
 
 def find_place() -> DoctorPlace | None:
-    """Return this process's node and local rank from the launcher's variables.
+    """Return the position of this process in the cluster, from the launcher's environment variables.
 
-    None if no launcher has started processes on other nodes.
+    The result is None if no launcher has started this process.
     """
     for launcher in launchers.launchers():
         if launcher.starts_ranks(os.environ) or launcher.starts_nodes(os.environ):
@@ -69,9 +77,9 @@ def find_place() -> DoctorPlace | None:
 
 
 def check_world(trainer: Trainer) -> None:
-    """Refuse a run whose launcher has started a different number of processes from the number that the trainer expects.
+    """Check that the launcher has started as many processes as the trainer expects.
 
-    Each process would train on its share of the data, and nothing would train on the rest.
+    Otherwise a part of the data would be assigned to ranks that do not exist, and would not be used for training.
 
     Raises:
         ConfigurationError: The numbers of processes differ.
@@ -80,17 +88,17 @@ def check_world(trainer: Trainer) -> None:
     environment = facts_of(trainer.strategy).environment
     if environment is None and launcher is not None:
         environment = launcher.environment()
-    # With Lightning's own environment the trainer decides how many processes there are.
+    # With `LightningEnvironment`, Lightning itself starts the processes, so the number of processes is correct.
     if environment is None or isinstance(environment, LightningEnvironment):
         return
     nodes, devices, world = trainer.num_nodes, trainer.num_devices, environment.world_size()
     if world != nodes * devices:
-        program, command = "The launcher", "as many"
+        program, command = "The launcher", "this number of processes"
         if launcher is not None:
-            program, command = str(launcher.program), f"them with `{launcher.start_command(nodes, devices)}`"
+            program, command = str(launcher.program), f"the run with `{launcher.start_command(nodes, devices)}`"
         raise ConfigurationError(
-            f"{program} has started {world} {'process' if world == 1 else 'processes'}, and trainer.num_nodes={nodes} "
-            f"x trainer.devices={devices} are {nodes * devices}: start {command}, or change trainer.num_nodes and "
+            f"{program} has started {world} {'process' if world == 1 else 'processes'}, but trainer.num_nodes={nodes} "
+            f"x trainer.devices={devices} needs {nodes * devices}: start {command}, or change trainer.num_nodes and "
             "trainer.devices"
         )
     try:

@@ -1,4 +1,4 @@
-"""Connections between the hosts of a run: hosts meet before the run, and the run ends if a host becomes silent."""
+"""Connections between the hosts of a run: tests before the run starts, and detection of a lost host during the run."""
 
 import contextlib
 import json
@@ -22,21 +22,21 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.strategies.protocol import facts_of
 
-UNREACHABLE = 1  # exit code
-MOST_AT_ONCE = 16  # pings at the same time
-PING_SECONDS = 5.0
+UNREACHABLE = 1  # Exit code of a run that has lost a host.
+MOST_AT_ONCE = 16  # Largest number of simultaneous pings.
+PING_SECONDS = 5.0  # Time-out of a ping before the run starts.
 
 
 class Interconnect:
-    """The connection between the hosts of a run on several machines.
+    """Options for the connections between the hosts of a run on several machines.
 
     Args:
-        interface: Network interface for the traffic between the ranks, by name (``eth0``) or by subnet
-            (``10.0.0.0/24``, for hosts whose interfaces have different names). The default is the value of
-            ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME``, or else the interface on the route between the hosts.
-        wait: Longest wait for all hosts at the start, as seconds or ``minutes:seconds``.
-        timeout: Time without an answer from a host, as seconds or ``minutes:seconds``. After this time the run ends
-            with an error message that names the silent host.
+        interface: Network interface for the traffic between the ranks: its name, such as ``eth0``, or its subnet, such
+            as ``10.0.0.0/24``, if the names differ between hosts. The default is the value of ``GLOO_SOCKET_IFNAME`` or
+            ``NCCL_SOCKET_IFNAME``, or else the interface on the route between the hosts.
+        wait: Longest time to wait for all hosts at the start, as seconds or ``minutes:seconds``.
+        timeout: Time without an answer from a host after which the run ends with an error message that names the host,
+            as seconds or ``minutes:seconds``.
     """
 
     def __init__(self, interface: str | None = None, wait: Duration = 300.0, timeout: Duration = 60.0) -> None:
@@ -48,22 +48,24 @@ class Interconnect:
 def meet(
     store: Store, node: int, nodes: int, main_address: str, interface: str | None, seconds: float
 ) -> tuple[Interface, Probe, list[ProbedHost]]:
-    """Announce this host, wait for the others, and try the connections from this host to all others.
+    """Announce this host, wait for the other hosts, and test the connections from this host to all other hosts.
+
+    One process on each host must call this.
 
     Args:
         store: The store at the main address.
         node: Number of this host.
         nodes: Number of hosts.
-        main_address: Address of the store, which the first host serves. The other hosts use the interface on their
-            route to this address; the first host uses the interface on its route to another host.
-        interface: Name or subnet of the interface; by default the interface on the route.
-        seconds: How long to wait for the other hosts.
+        main_address: Address of the first host, which serves the store.
+        interface: Name or subnet of the network interface. By default the first host uses the interface on its route to
+            another host, and the other hosts use the interface on their route to the main address.
+        seconds: Longest time to wait for the other hosts.
 
     Returns:
-        The interface, this host's probe, and the other hosts.
+        This host's interface, this host's probe, and the other hosts.
 
     Raises:
-        ConfigurationError: A host is missing, or one host cannot reach another host.
+        ConfigurationError: A host is missing, or a host cannot reach another host.
     """
     me = socket.gethostname()
     if node == 0:
@@ -87,24 +89,26 @@ def meet(
     if failures:
         store.set(f"informed/{node}", "")
         if node == 0:
-            # This process serves the store, which ends with it, so it waits until all hosts have read the failures.
+            # This process serves the store, so it must not end before all hosts have read the failures.
             missing_after(store, [f"informed/{number}" for number in range(nodes)], PING_SECONDS)
         raise ConfigurationError(
-            "; ".join(failures) + ": allow TCP connections on all ports between the machines of the run, or choose "
-            "another interface with --interconnect.interface"
+            "; ".join(failures)
+            + ": allow TCP connections on all ports between the machines of the run, or set another "
+            "interface with --interconnect.interface"
         )
     store.set(f"interface/{node}", mine.name)
     return mine, probe, others
 
 
 def own_interface(store: Store, node: int, main_address: str, wanted: str | None) -> Interface:
-    """Return the interface that leads to the other hosts.
+    """Return the interface of this host for the traffic to the other hosts.
 
-    The other hosts write an address of theirs to the key ``source`` of the store. The first host looks for the route to
-    that address.
+    The first host uses its route to another host, which has written its own address to the key ``source`` of the store.
+    The other hosts use their routes to the main address.
     """
     if node == 0:
-        # The route to the first host's own address would be the loopback.
+        # The main address is this host's own address, to which the route is the loopback interface. The address of
+        # another host is used instead.
         return choose_interface(wanted, store.get("source").decode())
     mine = choose_interface(wanted, resolve(main_address))
     store.set("source", mine.address)
@@ -112,17 +116,20 @@ def own_interface(store: Store, node: int, main_address: str, wanted: str | None
 
 
 def interface_of(store: Store, node: int, nodes: int, seconds: float) -> str:
-    """Return the name of the interface that this host's first process has chosen."""
+    """Return the name of the interface that the first process on this host has chosen.
+
+    The other processes on this host call this function.
+    """
     wait_for(store, [f"interface/{node}"], node, nodes, seconds)
     return store.get(f"interface/{node}").decode()
 
 
 def wait_for(store: Store, keys: list[str], node: int, nodes: int, seconds: float) -> None:
-    """Wait until the hosts have written these keys.
+    """Wait until all keys exist in the store.
 
     Raises:
-        ConfigurationError: A key is missing after `seconds`. The message names missing hosts by number and present
-            hosts by name.
+        ConfigurationError: A key is missing after ``seconds``. The error message has the numbers of the hosts that are
+            missing and the names of the hosts that have announced themselves.
     """
     late = missing_after(store, keys, seconds)
     if not late:
@@ -130,28 +137,28 @@ def wait_for(store: Store, keys: list[str], node: int, nodes: int, seconds: floa
     present = {number: store.get(f"host/{number}") for number in range(nodes) if store.check([f"host/{number}"])}
     known = [f"{ProbedHost(number, *json.loads(record))}" for number, record in present.items()]
     missing = [f"node {number}" for number in range(nodes) if number not in (node, *present)]
-    # If all hosts are present, those that have not written their key are named.
+    # If all hosts have announced themselves, the error message names the hosts whose keys are missing.
     missing = missing or [f"node {key.rpartition('/')[2]}" for key in late]
     raise ConfigurationError(
         f"{socket.gethostname()} has waited {seconds:g} s for {', '.join(missing)}"
-        f"{'; present are ' + ', '.join(known) if known else ''}: start the run on all {nodes} machines with the same "
-        "MASTER_ADDR and MASTER_PORT, and look at the others' output; --interconnect.wait (--wait of doctor) sets how "
-        "long to wait"
+        f"{' (already connected: ' + ', '.join(known) + ')' if known else ''}: start the run on all {nodes} machines "
+        "with the same MASTER_ADDR and MASTER_PORT, and check the output of the other machines; set a longer wait with "
+        "--interconnect.wait (doctor: --wait)"
     )
 
 
 class Watch:
-    """Pings the other hosts of a run in the background.
+    """Thread that pings the other hosts of a run and reports a host that does not answer any more.
 
-    A collective waits for a silent host until the process group's time-out, which is 30 minutes by default, and its
-    error then names no host. The watch ignores hosts whose part of the run has ended: their connections are closed, so
-    the other hosts' collectives fail at once.
+    Without this thread, a collective would wait for a lost host until the process group's time-out, by default 30
+    minutes, and would fail with an error that does not name the host. A host that refuses the connection is not lost:
+    the run's processes on it have ended, so that the collectives on the other hosts fail immediately.
 
     Args:
         me: Name of this host.
         peers: The other hosts.
-        timeout: Seconds without any answer after which a host counts as unreachable.
-        on_silent: Called once with a message, in the watch's own thread.
+        timeout: Time without an answer after which a host counts as lost, in seconds.
+        on_silent: Function that is called once, in this thread, with an error message.
     """
 
     def __init__(self, me: str, peers: Sequence[ProbedHost], timeout: float, on_silent: Callable[[str], None]) -> None:
@@ -166,7 +173,7 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop pinging."""
+        """Stop the thread that pings the other hosts."""
         self._stopped.set()
         self._thread.join()
 
@@ -189,22 +196,21 @@ class Watch:
                 alone = len(lost) == len(self._peers) > 1
                 hint = "; no other host answers, so this host's own connection may be broken" if alone else ""
                 self._on_silent(
-                    f"{self._me} has not reached {names} for {self._timeout:g} s ({reason}){hint}: the run ends here. "
-                    "Repair the connection and resume from the last checkpoint; --interconnect.timeout sets how long "
-                    "to wait"
+                    f"{self._me} has not reached {names} for {self._timeout:g} s ({reason}){hint}: the run ends; "
+                    "repair the connection and resume from the last checkpoint, or set a longer --interconnect.timeout"
                 )
                 return
 
 
 @contextlib.contextmanager
 def across_hosts(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]:
-    """Connect the hosts of a run before it starts, and watch them while it runs. A single host uses its loopback.
+    """Test the connections between the hosts before a run starts, and watch the hosts during the run.
 
-    On each host the first process does the work. A strategy that connects its hosts itself only learns how long to wait
-    for them.
+    The first process on each host does this. A run on a single host uses the loopback interface. If the strategy
+    connects the hosts itself, this function only sets the strategy's time-out.
 
     Raises:
-        ConfigurationError: The hosts do not meet, or the strategy forks or spawns its ranks.
+        ConfigurationError: A host is missing or cannot be reached, or the strategy forks or spawns its ranks.
     """
     strategy = trainer.strategy
     facts = facts_of(strategy)
@@ -220,8 +226,8 @@ def across_hosts(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]
         return
     if ranks_are_children(strategy.launcher):
         raise ConfigurationError(
-            f"trainer.num_nodes={trainer.num_nodes} with a strategy that forks or spawns its ranks: use the strategy's "
-            "name without _fork or _spawn"
+            f"trainer.num_nodes={trainer.num_nodes} cannot be used with a strategy that forks or spawns its ranks: set "
+            "trainer.strategy to the name without _fork or _spawn"
         )
     watch, probe = None, None
     address, port = environment.main_address, environment.main_port
@@ -233,7 +239,7 @@ def across_hosts(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]
 
         def end(message: str) -> None:
             print(f"cnnstrategies: error: {message}", file=sys.stderr, flush=True)
-            # The main thread waits inside a collective and cannot be interrupted.
+            # The process is killed, because the main thread waits in a collective that cannot be interrupted.
             if strategy.launcher is not None:
                 strategy.launcher.kill(signal.SIGKILL)
             os._exit(UNREACHABLE)
@@ -248,5 +254,5 @@ def across_hosts(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]
         if watch is not None and probe is not None:
             watch.close()
             probe.close()
-        # The store must live as long as the run: in rank 0's process torch's own store uses the same server.
+        # The store must stay open until the run ends: in rank 0's process, torch's own store uses the same server.
         del store

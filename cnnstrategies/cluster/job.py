@@ -1,4 +1,4 @@
-"""The size of a job, which the trainer decides, and the parts of a job's script, with sbatch's for SLURM."""
+"""Size of a batch job, which follows from the trainer's arguments, and generation of job scripts."""
 
 import shlex
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.errors import ConfigurationError
 
-# Seconds that srun gives the other ranks after the first rank has ended. Ranks that can continue alone have no limit.
+# Values of srun's --wait: seconds after which the other ranks are killed when the first rank has ended; 0 means never.
 WAIT_SECONDS, UNLIMITED = 60, 0
 STRATEGY = "cnnstrategies.strategies.ParameterServerStrategy"
 
@@ -18,9 +18,9 @@ class Size:
     """Number of nodes, processes and GPUs of a job.
 
     Attributes:
-        nodes: ``trainer.num_nodes``.
-        tasks_per_node: ``trainer.devices``.
-        gpus_per_node: ``trainer.devices``, or 0 if the trainer uses CPUs.
+        nodes: Number of nodes (``trainer.num_nodes``).
+        tasks_per_node: Number of processes on each node (``trainer.devices``).
+        gpus_per_node: Number of GPUs on each node: ``trainer.devices``, or 0 if the trainer uses CPUs.
     """
 
     nodes: int
@@ -34,20 +34,20 @@ class Size:
 
 
 def job_size(num_nodes: int, devices: Any, accelerator: Any) -> Size:
-    """Return the size of the job that a trainer's arguments describe.
+    """Return the size of a job from the trainer's arguments.
 
     Raises:
-        ConfigurationError: The number of devices or the accelerator is left to the machine.
+        ConfigurationError: The number of devices or the accelerator is not set explicitly, for example "auto".
     """
     count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 0
     if count < 1:
         raise ConfigurationError(
-            f"trainer.devices={devices}: a job requests a number of devices before it has a machine: set a number, as "
-            "in --trainer.devices 4"
+            f"trainer.devices={devices}: a job must request its devices before it starts: set a number, for example "
+            "--trainer.devices 4"
         )
     if accelerator not in ("cpu", "gpu", "cuda"):
         raise ConfigurationError(
-            f"trainer.accelerator={accelerator}: a job requests GPUs or not before it has a machine: set cpu or gpu"
+            f"trainer.accelerator={accelerator}: a job must request its GPUs before it starts: set cpu or gpu"
         )
     return Size(num_nodes, count, 0 if accelerator == "cpu" else count)
 
@@ -60,22 +60,23 @@ def sbatch_script(
     command: str,
     goes_on: bool = False,
 ) -> str:
-    """Return the script of a job, for ``sbatch``.
+    """Return the script of a SLURM job, for ``sbatch``.
 
     Args:
-        options: The section ``cluster``.
-        size: The job's size.
-        folder: The run folder, with ``config.yaml``.
-        python: The interpreter, unless the options name an interpreter or an environment.
-        command: The command line that made the job, for people who read the script.
-        goes_on: Whether the run continues without a rank that dies.
+        options: The section ``cluster`` of the configuration.
+        size: Size of the job.
+        folder: The run folder, which contains ``config.yaml``.
+        python: Python interpreter, if the options do not set an interpreter or a virtual environment.
+        command: The command line of ``submit``, for a comment in the script.
+        goes_on: Whether the run can continue after it has lost a rank.
     """
     parts = [_header(options, size, folder, command), setup_lines(options)]
     interpreter = interpreter_words(options, python)
-    # Since 22.05 srun does not inherit sbatch's CPUs per task.
+    # Since SLURM 22.05, srun ignores the option --cpus-per-task of sbatch, so srun gets the option as well.
     cpus = f" --cpus-per-task={options.cpus_per_task}" if options.cpus_per_task else ""
-    # --wait ends the other ranks if a rank fails alone. --kill-on-bad-exit would not do: its SIGTERM would also reach
-    # ranks that end in order after a warning, and srun's status, the highest of all ranks', would hide the warning.
+    # If one rank fails, --wait kills the other ranks after a time. --kill-on-bad-exit=1 cannot be used: after the
+    # warning signal it would send SIGTERM to ranks that are still stopping properly. Their exit code would then be the
+    # code of SIGTERM and not of the warning signal, and srun returns the highest exit code of all ranks.
     srun = f"srun{cpus} --kill-on-bad-exit=0 --wait={UNLIMITED if goes_on else WAIT_SECONDS}"
     parts.append(f"run={shlex.quote(str(folder))}\n")
     config = '--config "$run/config.yaml"'
@@ -90,7 +91,7 @@ status=$?
 """
     )
     if options.server_nodes:
-        parts.append("if [[ $status -eq 0 ]]; then wait; fi # The servers end with the run.\n")
+        parts.append("if [[ $status -eq 0 ]]; then wait; fi # The servers end when the run has ended.\n")
     if options.requeue:
         parts.append(_requeue(options))
     parts.append("exit $status\n")
@@ -105,7 +106,8 @@ def _header(options: ClusterOptions, size: Size, folder: Path, command: str) -> 
         "--account": options.account,
         "--nodes": size.nodes,
         "--ntasks-per-node": size.tasks_per_node,
-        # Not per task: each process would then see one GPU with number 0, and mistake it for another process's GPU.
+        # --gpus-per-task cannot be used: each process would see only one GPU, with the number 0, but Lightning expects
+        # all GPUs of the node.
         "--gpus-per-node": gpus if size.gpus_per_node else None,
         "--cpus-per-task": options.cpus_per_task,
         "--mem": options.memory,
@@ -129,33 +131,37 @@ def _header(options: ClusterOptions, size: Size, folder: Path, command: str) -> 
 
 
 def setup_lines(options: ClusterOptions) -> str:
-    """Return the lines of a script before the run: the number of threads, the user's lines, and the environment."""
+    """Return the lines of a job script that set up the environment before the run starts.
+
+    They set the number of threads, contain the user's lines, and activate the virtual environment.
+    """
     lines = list(options.setup)
     if options.cpus_per_task is not None:
         lines.insert(0, f"export OMP_NUM_THREADS={options.cpus_per_task}")
-    if options.venv is not None:  # After the user's lines, which may load a module with another interpreter.
+    # The user's lines may put a different interpreter on the PATH, so the virtual environment is activated after them.
+    if options.venv is not None:
         lines.append(f"source {shlex.quote(str(options.venv / 'bin/activate'))}")
     return "".join(f"{line}\n" for line in lines)
 
 
 def interpreter_words(options: ClusterOptions, python: str) -> str:
-    """Return the words that start the interpreter of a script, inside the container if there is one.
+    """Return the shell command that starts the Python interpreter, inside the container if one is set.
 
     Args:
-        options: The section ``cluster``.
-        python: The interpreter, if `options` names neither an interpreter nor an environment that has one.
+        options: The section ``cluster`` of the configuration.
+        python: Python interpreter, if the options do not set an interpreter, a virtual environment or a container.
     """
     interpreter = options.python or ("python" if options.venv or options.container else python)
     return shlex.join([*shlex.split(options.container or ""), interpreter])
 
 
 def _servers(interpreter: str, config: str) -> str:
-    """Return lines that start a parameter server on each node of the job's second part.
+    """Return the lines of a job script that start a parameter server on each node of the second component of the job.
 
-    The script writes the nodes' names to a configuration, because they are known only when the job runs.
+    The names of the nodes are known only when the job runs, so the script writes them to a configuration file.
     """
-    # Lightning derives the main port from the job's number in this way; the servers' ports are above Lightning's.
-    return f"""# Dedicated parameter servers, one on each node of the job's second part.
+    # Lightning computes the main port from the job id in the same way. The servers' ports are above Lightning's range.
+    return f"""# Dedicated parameter servers, one on each node of the second job component.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0" | head -n 1)
 port=$((25000 + SLURM_JOB_ID % 7000))
 cat > "$run/servers.yaml" <<END
@@ -173,8 +179,9 @@ srun --kill-on-bad-exit=0 --het-group=1 \\
 
 
 def _requeue(options: ClusterOptions) -> str:
-    # SLURM itself requeues a pre-empted job only if the job still runs when the partition's grace time ends.
-    return f"""# Ended by the warning (after a step with a checkpoint, or while it was starting), or by a pre-emption:
+    # SLURM itself requeues a pre-empted job only if the job is still running when the partition's grace time ends. A
+    # run that stops in time has ended before, so the script requeues the job.
+    return f"""# Requeue the job if it was ended by the warning signal or by a pre-emption.
 warned=$((128 + $(kill -l {options.signal})))
 if [[ $status -eq $warned ]] || [[ $status -ne 0 && $(scontrol show job "$SLURM_JOB_ID") =~ PreemptTime=[0-9] ]]; then
     if [[ ${{SLURM_RESTART_COUNT:-0}} -lt {options.max_requeues} ]]; then

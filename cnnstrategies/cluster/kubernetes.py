@@ -1,4 +1,4 @@
-"""The objects of a run on Kubernetes: Indexed Jobs, which restart their pods, with names and the pods' scripts."""
+"""Kubernetes objects of a run: Indexed Jobs, a service, a ConfigMap, and the scripts of the pods."""
 
 import shlex
 import signal
@@ -12,15 +12,15 @@ from cnnstrategies.cluster.options import KubernetesOptions
 
 MAIN_PORT, SERVER_PORT = 29500, 29600
 CONFIGURATION, KEYS, KEY = "/run/cnnstrategies/config", "/run/cnnstrategies/keys", "run.key"
-OWN_KEY = f"/dev/shm/{KEY}"  # A copy of the key file, in memory, that only the pod's user can read.
-STOPPED = 128 + int(signal.SIGTERM)  # exit code: stopped after a step with a checkpoint, or during start-up
-HOPELESS = 78  # exit code (EX_CONFIG): a restarted pod would end in the same way
-PATIENCE = 1800  # seconds that a server's pod waits for the next start of a run that has failed
+OWN_KEY = f"/dev/shm/{KEY}"  # Path of a copy of the key file in memory, which only the pod's user can read.
+STOPPED = 128 + int(signal.SIGTERM)  # Exit code of a pod that was stopped after saving a checkpoint, or at start-up.
+HOPELESS = 78  # Exit code (EX_CONFIG) of a pod that should not be restarted, because it would fail again.
+PATIENCE = 1800  # Seconds that a server's pod waits for the run to start again after a failure.
 UNKNOWN = (
-    f"no address for $MASTER_ADDR in {PATIENCE} s: was that pod scheduled (kubectl get pods), and does the cluster's "
-    "DNS answer?"
+    f"no address for $MASTER_ADDR after {PATIENCE} s: check with kubectl get pods whether that pod was scheduled, and "
+    "check the cluster's DNS"
 )
-TRAINER, SERVERS = "node", "servers"  # The roles of pods.
+TRAINER, SERVERS = "node", "servers"  # Roles of pods.
 QUEUE = "kueue.x-k8s.io/queue-name"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 Object = dict[str, Any]
@@ -28,19 +28,19 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class PodRun:
-    """A run as pods.
+    """A run on Kubernetes.
 
     Attributes:
-        name: Name of the run's objects.
-        options: The section ``cluster.kubernetes``.
-        size: Number of pods of the trainer, and of processes and GPUs in each.
-        servers: Number of pods that hold parameters.
-        goes_on: Whether the run continues without a lost pod of the trainer.
-        folder: The run folder, as the pods see it.
+        name: Name of the Kubernetes objects.
+        options: The section ``cluster.kubernetes`` of the configuration.
+        size: Number of trainer pods, and number of processes and GPUs in each of them.
+        servers: Number of pods with dedicated parameter servers.
+        goes_on: Whether the run can continue after it has lost a trainer pod.
+        folder: Path of the run folder in the pods.
         configuration: The run's configuration as YAML.
-        python: The interpreter in the pods.
-        setup: Lines of ``sh`` before the run.
-        command: The command line of ``submit``, for people who read the objects.
+        python: Python interpreter in the pods.
+        setup: Shell commands to run in each pod before the run starts.
+        command: The command line of ``submit``, for a comment in the YAML file.
     """
 
     name: str
@@ -56,37 +56,38 @@ class PodRun:
 
 
 def job_name(name: str, role: str) -> str:
-    """Return the name of a role's Job.
+    """Return the name of the Job for the pods of a role.
 
     Args:
         name: Name of the run.
-        role: `TRAINER` or `SERVERS`.
+        role: Role of the pods: `TRAINER` or `SERVERS`.
     """
     return name if role == TRAINER else f"{name}-{role}"
 
 
 def host(name: str, role: str, number: int) -> str:
-    """Return the host name by which other pods reach a pod of a run."""
+    """Return the host name of a pod, which the service makes known to the other pods of the run."""
     return f"{job_name(name, role)}-{number}.{name}"
 
 
 def objects(run: PodRun) -> list[Object]:
-    """Return all objects of a run, in the order of their creation; the last object starts the run."""
+    """Return the Kubernetes objects of a run, in the order in which to create them. The last object starts the run."""
     configuration = _object(run, "v1", "ConfigMap", immutable=True, data={"config.yaml": run.configuration})
-    # The service gives the pods their names. Pods need the names before they are ready, to find each other.
+    # The headless service gives the pods their host names. The pods need these names before they are ready, because
+    # they connect to each other while they start.
     names = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": _labels(run)}
     roles = [SERVERS, TRAINER] if run.servers else [TRAINER]
     return [configuration, _object(run, "v1", "Service", spec=names), *(_job(run, role) for role in roles)]
 
 
 def text(run: PodRun) -> str:
-    """Return the objects as YAML, for ``kubectl create``."""
+    """Return the Kubernetes objects of a run as YAML, for ``kubectl create``."""
     parts = [yaml.dump(entry, Dumper=_ManifestDumper, sort_keys=False, width=120) for entry in objects(run)]
     return f"# Written by: {run.command}\n" + "---\n".join(parts)
 
 
 class _ManifestDumper(yaml.SafeDumper):
-    """A writer of YAML that keeps the lines of long texts, and uses no references."""
+    """YAML dumper that writes texts of several lines as literal blocks, and does not use anchors and aliases."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -111,13 +112,17 @@ def _object(run: PodRun, version: str, kind: str, **content: object) -> Object:
 
 
 def _job(run: PodRun, role: str) -> Object:
-    """Return an Indexed Job with the pods of a role. A pod keeps its index and its host name after a restart."""
+    """Return the Indexed Job for the pods of a role.
+
+    In an Indexed Job, a pod that replaces a failed pod has the same index and the same host name.
+    """
     pods = run.size.nodes if role == TRAINER else run.servers
     spec = {
         "completionMode": "Indexed",
         "completions": pods,
         "parallelism": pods,
-        # A failure of one pod makes all other pods fail as well.
+        # If one pod fails, all other pods fail as well. Each failed pod counts towards the limit, so the number of
+        # restarts is multiplied by the number of pods.
         "backoffLimit": run.options.max_restarts * (run.size.nodes + run.servers),
         "podFailurePolicy": {
             "rules": [
@@ -138,7 +143,7 @@ def _job(run: PodRun, role: str) -> Object:
 def _pod(run: PodRun, role: str) -> Object:
     return {
         "subdomain": run.name,
-        "restartPolicy": "Never",  # The Job restarts the pod, if necessary on another node.
+        "restartPolicy": "Never",  # The Job itself replaces failed pods, if necessary on a different node.
         "terminationGracePeriodSeconds": run.options.whole_grace,
         "containers": [_container(run, role)],
         "volumes": [{"name": name, **source} for name, _, source in _mounted(run)],
@@ -162,7 +167,7 @@ def _container(run: PodRun, role: str) -> Object:
         "volumeMounts": [{"name": name, "mountPath": path} for name, path, _ in _mounted(run)],
     }
     if resources:
-        # Requests equal limits: a pod that requests less than its limit is ended first when memory is short.
+        # Requests are equal to limits, because a pod with smaller requests is evicted earlier when memory runs out.
         result["resources"] = {"requests": resources, "limits": resources}
     return result
 
@@ -172,7 +177,7 @@ def _environment(run: PodRun) -> list[Object]:
         "MASTER_ADDR": host(run.name, TRAINER, 0),
         "MASTER_PORT": str(MAIN_PORT),
         "NNODES": str(run.size.nodes),
-        "PYTHONUNBUFFERED": "1",  # The log of a killed pod is complete.
+        "PYTHONUNBUFFERED": "1",  # Without buffering, the log of a killed pod is complete.
         **run.options.env,
     }
     index: Object = {"name": "NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}
@@ -180,14 +185,14 @@ def _environment(run: PodRun) -> list[Object]:
 
 
 def _mounted(run: PodRun) -> list[tuple[str, str, Object]]:
-    """Return the volumes of a pod: name, directory in the pod, and source."""
+    """Return the name, the directory in the pod and the source of each volume of a pod."""
     options = run.options
     memory: Object = {"medium": "Memory"}
     if options.shared_memory is not None:
         memory["sizeLimit"] = options.shared_memory
     result: list[tuple[str, str, Object]] = [
         ("config", CONFIGURATION, {"configMap": {"name": run.name}}),
-        # A container's own /dev/shm has 64 MiB, too little for data workers and for NCCL.
+        # By default a container's /dev/shm has 64 MiB, which is not enough for data workers and NCCL.
         ("shared-memory", "/dev/shm", {"emptyDir": memory}),
     ]
     if options.key_secret is not None:
@@ -198,11 +203,12 @@ def _mounted(run: PodRun) -> list[tuple[str, str, Object]]:
 
 
 def trainer_script(run: PodRun) -> str:
-    """Return the script of a pod of the trainer."""
-    # A run with a parameter server continues without a worker, and admits it again after the pod's program restarts.
+    """Return the shell script of a trainer pod."""
+    # A run with a parameter server continues without a lost worker. The pod restarts the worker's program, and the
+    # worker joins the run again.
     again = '[ "$NODE_RANK" -ne 0 ] && [ ! -e "$finished" ]' if run.goes_on else "false"
     return f"""running=
-# A container's first process receives only signals for which it has a handler.
+# The first process of a container receives only signals for which it has a handler.
 trap 'if [ -n "$running" ]; then kill -TERM $!; else exit {STOPPED}; fi' TERM
 {_setup(run)}while :; do
     running=yes
@@ -210,7 +216,7 @@ trap 'if [ -n "$running" ]; then kill -TERM $!; else exit {STOPPED}; fi' TERM
     child=$!
     wait $child
     code=$?
-    while kill -0 $child 2>/dev/null; do # A signal has ended the wait, and not yet the run.
+    while kill -0 $child 2>/dev/null; do # A signal has interrupted the wait, but the run has not ended yet.
         wait $child
         code=$?
     done
@@ -226,10 +232,10 @@ exit $code
 
 
 def server_script(run: PodRun) -> str:
-    """Return the script of a pod that holds parameters. It runs a server for each start of the run."""
+    """Return the shell script of a server pod. Each time the run starts again, the script starts a new server."""
     server = f"{shlex.quote(run.python)} -m cnnstrategies.commands.server --config {CONFIGURATION}/config.yaml"
     return f"""running= ended=
-# A server outlives the signal: it asks the run to stop, and the run needs the server until then.
+# After a signal the server asks the run to stop. It continues until then, because the run still needs it.
 trap 'ended={STOPPED}; if [ -n "$running" ]; then kill -TERM $! 2>/dev/null; else exit $ended; fi' TERM
 {_setup(run)}begin=$(date +%s)
 until [ -e "$finished" ]; do
@@ -238,7 +244,7 @@ until [ -e "$finished" ]; do
     child=$!
     while kill -0 $child 2>/dev/null && [ ! -e "$finished" ]; do sleep 1; done
     if [ -e "$finished" ]; then
-        kill -KILL $child 2>/dev/null # The server may wait for another start of the run.
+        kill -KILL $child 2>/dev/null # The server may be waiting for the run to start again.
         exit 0
     fi
     if wait $child; then begin=$(date +%s); fi
@@ -251,8 +257,8 @@ done
 
 
 def _setup(run: PodRun) -> str:
-    lacks = "lacks the package: build an image as docs/kubernetes.md says, or name its interpreter with cluster.python"
-    message = f"cnnstrategies: error: the image {run.options.image} {lacks}"
+    remedy = "build an image as described in docs/kubernetes.md, or set cluster.python to the interpreter in the image"
+    message = f"cnnstrategies: error: the image {run.options.image} does not contain cnnstrategies: {remedy}"
     otherwise = f"{{ echo {shlex.quote(message)} >&2; exit {HOPELESS}; }}"
     lines = [
         f"run={shlex.quote(run.folder)}",
@@ -260,13 +266,14 @@ def _setup(run: PodRun) -> str:
         f"{shlex.quote(run.python)} -c 'import cnnstrategies' || {otherwise}",
     ]
     if run.options.key_secret is not None:
-        # In the volume the file may be readable by the group.
+        # In the mounted volume the group may have read permission for the key file. Only the user may read the copy.
         lines.append(f"install -m 600 {KEYS}/{KEY} {OWN_KEY} || exit {HOPELESS}")
-    # Relative paths of the configuration are in the run folder; classes in the image's working directory are found.
+    # Change to the run folder, because paths in the configuration are relative to it. PYTHONPATH makes sure that the
+    # user's classes in the image's working directory can still be imported.
     lines += [
         'export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"',
         'mkdir -p "$run" && cd "$run" || exit 1',
-        "begin=$(date +%s) # A pod has no address before it has a node.",
+        "begin=$(date +%s) # Wait until the first pod is scheduled and has an address.",
         'until getent hosts "$MASTER_ADDR" >/dev/null; do',
         f"    if [ $(($(date +%s) - begin)) -gt {PATIENCE} ]; then",
         f'        echo "cnnstrategies: error: {UNKNOWN}" >&2',

@@ -1,4 +1,4 @@
-"""Lightning's view of a launcher that gives each rank its numbers in environment variables, as mpirun does."""
+"""Cluster environment for launchers that set each rank's numbers in environment variables, such as mpirun."""
 
 import os
 import socket
@@ -18,12 +18,14 @@ FIRST_PORT, PORTS = 20000, 10000
 
 
 class LaunchedEnvironment(ClusterEnvironment):
-    """Takes ranks from the four variables of a launcher, so neither mpi4py nor a working MPI library is needed.
+    """Cluster environment that reads the ranks from four environment variables of a launcher.
 
-    Lightning's ``MPIEnvironment`` needs mpi4py, and tells machines apart by their names.
+    Lightning's ``MPIEnvironment`` is not used for mpirun, because it needs mpi4py and a working MPI library, and
+    because it requires machines to have different names.
 
     Args:
-        launcher: A launcher that names its variables for rank, size, local rank and local size.
+        launcher: Launcher that defines the names of the variables for rank, world size, local rank and local world
+            size.
     """
 
     def __init__(self, launcher: "Launcher") -> None:
@@ -38,7 +40,7 @@ class LaunchedEnvironment(ClusterEnvironment):
     @staticmethod
     @override
     def detect() -> bool:
-        """Whether Lightning should choose this class by itself: never, because the registry of launchers decides."""
+        """Return False. The registry of launchers chooses this class, so Lightning must not choose it by itself."""
         return False
 
     @property
@@ -49,8 +51,8 @@ class LaunchedEnvironment(ClusterEnvironment):
         if self.local_size() == self.world_size():
             return "127.0.0.1"
         raise ConfigurationError(
-            f"{self.launcher.program} has started ranks on several machines, and rank {self.global_rank()} does not "
-            f"know rank 0's address: {self.launcher.address_remedy}"
+            f"{self.launcher.program} has started ranks on several machines, but rank {self.global_rank()} does not "
+            f"know the address of rank 0: {self.launcher.address_remedy}"
         )
 
     @property
@@ -67,7 +69,7 @@ class LaunchedEnvironment(ClusterEnvironment):
 
     @override
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the launcher has decided."""
+        """Do nothing, because the launcher determines the world size."""
 
     @override
     def global_rank(self) -> int:
@@ -75,7 +77,7 @@ class LaunchedEnvironment(ClusterEnvironment):
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the launcher has decided."""
+        """Do nothing, because the launcher determines the ranks."""
 
     @override
     def local_rank(self) -> int:
@@ -91,18 +93,18 @@ class LaunchedEnvironment(ClusterEnvironment):
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Refuse a wrong number of ranks, and ranks that are not numbered machine by machine.
+        """Check that each machine has ``num_devices`` ranks, with consecutive numbers.
 
         Raises:
-            ConfigurationError: The launcher has not started `num_devices` ranks with neighbouring numbers on each of
-                `num_nodes` machines.
+            ConfigurationError: The number of ranks is wrong, or the ranks of a machine are not numbered consecutively.
         """
         local, world, expected = self.local_size(), self.world_size(), num_devices * num_nodes
         if num_devices != local or expected != world or self.global_rank() % local != self.local_rank():
             raise ConfigurationError(
                 f"rank {self.global_rank()} of {world} is process {self.local_rank()} of {local} on "
-                f"{socket.gethostname()}, and trainer.devices={num_devices} with trainer.num_nodes={num_nodes} are "
-                f"numbered machine by machine: use `{self.launcher.start_command(num_nodes, num_devices)}`"
+                f"{socket.gethostname()}, but trainer.num_nodes={num_nodes} and trainer.devices={num_devices} need "
+                f"{num_devices} consecutive ranks on each machine: use "
+                f"`{self.launcher.start_command(num_nodes, num_devices)}`"
             )
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The ``cluster:`` section of a configuration."""
+"""Options in the ``cluster:`` section of a configuration."""
 
 import re
 from dataclasses import dataclass, field
@@ -8,7 +8,8 @@ from typing import Any, Literal
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.quantities import Duration, seconds
 
-# Options of sbatch, by the key that decides them: an extra line with such an option could disagree with the key.
+# Keys: keys of the configuration. Values: options of sbatch that submit sets according to the key. Users must not set
+# these options in cluster.sbatch.
 DECIDED = {
     "trainer.num_nodes": ("-N", "--nodes"),
     "trainer.devices": (
@@ -16,53 +17,56 @@ DECIDED = {
         *("-G", "--gpus", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket"),
     ),
     "cluster.job_name": ("-J", "--job-name"),
-    "cluster.cpus_per_task": ("-c", "--cpus-per-task"),  # srun needs this option as well.
+    "cluster.cpus_per_task": ("-c", "--cpus-per-task"),  # submit also sets this option of srun.
     "cluster.signal": ("--signal",),
     "cluster.requeue": ("--requeue", "--no-requeue"),
     "cluster.folder": ("-o", "--output", "-e", "--error", "--open-mode", "-a", "--array"),
 }
-# Names of jobs that Lightning takes for a shell; it then ignores SLURM's ranks.
+# Job names with which Lightning assumes an interactive shell and ignores SLURM's ranks.
 INTERACTIVE = ("bash", "interactive")
-# Seconds between the end of the run's grace and the time limit. In this time the processes end and the job is requeued.
+# Seconds before the time limit at which a run that has not stopped is killed. This time is needed to end the processes
+# and to requeue the job.
 MARGIN_SECONDS = 20
-# Seconds between the end of the run's grace and the moment when the pod is killed. In this time the processes end.
+# Seconds before the end of a pod's grace period at which a run that has not stopped is killed. This time is needed to
+# end the processes.
 POD_MARGIN_SECONDS = 10
-# Folders that the package itself uses in every pod.
+# Directories in pods that the package itself uses, so that users cannot mount volumes there.
 POD_FOLDERS = ("/dev/shm", "/run/cnnstrategies")
-# Fields of a pod's specification that follow from the run.
+# Fields of a pod's specification that submit sets, so that users cannot set them.
 POD_FIELDS = {"containers", "restartPolicy", "subdomain", "terminationGracePeriodSeconds", "volumes"}
-# Environment variables that follow from the nodes; a variable from the user could disagree.
+# Environment variables that submit or Lightning sets, so that users cannot set them.
 NODE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "NNODES", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
 
 @dataclass
 class KubernetesOptions:
-    """Resources of a run's pods. ``submit fit --to kubernetes`` reads them.
+    """Options of ``submit fit --to kubernetes``.
 
-    Each node of the trainer is a pod: there are ``trainer.num_nodes`` pods, and with ``trainer.accelerator: gpu`` each
-    requests ``trainer.devices`` GPUs.
+    Each node of the trainer is a pod: there are ``trainer.num_nodes`` trainer pods. With ``trainer.accelerator: gpu``
+    each of them requests ``trainer.devices`` GPUs.
 
     Attributes:
-        image: Container image that has this package.
-        namespace: Namespace of the objects; by default that of the current context.
-        queue: Local queue of Kueue.
-        pod: Other fields of the pods' specification, as Kubernetes writes them, such as nodeSelector, tolerations,
+        image: Container image, in which this package must be installed.
+        namespace: Namespace of the Kubernetes objects; by default the namespace of kubectl's current context.
+        queue: Name of a local queue of Kueue.
+        pod: Other fields of the pods' specification, in Kubernetes' format, such as nodeSelector, tolerations,
             priorityClassName, imagePullSecrets, or a securityContext with runAsUser and fsGroup.
-        resources: Requests and limits of a pod of the trainer, such as {cpu: 8, memory: 64Gi}.
-        gpu: Name of the resource for GPUs.
-        server_resources: Requests and limits of a pod that holds parameters (cluster.server_nodes).
-        volumes: Persistent volume claims, by the directory where the pods see them, such as {/runs: my-claim}.
-        shared_memory: Largest size of /dev/shm, such as 8Gi, which counts as the pod's memory; by default only the
-            pod's memory limits it.
-        key_secret: Secret with the keys of a parameter server, made from a file run.key.
+        resources: Resource requests and limits of a trainer pod, such as {cpu: 8, memory: 64Gi}.
+        gpu: Kubernetes' name of the resource for GPUs.
+        server_resources: Resource requests and limits of a pod with a dedicated server (cluster.server_nodes).
+        volumes: Persistent volume claims to mount. Keys are directories in the pods, values are names of claims, such
+            as {/runs: my-claim}.
+        shared_memory: Largest size of /dev/shm, such as 8Gi. It counts towards the pod's memory; by default only the
+            pod's memory limit applies.
+        key_secret: Name of the Secret with the keys of a parameter server, which is created from a file run.key.
         env: Environment variables of the pods, such as {NCCL_SOCKET_IFNAME: eth0}.
-        grace_seconds: Time, as seconds or ``minutes:seconds``, between a pod's SIGTERM and its end. A step, or a
-            validation if it comes then, and the writing of the checkpoint must fit into it.
-        max_restarts: How often pods that fail are started again. Pods that end with a checkpoint, because their node is
-            drained or needed, do not count.
+        grace_seconds: Time between SIGTERM and SIGKILL of a pod, as seconds or ``minutes:seconds``. In this time the
+            run must finish its step, or a validation, and save a checkpoint.
+        max_restarts: Number of times that failed pods are restarted. Pods that have stopped with a checkpoint, because
+            their node is drained or pre-empted, are restarted in any case and are not counted.
 
     Raises:
-        ConfigurationError: A value is out of range.
+        ConfigurationError: A value is out of its range.
     """
 
     image: str | None = None
@@ -82,54 +86,54 @@ class KubernetesOptions:
     def __post_init__(self) -> None:
         if self.whole_grace < POD_MARGIN_SECONDS + 10:
             raise ConfigurationError(
-                f"cluster.kubernetes.grace_seconds={self.grace_seconds}: a run needs time to finish its step and to "
-                f"save; at least {POD_MARGIN_SECONDS + 10}, and 120 is usual"
+                f"cluster.kubernetes.grace_seconds={self.grace_seconds} is too short to finish a step and save a "
+                f"checkpoint: use at least {POD_MARGIN_SECONDS + 10}; 120 is usual"
             )
         if self.max_restarts < 0:
             raise ConfigurationError(
-                f"cluster.kubernetes.max_restarts={self.max_restarts} is negative; 0 starts no failed pod again"
+                f"cluster.kubernetes.max_restarts={self.max_restarts} is negative; use 0 for no restarts"
             )
         for path in self.volumes:
             parts = PurePosixPath(path)
             if not parts.is_absolute() or path == "/" or any(parts.is_relative_to(folder) for folder in POD_FOLDERS):
                 raise ConfigurationError(
-                    f"cluster.kubernetes.volumes: {path!r}: name a directory from the root, such as /runs, outside of "
-                    f"{' and '.join(POD_FOLDERS)}"
+                    f"cluster.kubernetes.volumes: {path!r} cannot be mounted: use an absolute path, such as /runs, "
+                    f"outside of {' and '.join(POD_FOLDERS)}"
                 )
         if decided := self.pod.keys() & POD_FIELDS:
-            raise ConfigurationError(
-                f"cluster.kubernetes.pod: {', '.join(sorted(decided))}: submit decides this; leave it out"
-            )
+            raise ConfigurationError(f"cluster.kubernetes.pod: submit sets {', '.join(sorted(decided))}; leave it out")
         for name in self.env:
             if name in NODE_VARIABLES or name.startswith("PET_"):
                 raise ConfigurationError(
-                    f"cluster.kubernetes.env: {name} follows from trainer.num_nodes and trainer.devices, and could "
-                    "disagree with them; leave it out"
+                    f"cluster.kubernetes.env: submit sets {name} according to trainer.num_nodes and trainer.devices; "
+                    "leave it out"
                 )
 
     @property
     def whole_grace(self) -> int:
-        """Seconds between a pod's SIGTERM and its end."""
+        """Seconds between SIGTERM and SIGKILL of a pod."""
         return round(seconds(self.grace_seconds, "cluster.kubernetes.grace_seconds", least=0))
 
     @property
     def grace(self) -> int:
-        """Seconds between SIGTERM and the moment when a run that has not stopped is killed."""
+        """Seconds between SIGTERM and the time at which a run that has not stopped kills itself."""
         return self.whole_grace - POD_MARGIN_SECONDS
 
 
 @dataclass
 class RayOptions:
-    """The Ray cluster of ``submit --to ray``. Other keys of ``cluster`` give the resources of a node.
+    """Options of ``submit --to ray``. Other keys of the section ``cluster`` set the resources of a node.
 
     Attributes:
-        address: Address of the cluster, as ``ray.init`` accepts it; by default ``RAY_ADDRESS``, or else the cluster of
-            this machine.
-        max_restarts: How often the run is started again from its last checkpoint after a node or a process was lost.
-        wait: Longest wait for free nodes, at the start and after a loss: seconds or ``minutes:seconds``.
+        address: Address of the Ray cluster, in the format of ``ray.init``. The default is the value of
+            ``RAY_ADDRESS``, or else the cluster on this machine.
+        max_restarts: Number of times that the run is restarted from its last checkpoint after it has lost a node or a
+            process.
+        wait: Longest time to wait for free nodes, at the start and before a restart, as seconds or
+            ``minutes:seconds``.
 
     Raises:
-        ConfigurationError: A value is out of range.
+        ConfigurationError: A value is out of its range.
     """
 
     address: str | None = None
@@ -138,59 +142,62 @@ class RayOptions:
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
-            raise ConfigurationError(f"cluster.ray.max_restarts={self.max_restarts}: use 0 or more")
+            raise ConfigurationError(f"cluster.ray.max_restarts={self.max_restarts} is negative; use 0 for no restarts")
         if self.wait_seconds < 1:
             raise ConfigurationError(
-                f"cluster.ray.wait={self.wait}: nodes need some seconds to start a process; use at least 30"
+                f"cluster.ray.wait={self.wait} is too short for nodes to start a process; use at least 30"
             )
 
     @property
     def wait_seconds(self) -> float:
-        """Longest wait for nodes that are free, in seconds."""
+        """Longest time to wait for free nodes, in seconds."""
         return seconds(self.wait, "cluster.ray.wait", least=0)
 
 
 @dataclass
 class ClusterOptions:
-    """Resources of a job. ``submit`` reads them; ``fit`` ignores them.
+    """Options of a cluster job. ``submit`` reads them; ``fit`` ignores them.
 
-    The trainer decides nodes, tasks and GPUs: ``trainer.num_nodes`` nodes, ``trainer.devices`` tasks on each node, and
-    with ``trainer.accelerator: gpu`` as many GPUs on each node.
+    The size of the job follows from the trainer: it has ``trainer.num_nodes`` nodes and ``trainer.devices`` processes
+    on each node. With ``trainer.accelerator: gpu`` each process has a GPU.
 
     Attributes:
-        job_name: Name of the job, and first part of the run folder's name.
-        partition: Partition.
-        account: Account that pays for the time.
-        time: Time limit as SLURM writes it, in quotes: "minutes", "hours:minutes:seconds" or
+        job_name: Name of the job. The name of the run folder begins with it.
+        partition: Partition of the cluster.
+        account: Account that is charged for the job.
+        time: Time limit in SLURM's format, in quotes: "minutes", "hours:minutes:seconds" or
             "days-hours:minutes:seconds".
-        cpus_per_task: CPUs of each process, for its threads and its data workers.
-        memory: Memory of a node, such as 64G.
+        cpus_per_task: Number of CPUs for each process, including its threads and its data workers.
+        memory: Memory of each node, such as 64G.
         gpu_type: Type of the GPUs, such as a100; by default any type.
-        venv: Virtual environment to activate.
-        setup: Other lines of the script before the run, such as ``module load cuda/12.4``.
-        python: Interpreter; by default ``python`` with ``venv`` or ``container``, and otherwise the interpreter that
-            runs ``submit``.
-        container: Words that start a container, such as ``apptainer exec --nv image.sif``; the interpreter is in the
-            image.
-        sbatch: Other options of sbatch, such as ``--exclusive`` and ``--constraint=ib``.
-        requeue: On the warning signal, stop after a step with a checkpoint, requeue the job, and resume there.
-        signal: The warning signal.
-        signal_seconds: Time, as seconds or ``minutes:seconds``, between the warning signal and the time limit. A step,
-            or a validation if it comes then, must fit into it; SLURM may send the signal up to a minute earlier.
-        max_requeues: How often a job may requeue itself.
-        folder: Directory for run folders, on a disk that all nodes see; with ``--to ray`` the default is ``ray``.
-        check_data: Look at the data before the job is queued; set this to false if only the nodes have the data.
-        server_nodes: Number of additional nodes that hold the parameters of a ``ParameterServerStrategy``, with one
-            dedicated server on each; they are the second part of a heterogeneous job. With 0 the trainer's nodes hold
-            the parameters.
-        server_sbatch: Options of sbatch for these nodes, such as ``--partition=cpu`` and ``--mem=32G``; by default
-            partition, account and time are the trainer's.
-        kubernetes: Options that only Kubernetes has. It also reads job_name, folder, python, setup and server_nodes,
-            and ignores the other keys.
-        ray: Options that only Ray has.
+        venv: Path of a virtual environment to activate.
+        setup: Additional shell commands in the job script before the run, such as ``module load cuda/12.4``.
+        python: Python interpreter. The default is ``python`` if ``venv`` or ``container`` is set, and otherwise the
+            interpreter that runs ``submit``.
+        container: Command that runs a program in a container, such as ``apptainer exec --nv image.sif``. The Python
+            interpreter must be in the container image.
+        sbatch: Additional options of sbatch, such as ``--exclusive`` and ``--constraint=ib``.
+        requeue: Whether the job, when it receives the warning signal, saves a checkpoint after the current step,
+            requeues itself, and resumes from the checkpoint.
+        signal: Signal that SLURM sends as a warning before the time limit.
+        signal_seconds: Time between the warning signal and the time limit, as seconds or ``minutes:seconds``. In this
+            time the run must finish its step, or a validation. SLURM may send the signal up to a minute earlier.
+        max_requeues: Largest number of times that a job requeues itself.
+        folder: Directory for run folders, on a file system that all nodes share. With ``--to ray`` the default is
+            ``ray``.
+        check_data: Whether ``submit`` checks on this machine that the data exist. Set this to false if only the nodes
+            have the data.
+        server_nodes: Number of additional nodes with a dedicated parameter server each, for a
+            ``ParameterServerStrategy``. Under SLURM they are the second component of a heterogeneous job. With 0 the
+            servers run on the trainer's nodes.
+        server_sbatch: Options of sbatch for the server nodes, such as ``--partition=cpu`` and ``--mem=32G``. Their
+            default partition, account and time limit are those of the trainer's nodes.
+        kubernetes: Options for Kubernetes only. Of the other keys, Kubernetes reads job_name, folder, python, setup and
+            server_nodes.
+        ray: Options for Ray only.
 
     Raises:
-        ConfigurationError: A value is out of range, or an option of sbatch is one that the trainer decides.
+        ConfigurationError: A value is out of its range, or an option of sbatch is set that follows from other keys.
     """
 
     job_name: str = "cnnstrategies"
@@ -220,24 +227,24 @@ class ClusterOptions:
         if not re.fullmatch(r"[\w.+-]+", self.job_name) or self.job_name in INTERACTIVE:
             raise ConfigurationError(
                 f"cluster.job_name={self.job_name!r}: use letters, digits and . + - _, but not the names "
-                f"{', '.join(INTERACTIVE)}, which Lightning takes for a shell"
+                f"{', '.join(INTERACTIVE)}, with which Lightning assumes an interactive shell"
             )
         if self.cpus_per_task is not None and self.cpus_per_task < 1:
-            raise ConfigurationError(f"cluster.cpus_per_task={self.cpus_per_task}: a process needs at least 1")
+            raise ConfigurationError(f"cluster.cpus_per_task={self.cpus_per_task}: use at least 1")
         if self.python is not None and " " in self.python.strip() and not Path(self.python).is_file():
             container, _, python = self.python.strip().rpartition(" ")
             raise ConfigurationError(
-                f"cluster.python={self.python!r}: it must be only the path of an interpreter; for an interpreter in a "
-                f"container give cluster.container={container!r} and cluster.python={python!r}"
+                f"cluster.python={self.python!r} must be only the path of an interpreter: for an interpreter in a "
+                f"container set cluster.container={container!r} and cluster.python={python!r}"
             )
         for name, lines in (("sbatch", self.sbatch), ("server_sbatch", self.server_sbatch)):
             for line in lines:
                 _check_extra(name, line)
         if self.server_nodes < 0:
-            raise ConfigurationError(f"cluster.server_nodes={self.server_nodes}: use 1 or more, or 0 for no such nodes")
+            raise ConfigurationError(f"cluster.server_nodes={self.server_nodes} is negative; use 0 for no server nodes")
         if self.server_sbatch and not self.server_nodes:
             raise ConfigurationError(
-                f"cluster.server_sbatch={self.server_sbatch} is for nodes that the job does not ask for: set "
+                f"cluster.server_sbatch={self.server_sbatch} has no effect without server nodes: set "
                 "cluster.server_nodes, or leave server_sbatch out"
             )
         if isinstance(self.time, int):
@@ -247,8 +254,8 @@ class ClusterOptions:
             )
         if self.requeue and self.warning < MARGIN_SECONDS + 10:
             raise ConfigurationError(
-                f"cluster.signal_seconds={self.signal_seconds}: a run needs time to finish its step and to save; at "
-                f"least {MARGIN_SECONDS + 10}, and 120 is usual"
+                f"cluster.signal_seconds={self.signal_seconds} is too short to finish a step and save a checkpoint: "
+                f"use at least {MARGIN_SECONDS + 10}; 120 is usual"
             )
 
     @property
@@ -258,12 +265,12 @@ class ClusterOptions:
 
     @property
     def grace(self) -> int:
-        """Seconds between the warning signal and the moment when a run that has not stopped is killed."""
+        """Seconds between the warning signal and the time at which a run that has not stopped kills itself."""
         return self.warning - MARGIN_SECONDS
 
 
 def _check_extra(name: str, line: str) -> None:
-    """Refuse options of sbatch that other keys of the configuration decide."""
+    """Refuse an additional line for sbatch that is not an option, or whose option another key sets."""
     if not line.startswith("-") or "\n" in line:
         raise ConfigurationError(f"cluster.{name}: {line!r} is not an option of sbatch, such as --exclusive")
     for word in line.split():
@@ -273,6 +280,6 @@ def _check_extra(name: str, line: str) -> None:
             key = "trainer.devices"
         if key is not None and (name, key) != ("server_sbatch", "cluster.cpus_per_task"):
             raise ConfigurationError(
-                f"cluster.{name}: {line!r} could disagree with {key}, which decides this: leave the option out, and "
-                f"set {key}"
+                f"cluster.{name}: submit sets the option in {line!r} according to {key}: leave the option out, and set "
+                f"{key}"
             )

@@ -1,4 +1,4 @@
-"""A small server on each host that says "I am here" and answers measurements of the connection to it."""
+"""Small server on each host of a run, with which other hosts test and measure the connection to this host."""
 
 import contextlib
 import socket
@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 Answer = Literal["here", "refused", "silent"]
-ECHO, COUNT = b"E", b"N"
-ROUNDS = 30
-SEND_SECONDS = 0.3
+ECHO, COUNT = b"E", b"N"  # Requests: send one byte back; count the following bytes and send their number back.
+ROUNDS = 30  # Number of round trips in a measurement.
+SEND_SECONDS = 0.3  # Time for which data is sent in a measurement of the bandwidth.
 CHUNK = bytes(2**18)
 
 
 class Probe:
-    """A server that answers other hosts, at an IP address and a free port, until it is closed."""
+    """Server thread that answers other hosts' requests until :meth:`close` is called.
+
+    The server listens at an IP address of this host and a free port.
+    """
 
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -26,7 +29,7 @@ class Probe:
         threading.Thread(target=self._accept, name="probe", daemon=True).start()
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop the server, so that it does not answer requests any more."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -58,9 +61,9 @@ class ProbedHost:
 
     Attributes:
         node: Number of the host.
-        host: The host's own name.
-        address: IP address at which the other hosts reach it.
-        port: Port of its probe.
+        host: Name that the host has announced for itself.
+        address: IP address at which the other hosts reach this host.
+        port: Port of the host's :class:`Probe`.
     """
 
     node: int
@@ -73,11 +76,15 @@ class ProbedHost:
 
 
 def ping(peer: ProbedHost, seconds: float) -> tuple[Answer, str]:
-    """Ask a host's :class:`Probe` whether the host takes part in the run.
+    """Test the connection to a host's :class:`Probe`.
+
+    Args:
+        peer: The host.
+        seconds: Time-out.
 
     Returns:
-        ``here``, ``refused`` (the host answers, but its part of the run has ended) or ``silent``; and the reason if the
-        probe has not answered.
+        ``here`` if the probe has answered, ``refused`` if the host has refused or closed the connection because its
+        processes have ended, or else ``silent``; and the reason if the probe has not answered.
     """
     deadline = time.monotonic() + seconds
     try:
@@ -94,11 +101,16 @@ def ping(peer: ProbedHost, seconds: float) -> tuple[Answer, str]:
 
 
 def measure(address: str, port: int, timeout: float) -> tuple[float, float]:
-    """Measure the connection to another host's :class:`Probe`; takes about half a second.
+    """Measure the connection to another host's :class:`Probe`. This takes about half a second.
+
+    Args:
+        address: IP address of the other host.
+        port: Port of the probe.
+        timeout: Time-out of the connection, in seconds.
 
     Returns:
-        The median round trip in seconds, and the bandwidth from this host to the other over one TCP connection, in
-        bytes per second.
+        The median round-trip time in seconds, and the bandwidth from this host to the other host over one TCP
+        connection, in bytes per second.
     """
     with socket.create_connection((address, port), timeout=timeout) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

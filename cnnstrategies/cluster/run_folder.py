@@ -1,15 +1,16 @@
-"""The name of a run, its folder, and the checkpoint from which it continues when it is started again.
+"""Name and folder of a run, and the checkpoint from which the run resumes after a restart.
 
-The name is, in this order,
+The name of a run is the first of these that exists:
 
-1. the value of ``--run_name``, or of the variable ``CNNSTRATEGIES_RUN_NAME`` from a program that starts ``fit``,
-2. the name that a launcher gives (:meth:`~cnnstrategies.cluster.launchers.Launcher.run_name`), the innermost launcher
-   first.
+1. the value of ``--run_name``,
+2. the value of the environment variable ``CNNSTRATEGIES_RUN_NAME``, which programs that start ``fit`` can set,
+3. the name that a launcher gives (:meth:`~cnnstrategies.cluster.launchers.Launcher.run_name`); the innermost launcher
+   comes first.
 
-A run without a name cannot be started again; it gets a new, numbered folder.
+A run without a name cannot be restarted. It gets a new folder with a number.
 
-The name becomes the loggers' version. The checkpoints are in the folder ``checkpoints`` below the first logger's
-folder, unless ``checkpoint.dirpath`` names another. ``run.json`` beside the checkpoints names the run.
+The name is also the version of the loggers. Checkpoints are saved in the subfolder ``checkpoints`` of the first
+logger's folder, unless ``checkpoint.dirpath`` is set. The file ``run.json`` next to the checkpoints has the run's name.
 """
 
 import hashlib
@@ -32,32 +33,35 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.loggers import KeptCSVLogger
 from cnnstrategies.runtime.whole_file import whole_file
 
-NOT_HASHED = ("config", "ckpt_path", "run_name", "dry_run")  # Keys whose values may differ after a restart.
-MOST_CHARACTERS = 120
+NOT_HASHED = ("config", "ckpt_path", "run_name", "dry_run")  # Keys whose values may change when a run is restarted.
+MOST_CHARACTERS = 120  # Largest number of characters in a run's name.
 RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
-# Arguments with which other loggers continue a run, and show its name.
+# Keys: loggers without a folder. Values: the argument with the id by which the logger continues a run, and the argument
+# with the name that the logger shows.
 IDS = {"WandbLogger": ("version", "name"), "MLFlowLogger": ("run_id", "run_name")}
 CSV = loggers_of_lightning.CSVLogger.__name__
-WITH_FOLDERS = (TensorBoardLogger.__name__, CSV, KeptCSVLogger.__name__)  # loggers whose version is a folder
+WITH_FOLDERS = (TensorBoardLogger.__name__, CSV, KeptCSVLogger.__name__)  # Loggers whose version is a folder's name.
 
 
 def find_run(name: str | None, configuration: str, environ: Environ) -> str | None:
-    """Return the name of the run that this process is a part of; None if nothing starts the run again.
+    """Return the name of this process's run, or None if the run has no name.
 
     Args:
-        name: Name from the configuration.
-        configuration: The configuration's hash, from :func:`configuration_hash`.
+        name: Value of ``--run_name``, or None.
+        configuration: Hash of the configuration, from :func:`configuration_hash`.
         environ: Environment variables of this process.
 
     Raises:
-        ConfigurationError: A name cannot be that of a folder, or the launcher restarts processes of an unnamed run.
+        ConfigurationError: The name cannot be used for a folder, or the run has no name although its launcher restarts
+            failed processes.
     """
     for given_name, source in ((name, "run_name"), (environ.get(RUN_NAME), RUN_NAME)):
         if given_name is not None:
             return checked(given_name, source)
     launchers = detected(environ)
-    # A launcher's temporary name ends with that launcher; an outer launcher's name lasts until the run starts again.
+    # A launcher's temporary name changes when an outer launcher starts the launcher again. A temporary name is
+    # therefore used only if no launcher gives a permanent name.
     for temporary in (False, True):
         for launcher in launchers:
             run_name = launcher.run_name(environ, configuration)
@@ -70,32 +74,45 @@ def find_run(name: str | None, configuration: str, environ: Environ) -> str | No
 
 
 def checked(name: str, source: str = "run_name") -> str:
-    """Return a run's name after checking that it can be the name of a folder.
+    """Check that a run's name can be used for a folder, and return the name.
 
     Args:
         name: The name.
-        source: The option or variable that has given it, for the message.
+        source: Name of the option or environment variable from which the name comes, for the error message.
 
     Raises:
         ConfigurationError: The name cannot be used.
     """
     if not re.fullmatch(r"\w[\w.+-]*", name) or len(name) > MOST_CHARACTERS:
         raise ConfigurationError(
-            f"{source}={name!r}: it names a folder: at most {MOST_CHARACTERS} letters, digits and . + - _ are accepted"
+            f"{source}={name!r} cannot be used for a folder: use at most {MOST_CHARACTERS} letters, digits and . + - "
+            "_, and begin with a letter, a digit or _"
         )
     if re.fullmatch(r"version_\d+", name):
-        raise ConfigurationError(f"{source}={name}: runs without a name have such names; choose another name")
+        raise ConfigurationError(
+            f"{source}={name} has the form of the names that runs get if no name is set: choose another name"
+        )
     return name
 
 
 def configuration_hash(config: Mapping[str, object]) -> str:
-    """Return a hash of eight characters of a configuration, without the keys of the checkpoint and the run's name."""
+    """Return a hash of a configuration, with eight hexadecimal digits.
+
+    Keys that may change when a run is restarted, such as ``ckpt_path``, do not influence the hash.
+    """
     content = sorted((str(key), str(value)) for key, value in config.items() if key not in NOT_HASHED)
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
 
 
 def place(config: Any, name: str) -> None:
-    """Set the run's folder and ids in the loggers and checkpoints of a configuration; the user's values stay."""
+    """Set the folders and ids of a run in the configuration of its loggers and checkpoint callbacks.
+
+    Values that the user has set are not changed.
+
+    Args:
+        config: The configuration, which is changed in place.
+        name: Name of the run.
+    """
     loggers = keep_version(config.trainer, name)
     for logger in loggers:
         if getattr(logger, "class_path", None) == f"{loggers_of_lightning.__name__}.{CSV}":
@@ -103,9 +120,9 @@ def place(config: Any, name: str) -> None:
     folder = Path(str(config.trainer.default_root_dir or Path.cwd())) / name
     if loggers and _class(loggers[0]) in WITH_FOLDERS:
         arguments = loggers[0].init_args
-        # The loggers compose their folder in the same way.
+        # The loggers compute the path of their folder in the same way, so the checkpoints get into that folder.
         version = arguments["version"]
-        if "://" in str(arguments["save_dir"]):  # The folder is not on a disk: ModelCheckpoint composes its path.
+        if "://" in str(arguments["save_dir"]):  # The folder is a URL: ModelCheckpoint itself computes its path.
             return
         folder = Path(str(arguments["save_dir"])) / str(arguments["name"] or "")
         folder /= version if isinstance(version, str) else f"version_{version}"
@@ -123,21 +140,22 @@ def place(config: Any, name: str) -> None:
 
 
 def keep_version(trainer: Any, name: str) -> list[Any]:
-    """Set the version of a configuration's loggers, so that a restarted run writes to the same folder.
+    """Set the version of the loggers to the run's name, so that a restarted run writes to the same folder.
 
-    A version from the user stays. Loggers without versions, and loggers whose version is an id, are not changed.
+    Versions that the user has set are not changed. Loggers without a version, and loggers whose version is an id, are
+    not changed either.
 
     Args:
-        trainer: The configuration of the trainer, which is changed.
-        name: The run's name.
+        trainer: Configuration of the trainer, which is changed in place.
+        name: Name of the run.
 
     Returns:
-        The configurations of the loggers.
+        Configuration of each logger.
     """
     if trainer.logger is False:
         return []
     if trainer.logger is None or trainer.logger is True:
-        # Lightning would make this logger.
+        # This is the logger that Lightning would create by default.
         trainer.logger = Namespace(  # type: ignore[no-untyped-call]
             class_path="lightning.pytorch.loggers.TensorBoardLogger",
             init_args=Namespace(  # type: ignore[no-untyped-call]
@@ -153,7 +171,10 @@ def keep_version(trainer: Any, name: str) -> list[Any]:
 
 
 def checkpoint_arguments(config: Any) -> list[Any]:
-    """Return the arguments of the user's ModelCheckpoints; without any, return the section ``checkpoint``."""
+    """Return the arguments of each ModelCheckpoint among the configured callbacks.
+
+    If the configuration has no such callback, return the arguments in its section ``checkpoint``.
+    """
     callbacks = config.trainer.callbacks or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     arguments = [callback.init_args for callback in callbacks if _class(callback) == ModelCheckpoint.__name__]
@@ -161,10 +182,12 @@ def checkpoint_arguments(config: Any) -> list[Any]:
 
 
 def last_checkpoint(trainer: Trainer, name: str) -> Path | None:
-    """Return the last complete checkpoint of a run; None if the run has no checkpoint yet.
+    """Return the path of the last complete checkpoint of a run.
+
+    The result is None if the run has no checkpoint yet.
 
     Raises:
-        ConfigurationError: The folder's last checkpoint is of another run.
+        ConfigurationError: The last checkpoint in the folder belongs to a different run.
     """
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None or trainer.fast_dev_run:  # type: ignore[attr-defined]  # set outside the class
@@ -179,28 +202,37 @@ def last_checkpoint(trainer: Trainer, name: str) -> Path | None:
         others = [file for file in folder.glob(f"*{callback.FILE_EXTENSION}") if file != last and _is_whole(file)]
         if others:
             newest = max(others, key=lambda file: file.stat().st_mtime_ns)
-            rank_zero_info(f"{last} is incomplete: {newest.name} is used instead")
+            rank_zero_info(f"{last} is incomplete, so the run resumes from {newest.name} instead")
             return newest
     return None
 
 
 def refuse_anothers(last: Path, name: str) -> None:
-    """Refuse a folder with the last checkpoint of another run, from which a restarted run would continue.
+    """Check that the file ``last`` does not exist or is a checkpoint of the run ``name``.
+
+    Otherwise a restart of the run would resume from the checkpoint of a different run.
+
+    Args:
+        last: Path of the last checkpoint.
+        name: Name of the run.
 
     Raises:
-        ConfigurationError: The checkpoint is not of the run `name`.
+        ConfigurationError: The checkpoint belongs to a different run.
     """
     folder = last.parent
     record = read_record(folder)
     if last.exists() and record.get("run", folder.parent.name if folder.name == CHECKPOINTS else None) != name:
         raise ConfigurationError(
-            f"{last} is not of the run {name}, which would continue from it after a restart: give another "
+            f"{last} does not belong to the run {name}, but a restart would resume from it: set another "
             "checkpoint.dirpath, or move the file"
         )
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Return the content of ``run.json`` in a folder of checkpoints; empty if there is no valid file."""
+    """Return the content of ``run.json`` in a folder of checkpoints.
+
+    The result is empty if the file is missing or invalid.
+    """
     try:
         record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -209,13 +241,13 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Write ``run.json``, as a complete file."""
-    with whole_file(folder / RECORD, "make room there, or give another checkpoint.dirpath") as file:
+    """Write ``run.json`` to a folder of checkpoints, atomically."""
+    with whole_file(folder / RECORD, "free some space, or set checkpoint.dirpath to another disk") as file:
         file.write(f"{json.dumps(record, indent=1)}\n".encode())
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint file is complete. A checkpoint that is a directory is only checked when it is loaded."""
+    """Whether a checkpoint file is complete. A checkpoint that is a directory is assumed to be complete."""
     return checkpoint.is_dir() or zipfile.is_zipfile(checkpoint)
 
 

@@ -1,4 +1,4 @@
-"""Stores of torch, through which processes find each other: across hosts, on one machine, and under torchrun."""
+"""torch.distributed stores through which the processes of a run find each other."""
 
 import contextlib
 import ipaddress
@@ -17,24 +17,25 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.protocol import facts_of
 
 LOOPBACK, INTERFACE = "127.0.0.1", "lo"
-SERVED = "TORCHELASTIC_USE_AGENT_STORE"  # torch's variable: a process that is not a rank serves the store.
-SECONDS = 60.0
-POLL = 0.05  # seconds
-FREE_PORT = "free port"
+# Environment variable of torch: "True" if a process that is not a rank, such as torchrun's agent, serves the store.
+SERVED = "TORCHELASTIC_USE_AGENT_STORE"
+SECONDS = 60.0  # Longest time, in seconds, to wait for rank 0 under torchrun.
+POLL = 0.05  # Seconds between two checks of a store or a file.
+FREE_PORT = "free port"  # Key in rank 0's store. Its value is the number of a free port on rank 0's machine.
 
 
 def serve_on_loopback(address: str = LOOPBACK, port: int = 0) -> TCPStore:
-    """Return a store of torch that listens only on the loopback.
+    """Return a torch.distributed store that listens only on the loopback interface.
 
-    By default torch's stores listen on all interfaces. When ``torch.distributed`` later opens a store at this port in
-    this process, both stores use one server.
+    Stores normally listen on all interfaces.
+    If ``torch.distributed`` later opens a store at this port in this process, that store uses the same server.
 
     Args:
-        address: An address of the loopback.
-        port: Port to listen on; 0 chooses a free port.
+        address: Address of the loopback interface.
+        port: Port to listen at; 0 for any free port.
 
     Raises:
-        OSError: The port is taken.
+        OSError: The port is in use.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family)
@@ -46,13 +47,14 @@ def serve_on_loopback(address: str = LOOPBACK, port: int = 0) -> TCPStore:
 
 @contextlib.contextmanager
 def on_loopback(strategy: Strategy) -> Iterator[None]:
-    """Make torch listen only on the loopback for a run on one machine; for several machines do nothing.
+    """Make torch listen only on the loopback interface during a run on one machine.
 
-    The function keeps the values of ``MASTER_ADDR``, ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` if they are set.
+    A run on several machines is not changed. The environment variables ``MASTER_ADDR``, ``GLOO_SOCKET_IFNAME`` and
+    ``NCCL_SOCKET_IFNAME`` are set unless they are already set. Use this before the ranks are connected, in a rank or in
+    the process that will start all ranks.
 
     Args:
-        strategy: The strategy of the run. This process is either a rank that is not connected yet, or the process that
-            will start all ranks.
+        strategy: The strategy of the run.
     """
     facts = facts_of(strategy)
     environment = facts.environment
@@ -63,10 +65,11 @@ def on_loopback(strategy: Strategy) -> Iterator[None]:
     os.environ.setdefault("MASTER_ADDR", LOOPBACK)
     address, store = resolve(environment.main_address), None
     if environment.local_rank() == 0 and ipaddress.ip_address(address).is_loopback:
-        # The port is taken if the store is served already. If another program has the port, torch will report it.
+        # An error means that the port is in use, usually because the store is already served. If another program uses
+        # the port, torch reports the error later.
         with contextlib.suppress(OSError):
             store = serve_on_loopback(address, environment.main_port)
-    # In a child, whose number is set, the environment counts all processes as created externally.
+    # Whether this process will fork or spawn all ranks. In a rank, `creates_processes_externally` is true.
     starts = ranks_are_children(strategy.launcher) and not environment.creates_processes_externally
     with _served() if store is not None and starts else contextlib.nullcontext():
         yield
@@ -84,16 +87,16 @@ def _served() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_store(listens: bool = False) -> Iterator[None]:
-    """Let rank 0 serve the store through which the ranks find each other, instead of torchrun's agent.
+    """Make rank 0, instead of torchrun's agent, serve the store through which the ranks find each other.
 
-    The agent's store outlives a restart, so restarted ranks would read the addresses of dead ranks. gloo would try to
-    connect to the dead ranks until its time-out, and the restart would fail (seen with torch 2.13 and 2.15). With this
-    function each start has a new store, and the agent's store only holds the new store's port. Nothing happens if
-    torchrun's agent serves no store.
+    The agent's store still exists after a restart. Restarted ranks would read the addresses of dead ranks in it, gloo
+    would try to connect to the dead ranks until its time-out, and the restart would fail (observed with torch 2.13 and
+    2.15). With this function, rank 0 creates a new store at each start, and publishes the port of the new store in the
+    agent's store. If no agent of torchrun serves a store, the function does nothing.
 
     Args:
-        listens: Whether the run listens at the main port itself and opens no store of torch. The main port then becomes
-            another port, which is free on rank 0's machine.
+        listens: Whether the strategy itself listens at the main port and does not open a torch.distributed store.
+            ``MASTER_PORT`` is then set to a free port on rank 0's machine.
     """
     if os.environ.get(SERVED) != "True":
         yield
@@ -105,7 +108,7 @@ def own_store(listens: bool = False) -> Iterator[None]:
     if alone:
         address = os.environ["MASTER_ADDR"] = LOOPBACK
     if os.environ["RANK"] == "0":
-        # The store that torch.distributed opens later in this process uses the same server.
+        # When torch.distributed later opens its own store in this process, it uses the same server.
         server = (
             serve_on_loopback()
             if alone
@@ -126,9 +129,10 @@ def own_store(listens: bool = False) -> Iterator[None]:
 
 
 def _current_port(agent: PrefixStore, address: str) -> int:
-    """Return the port on which rank 0 listens.
+    """Return the port of the store that rank 0 serves.
 
-    The agent's store may still hold the port of a dead rank 0. Then the connection fails, and the port is read again.
+    The agent's store may still have the port of a rank 0 that has died. The connection to this port fails, and the
+    function then reads the port again.
 
     Raises:
         ConfigurationError: Rank 0 was not reached within `SECONDS`.
@@ -141,27 +145,29 @@ def _current_port(agent: PrefixStore, address: str) -> int:
                 return port
         time.sleep(POLL)
     raise ConfigurationError(
-        f"{socket.gethostname()} has not reached rank 0 on {address} for {SECONDS:g} s: it has failed, or a firewall "
-        "blocks the connection; allow TCP connections on all ports between the machines of the run"
+        f"{socket.gethostname()} has not reached rank 0 on {address} for {SECONDS:g} s, because rank 0 has failed or a "
+        "firewall blocks the connection: allow TCP connections on all ports between the machines of the run"
     )
 
 
 def open_store(address: str, port: int, serve: bool, seconds: float) -> Store:
-    """Return the store at the main address, through which the processes of a run find each other.
+    """Return the store at the main address and the main port, through which the processes of a run find each other.
 
-    When ``torch.distributed`` later opens a store at this port in rank 0's process, both stores use one server.
+    If ``torch.distributed`` later opens a store at this port in rank 0's process, that store uses the same server.
 
     Args:
         address: The main address.
         port: The main port.
-        serve: Whether this process is rank 0, which serves the store.
-        seconds: How long to wait for the store.
+        serve: Whether this process serves the store. Rank 0 does so, and the other processes connect to it.
+        seconds: Longest time to wait for the store.
 
     Raises:
-        ConfigurationError: The port cannot be served, or nothing has listened at it within `seconds`.
+        ConfigurationError: Rank 0 cannot listen at the port, or another process could not connect within ``seconds``.
     """
     if serve:
-        resolve(address)  # torch's own client would retry and print a stack.
+        # If the address cannot be resolved, this raises an error with a clear message. torch would retry, and then
+        # print a stack trace.
+        resolve(address)
     else:
         _wait_for_port(address, port, seconds)
     try:
@@ -175,8 +181,8 @@ def open_store(address: str, port: int, serve: bool, seconds: float) -> Store:
         )
     except RuntimeError as error:
         raise ConfigurationError(
-            f"{socket.gethostname()} cannot serve port {port}: {str(error).splitlines()[0]}; set MASTER_PORT to a free "
-            "one on every machine"
+            f"{socket.gethostname()} cannot listen at port {port} ({str(error).splitlines()[0]}): set MASTER_PORT to "
+            "the same free port on every machine"
         ) from error
     return PrefixStore("cnnstrategies", store)
 
@@ -184,10 +190,10 @@ def open_store(address: str, port: int, serve: bool, seconds: float) -> Store:
 def _wait_for_port(address: str, port: int, seconds: float) -> None:
     """Wait until a process listens at the port.
 
-    torch's own client would retry as well, but would not report why the connection fails.
+    torch's own client also waits, but does not report why the connection fails.
 
     Raises:
-        ConfigurationError: Nothing has listened at the port within `seconds`; the error message gives the reason.
+        ConfigurationError: No process has listened at the port within ``seconds``. The error message has the reason.
     """
     deadline = time.monotonic() + seconds
     ip = resolve(address)
@@ -197,14 +203,14 @@ def _wait_for_port(address: str, port: int, seconds: float) -> None:
             socket.create_connection((ip, port), timeout=min(left, 10)).close()
             return
         except TimeoutError:
-            reason = "no answer: is the machine up, and does a firewall block the port?"
+            reason = "no answer; check that the machine is running and that no firewall blocks the port"
         except ConnectionRefusedError:
-            reason = "it answers, but nothing listens at the port: has rank 0 been started, with the same MASTER_PORT?"
+            reason = "no process listens at the port; check that rank 0 was started with the same MASTER_PORT"
         except OSError as error:
             reason = f"{error.strerror}"
         time.sleep(min(0.2, max(0.0, left)))
         with contextlib.suppress(ConfigurationError):
-            ip = resolve(address)  # A pod that was started again has another address.
+            ip = resolve(address)  # A pod has a new address after a restart.
     target = address if address == ip else f"{address} ({ip})"
     raise ConfigurationError(
         f"{socket.gethostname()} has not reached the main address {target} on port {port} for {seconds:g} s: {reason}"
@@ -212,7 +218,7 @@ def _wait_for_port(address: str, port: int, seconds: float) -> None:
 
 
 def missing_after(store: Store, keys: list[str], seconds: float) -> list[str]:
-    """Wait until all keys have been written; return the keys that are missing after `seconds`."""
+    """Wait until all keys exist in the store, for at most ``seconds``. Return the keys that are still missing."""
     deadline = time.monotonic() + seconds
     while keys and not store.check(keys):
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""A configuration that ``submit`` sends to a launcher."""
+"""Configuration of a run that ``submit`` sends to a cluster."""
 
 import itertools
 import shlex
@@ -22,20 +22,20 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
-ALWAYS_READ = frozenset({"job_name", "setup", "python", "folder"})  # Keys of `cluster` that every launcher reads.
+ALWAYS_READ = frozenset({"job_name", "setup", "python", "folder"})  # Keys of the section `cluster` for all launchers.
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A checked configuration that ``submit`` hands to a launcher.
+    """A checked configuration that ``submit`` passes to a launcher.
 
     Attributes:
         config: The parsed configuration.
-        dump: Writes a configuration as YAML.
-        datamodule: The run's data; None if the module has loaders of its own.
-        options: The section ``cluster``.
+        dump: Function that returns a configuration as YAML.
+        datamodule: The data module of the run; None if the module has its own loaders.
+        options: The section ``cluster`` of the configuration.
         size: Number of nodes, processes and GPUs.
-        server_options: Options of the run's parameter servers; None without parameter servers.
+        server_options: Options of the run's parameter servers; None if the run has no parameter servers.
     """
 
     config: Namespace
@@ -46,27 +46,31 @@ class Submission:
     server_options: "ParameterServerOptions | None"
 
     def job(self, launcher: Launcher, command: str) -> ClusterJob:
-        """Return the job of this run on a launcher.
+        """Return the job for this run.
 
         Args:
-            launcher: A launcher that takes submissions.
-            command: The command line of ``submit``, for people who read the job.
+            launcher: A launcher that accepts submissions.
+            command: The command line of ``submit``, for a comment in the job.
 
         Raises:
-            ConfigurationError: The launcher cannot run it, or would start it again without checkpoints.
+            ConfigurationError: The launcher cannot run this configuration, or it would restart the run although the run
+                does not save checkpoints.
         """
         restart, trainer = launcher.restart(self.options), self.config.trainer
         if restart is not None and (trainer.enable_checkpointing is False or trainer.fast_dev_run):
             raise ConfigurationError(
-                f"trainer.enable_checkpointing=false or fast_dev_run: without checkpoints {restart.subject} would "
+                f"trainer.enable_checkpointing=false or fast_dev_run: without checkpoints, {restart.subject} would "
                 f"start from the beginning each time; {restart.remedy}"
             )
         return launcher.job(self, command)
 
     def ignored_keys(self, launcher: Launcher) -> list[str]:
-        """Return the keys of ``cluster`` that the configuration sets and the launcher does not read."""
+        """Return the keys of the section ``cluster`` that are set in the configuration but ignored by the launcher.
+
+        Sections of other launchers do not count, because one configuration may have sections for several launchers.
+        """
         default = ClusterOptions()
-        sections = {other.name for other in launchers()}  # A launcher's own section; one file serves all of them.
+        sections = {other.name for other in launchers()}
         names = [field.name for field in fields(ClusterOptions)]
         read = launcher.reads | ALWAYS_READ | sections
         changed = [name for name in names if getattr(self.options, name) != getattr(default, name)]
@@ -74,32 +78,32 @@ class Submission:
 
     @property
     def checkpoints(self) -> str | None:
-        """The directory that the configuration names for its checkpoints; None if it names none."""
+        """Directory of the checkpoints, if the configuration sets it; otherwise None."""
         directory: str | None = checkpoint_arguments(self.config)[0].dirpath
         return directory
 
     def prepare_data(self) -> None:
-        """Look at the data on this machine before a job waits in a queue, unless ``cluster.check_data`` is false."""
+        """Call the data module's ``prepare_data`` before the job is queued, unless ``cluster.check_data`` is false."""
         if self.options.check_data and self.datamodule is not None:
             self.datamodule.prepare_data()
 
     def run_folder(self, parent: Path) -> Path:
-        """Return the path of the run's folder: the folder with the run's name, or a new folder for an unnamed run.
+        """Return the path of the run folder. Its name is the run's name, or a new name if the run has no name.
 
         Args:
-            parent: Parent directory, on a disk that all nodes see.
+            parent: Parent directory, on a file system that all nodes share.
 
         Raises:
-            ConfigurationError: The checkpoints' directory belongs to another run, or the nodes need keys and the
-                configuration names no file with keys.
+            ConfigurationError: The directory of the checkpoints belongs to a different run, or connections between the
+                nodes need keys and no key file is set.
         """
         if self.server_options is not None and self.size.nodes + self.options.server_nodes > 1:
-            self.server_options.encrypted("tcp://first-node:15000")  # Raises an error if a key file is missing.
+            self.server_options.encrypted("tcp://first-node:15000")  # Check that the key file exists.
         parent = parent.resolve()
         name: str | None = self.config.run_name
         if name is None:
             stem = f"{self.options.job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-            # Two submissions within one second get different folders.
+            # If two jobs are submitted within one second, the second job's folder gets a number.
             names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
             name = next(name for name in names if not (parent / name).exists())
         if self.checkpoints is not None:
@@ -107,25 +111,27 @@ class Submission:
         return parent / name
 
     def script_lines(self, folder: Path, start: str) -> str:
-        """Return the lines of a script that set up the environment and run ``fit``.
+        """Return the lines of a job script that set up the environment and run ``fit``.
 
-        They read the keys setup, python, venv, container and cpus_per_task of the section ``cluster``.
+        They depend on the keys setup, python, venv, container and cpus_per_task of the section ``cluster``.
 
         Args:
-            folder: The run folder, with ``config.yaml``.
-            start: The words that start the ranks, such as ``srun --ntasks-per-node=4``.
+            folder: The run folder, which contains ``config.yaml``.
+            start: Command that starts the ranks, such as ``srun --ntasks-per-node=4``.
         """
         config = shlex.quote(str(folder / "config.yaml"))
         interpreter = interpreter_words(self.options, sys.executable)
         return f"{setup_lines(self.options)}{start} {interpreter} -m cnnstrategies fit --config {config}\n"
 
     def text(self, folder: PurePath, changes: Mapping[str, Any]) -> str:
-        """Return the whole configuration as YAML, so that later changes of files do not reach a job in the queue.
+        """Return the whole configuration of the job as YAML.
+
+        The job uses this text, so that later changes of the user's configuration files do not affect a queued job.
 
         Args:
-            folder: The run folder as the run's processes see it. Checkpoints go there unless the configuration names
-                another directory.
-            changes: Values that the launcher decides, by key.
+            folder: Path of the run folder in the run's processes. Checkpoints are saved in it, unless the configuration
+                sets another directory.
+            changes: Values that the launcher sets; keys are keys of the configuration.
         """
         config = self.config.clone()
         config.pop("config", None)

@@ -1,4 +1,4 @@
-"""Data modules of images, with loaders that divide each global batch among processes."""
+"""LightningDataModules for images. Their loaders divide each global batch among the processes."""
 
 from cnnstrategies.data.image_folder import ImageFolderDataModule
 from cnnstrategies.data.image_table import ImageTableDataModule

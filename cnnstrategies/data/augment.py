@@ -1,7 +1,7 @@
-"""Transforms of whole batches.
+"""Random transforms of whole batches.
 
-The random transforms of torchvision v2 also work on batches, but they draw once per call, so every image of a batch
-would be shifted alike. The transforms of this module draw for each image.
+The random transforms of torchvision v2 also accept batches, but they draw one random number per call, so that all
+images of a batch are transformed in the same way. The transforms of this module draw a number for each image.
 """
 
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ from cnnstrategies.errors import ConfigurationError
 
 
 def to_normalised(mean: Sequence[float], std: Sequence[float]) -> nn.Module:
-    """Return a transform from uint8 to float32 in [0, 1], minus ``mean``, divided by ``std``, each per channel.
+    """Return a transform that converts uint8 images to float32 in [0, 1] and normalises each channel.
 
-    The normalisation works in place: for 32 images of 224 x 224 pixels, writing a second batch to memory takes seven
-    times as long as the arithmetic.
+    The normalisation subtracts ``mean`` and divides by ``std``. It works in place: for 32 images of 224 x 224 pixels,
+    writing the result to new memory takes seven times as long as the arithmetic.
     """
     return nn.Sequential(v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(mean), list(std), inplace=True))
 
 
 class RandomShift(nn.Module):
-    """Transform that shifts each image by up to ``pixels`` in both directions and fills the border with zeros.
+    """Transform that shifts each image of a batch at random and fills the border with zeros.
 
-    The result is that of padding by ``pixels`` and cropping at random (He et al. 2016, section 4.2), for all images at
-    once.
+    This is the same as padding an image by ``pixels`` and taking a random crop of the original size (He et al. 2016,
+    section 4.2), but for all images of the batch at once.
 
     Args:
-        pixels: Largest shift.
+        pixels: Largest horizontal and vertical shift, in pixels.
     """
 
     def __init__(self, pixels: int) -> None:
@@ -41,14 +41,15 @@ class RandomShift(nn.Module):
         """Map (N, C, H, W) to (N, C, H, W)."""
         count, _, height, width = images.shape
         top, left = torch.randint(0, 2 * self.pixels + 1, (2, count))
-        # A view (N, C, vertical shifts, horizontal shifts, H, W): only the chosen windows are copied.
+        # `windows` is a view of shape (N, C, vertical shifts, horizontal shifts, H, W), so only the chosen windows are
+        # copied.
         windows = tvf.pad(images, [self.pixels]).unfold(2, height, 1).unfold(3, width, 1)
         shifted: Tensor = windows[torch.arange(count), :, top, left]
         return shifted
 
 
 class RandomFlip(nn.Module):
-    """Transform that mirrors each image left to right with probability 1/2."""
+    """Transform that flips each image of a batch horizontally with probability 1/2."""
 
     def forward(self, images: Tensor) -> Tensor:
         """Map (N, C, H, W) to (N, C, H, W)."""
@@ -57,10 +58,10 @@ class RandomFlip(nn.Module):
 
 
 class EachImage(nn.Module):
-    """Transform of a batch that applies transforms to each image, so that random transforms draw for each image.
+    """Transform that applies transforms of single images to each image of a batch.
 
     Args:
-        transforms: Transforms of one image, for example of torchvision v2.
+        transforms: Transforms of one image, for example from torchvision v2. Random transforms draw for each image.
     """
 
     def __init__(self, transforms: Sequence[nn.Module]) -> None:
@@ -73,14 +74,17 @@ class EachImage(nn.Module):
 
 
 def each_image(transforms: Sequence[nn.Module] | None, image_shape: Sequence[int]) -> list[nn.Module]:
-    """Return the user's transforms as a list with one transform of batches, or an empty list if there are none.
+    """Check the user's transforms of single images, and return them as one transform of batches.
 
     Args:
-        transforms: Transforms of one image, uint8 (C, H, W).
+        transforms: Transforms of one uint8 (C, H, W) image.
         image_shape: (C, H, W).
 
+    Returns:
+        A list with the transform of batches; an empty list if the user has given no transforms.
+
     Raises:
-        ConfigurationError: The transforms fail for an image of this shape, or change its shape or type.
+        ConfigurationError: The transforms fail for an image of this shape, or change its shape or dtype.
     """
     if not transforms:
         return []
@@ -92,12 +96,13 @@ def each_image(transforms: Sequence[nn.Module] | None, image_shape: Sequence[int
             result = batch_transform(image)
     except Exception as error:
         raise ConfigurationError(
-            f"data.init_args.transforms ({names}) fails for a uint8 image of shape {tuple(image_shape)}: {error}"
+            f"data.init_args.transforms ({names}) fails for a uint8 image of shape {tuple(image_shape)} ({error}): use "
+            "transforms that accept such images"
         ) from error
     if result.shape != image.shape or result.dtype != image.dtype:
         raise ConfigurationError(
             f"data.init_args.transforms ({names}) turns a uint8 image of shape {tuple(image_shape)} into "
-            f"{result.dtype} {tuple(result.shape[1:])}: use transforms that keep the shape and the type; the data "
-            "module normalises afterwards"
+            f"{result.dtype} {tuple(result.shape[1:])}: use transforms that keep the shape and the dtype, without "
+            "normalisation, because the data module normalises the images itself"
         )
     return [batch_transform]

@@ -1,4 +1,4 @@
-"""Decoding of image files to tensors. Every kind of damage to a file raises the same error."""
+"""Decoding of image files to tensors, and scaling of segmentation masks to the size of their images."""
 
 from pathlib import Path
 from typing import BinaryIO
@@ -13,20 +13,22 @@ LIMIT = "is the limit (PIL.Image.MAX_IMAGE_PIXELS)"
 
 
 class BrokenImageError(Exception):
-    """A file is not an image, is damaged or is too large; the message gives the reason."""
+    """Error of a file that is not an image, is damaged or has too many pixels. Its text gives the reason."""
 
 
 def decode(file: Path | BinaryIO) -> Tensor:
-    """Decode an image file, whatever its extension, and rotate it by its EXIF orientation.
+    """Decode an image file and rotate the image according to its EXIF orientation.
 
-    Pillow decodes the file: torchvision 0.29 announces the end of its own decoders, and its PNG decoder ends the
-    process with a segmentation fault if image data is damaged.
+    The file's content and not its extension decides which format it has. Pillow decodes the file. The decoders of
+    torchvision are not used, because torchvision 0.29 deprecates them, and because its PNG decoder crashes with a
+    segmentation fault on damaged files.
 
     Args:
         file: Path of the file, or the open file.
 
     Returns:
-        uint8 (3, H, W). Grey values are repeated for each channel, transparency is dropped, and 16 bits become 8.
+        RGB image, uint8 (3, H, W). Greyscale is converted to RGB, the alpha channel is removed, and 16 bits are reduced
+        to 8.
 
     Raises:
         BrokenImageError: The file cannot be read or decoded, or has too many pixels.
@@ -35,22 +37,23 @@ def decode(file: Path | BinaryIO) -> Tensor:
         with Image.open(file) as opened:
             count, limit = opened.width * opened.height, Image.MAX_IMAGE_PIXELS
             if limit is not None and count > limit:
-                # Such a file may be made to fill the memory: Pillow itself allows twice as many pixels, for which a PNG
-                # file of 0.4 MB takes 3 GB.
+                # The file may be a decompression bomb. Pillow itself raises an error only above twice this limit, where
+                # a PNG file of 0.4 MB needs 3 GB of memory.
                 raise ValueError(f"the image has {count / 1e6:.0f} megapixels, and {limit / 1e6:.0f} {LIMIT}")
             image = ImageOps.exif_transpose(opened)
             if image.mode.startswith("I;16"):
-                # Pillow's own conversion clips at 255 instead of scaling: all but the darkest pixels become white.
+                # Pillow's own conversion clips values at 255 instead of scaling them, so that most pixels become white.
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             if image.mode in ("I", "F"):
                 raise ValueError(
-                    f"pixels have 32 bits ({image.mode}) and an unknown range: convert them to 8 or 16 bits"
+                    f"the pixels have 32 bits (mode {image.mode}) and an unknown range: convert them to 8 or 16 bits"
                 )
             pixels = np.array(image.convert("RGB"))
-    except Image.DecompressionBombError as error:  # `open` refuses images of more than twice the limit.
+    except Image.DecompressionBombError as error:  # `Image.open` raises it above twice Pillow's limit of pixels.
         megapixels = (Image.MAX_IMAGE_PIXELS or 0) / 1e6
         raise BrokenImageError(f"the image has too many pixels: {megapixels:.0f} megapixels {LIMIT}") from error
-    # For damaged data Pillow's formats raise OSError, ValueError, SyntaxError, struct.error and other errors.
+    # For damaged files, Pillow's decoders raise OSError, ValueError, SyntaxError, struct.error and other errors, so all
+    # errors are caught.
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise BrokenImageError(" ".join((reason or str(error) or type(error).__name__).split())) from error
@@ -58,18 +61,21 @@ def decode(file: Path | BinaryIO) -> Tensor:
 
 
 def fitted(height: int, width: int, size: int) -> tuple[int, int]:
-    """Return height and width of an image after scaling its longer side to ``size``."""
+    """Return the height and width, in pixels, of an image after its longer side has been scaled to ``size``."""
     longer = max(height, width)
     return max(1, round(height * size / longer)), max(1, round(width * size / longer))
 
 
 def of_image(mask: Tensor, height: int, width: int) -> Tensor:
-    """Return a square mask in the size of the image that was fitted into the square, without the padding.
+    """Remove the padding from a predicted mask, and scale the mask to the size of the original image.
 
     Args:
-        mask: (S, S).
-        height: Height of the image.
-        width: Width of the image.
+        mask: Mask (S, S) for the image after it was scaled and padded to a square.
+        height: Height of the original image, in pixels.
+        width: Width of the original image, in pixels.
+
+    Returns:
+        Mask (height, width).
     """
     rows, columns = fitted(height, width, mask.shape[-1])
     inner = mask[None, None, :rows, :columns].float()

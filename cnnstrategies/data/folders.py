@@ -1,4 +1,4 @@
-"""Contents of a data set's folder: its parts, their images, and files that are not images."""
+"""Search for the splits (train, val, test, predict) and the images in a data set's folder."""
 
 import os
 from collections import Counter
@@ -9,55 +9,66 @@ from cnnstrategies.errors import ConfigurationError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 FILES_END_IN = f"files must end in {', '.join(EXTENSIONS)}"
-# Folder names of each part, in lower case; folders may be in any case.
+# Keys: splits of a data set. Values: accepted names of the split's folder, in lower case. The case is ignored.
 PARTS = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation", "validate", "dev"),
     "test": ("test", "testing"),
     "predict": ("predict",),
 }
-EITHER = ("eval", "evaluation")
-MOST_NAMED = 3
+EITHER = ("eval", "evaluation")  # Folder names that could mean the validation split or the test split.
+MOST_NAMED = 3  # Largest number of ignored folders whose names the start panel shows.
 
 
 def readable(name: str) -> str:
-    """Return a file's name as UTF-8 text, in which hexadecimal numbers replace bytes that are not UTF-8."""
+    r"""Return a file's name as UTF-8 text, with escape sequences such as ``\xe9`` for bytes that are not UTF-8."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def part_folders(root: Path) -> dict[str, Path]:
-    """Return the folders of a data set's parts, by ``train``, ``val``, ``test`` and ``predict``.
+    """Return the folder of each split of a data set. The keys are ``train``, ``val``, ``test`` and ``predict``.
 
     Raises:
-        ConfigurationError: Two folders are for one part, or the part of a folder is ambiguous.
+        ConfigurationError: A split has two folders, or the name of a folder could mean validation or test.
     """
     folders: dict[str, Path] = {}
     for name in folders_in(root):
         if name.lower() in EITHER:
             raise ConfigurationError(
-                f"{root / name} may be for validation or for the test: rename it to val or test, or move it into "
+                f"{root / name} may be the validation or the test split: rename it to val or test, or move it into "
                 "train/ if it is a class"
             )
         for part, names in PARTS.items():
             if name.lower() in names:
                 if part in folders:
                     raise ConfigurationError(
-                        f"{folders[part]} and {root / name} are both folders for {part}: rename or remove one of them"
+                        f"{folders[part]} and {root / name} are both the {part} split: rename or remove one of them"
                     )
                 folders[part] = root / name
     return {part: folders[part] for part in PARTS if part in folders}
 
 
 def folders_in(directory: Path) -> list[str]:
-    """Return the names of the folders in a directory, including links to folders, without hidden folders."""
+    """Return the sorted names of the folders in a directory. Links to folders are included, hidden folders are not."""
     if not directory.is_dir():
         return []
     with os.scandir(directory) as entries:
         return sorted(entry.name for entry in entries if entry.name[0] != "." and entry.is_dir())
 
 
-def beside(root: Path, folders: dict[str, Path]) -> Counter[str]:
-    """Return the number of folders beside the folders of the parts, which are not used, by the reason."""
+def ignored_folders(root: Path, folders: dict[str, Path]) -> Counter[str]:
+    """Count the folders in ``root`` that are ignored.
+
+    If a folder ``train`` exists, these are all folders that are not a split. Otherwise the folders may be classes, and
+    none is ignored.
+
+    Args:
+        root: Folder of the data set.
+        folders: Folder of each split; keys are the names of the splits.
+
+    Returns:
+        The numbers of ignored folders; keys are the reasons that the start panel shows.
+    """
     others = [name for name in folders_in(root) if root / name not in folders.values()]
     if "train" not in folders or not others:
         return Counter()
@@ -66,17 +77,17 @@ def beside(root: Path, folders: dict[str, Path]) -> Counter[str]:
 
 
 def has_images(directory: Path) -> bool:
-    """Whether a directory contains an image at any depth. Reading stops at the first image."""
+    """Whether a directory contains an image at any depth. The search stops at the first image."""
     return directory.is_dir() and next(_files(directory, ".", Counter()), None) is not None
 
 
 def image_files(directory: Path, root: Path, left_out: Counter[str]) -> list[str]:
-    """Return the paths from ``root`` of all images in a directory, at any depth; links are followed.
+    """Return the sorted paths of all images in a directory, at any depth. Links are followed.
 
     Args:
-        directory: The directory.
-        root: The directory at which the returned paths begin.
-        left_out: Counter to which the numbers of other files are added, by reason.
+        directory: Directory to search.
+        root: Directory to which the returned paths are relative.
+        left_out: Counter to which the numbers of ignored files are added; keys are the reasons.
 
     Raises:
         ConfigurationError: A folder cannot be read.
@@ -91,7 +102,7 @@ def _files(root: Path, at: str, left_out: Counter[str], above: tuple[tuple[int, 
     try:
         status = folder.stat()
         identity = status.st_dev, status.st_ino
-        if identity in above:  # The folder is a link to a folder that contains the link.
+        if identity in above:  # A link to a folder above it would be followed without end.
             return
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -107,5 +118,5 @@ def _files(root: Path, at: str, left_out: Counter[str], above: tuple[tuple[int, 
                     left_out[Path(entry.name).suffix.lower() or "without an extension"] += 1
     except OSError as error:
         raise ConfigurationError(
-            f"{folder} cannot be read ({error.strerror}): grant the right to read it, or remove it"
+            f"{folder} cannot be read ({error.strerror}): give this user read permission, or remove the folder"
         ) from error

@@ -1,4 +1,4 @@
-"""Data module for image files in the layout of ImageNet, and images of a user's folder for predict."""
+"""Data module for folders of images in the layout of ImageNet, and the source of images for predict."""
 
 import os
 from collections import Counter
@@ -18,9 +18,9 @@ from cnnstrategies.data.decoding import BrokenImageError, decode
 from cnnstrategies.data.folders import (
     EXTENSIONS,
     FILES_END_IN,
-    beside,
     folders_in,
     has_images,
+    ignored_folders,
     image_files,
     part_folders,
     readable,
@@ -44,25 +44,29 @@ class ImageFolderDataModule(ImageDataModule):
         root/test/<class>/*.jpg      without test/, the validation images
         root/predict/**/*.jpg        without predict/, the test images
 
-    ``training``, ``valid``, ``validation``, ``dev`` and ``testing`` are also accepted, in any case. Links are followed.
-    Training images are cropped at random and mirrored; all other images are resized and cropped in the centre. The
-    start panel shows how many files are not used, such as files and directories whose name begins with a dot.
+    The folder names ``training``, ``valid``, ``validation``, ``dev`` and ``testing`` are also accepted, in upper or
+    lower case. Links are followed. Training images get a random crop and a random horizontal flip; all other images are
+    resized and get a centre crop. Files and directories whose names begin with a dot, and files that are not images,
+    are ignored; the start panel shows their number.
 
     Args:
         root: Directory of the data set.
-        image_size: Height and width of the images that the network receives; by default 224. For a network with trained
-            weights the command line takes sizes that are not set, the interpolation, the mean and the deviation from
-            the weights' own preprocessing. In Python ``prepare_as`` does so.
-        resize: Shorter side before the centre crop; by default 8/7 of ``image_size``, which for 224 is the usual 256.
-        val_split: Fraction of the training images that is held out for validation if there is no ``val``.
-        augment: Crop training images at random and mirror them.
-        transforms: Further transforms of training images, applied last to one uint8 (C, H, W) image at a time.
-        num_workers: Worker processes per process that load batches; 0 loads in the process itself.
+        image_size: Height and width of the images that the network receives; by default 224. If the network has
+            pretrained weights, the command line takes ``image_size`` and ``resize`` (unless they are set), the
+            interpolation, the mean and the standard deviation from the preprocessing that the weights expect. In
+            Python, call ``prepare_as`` for this.
+        resize: Shorter side of an image before the centre crop, in pixels; by default 8/7 of ``image_size``, which is
+            256 for 224.
+        val_split: Fraction of the training images that is held out for validation if there is no folder ``val``.
+        augment: Whether training images get a random crop and a random horizontal flip.
+        transforms: Additional transforms of training images, applied after the crop to one uint8 (C, H, W) image at a
+            time.
+        num_workers: Number of worker processes that load batches for each process. With 0 the process itself loads.
         **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
-        ConfigurationError: The directory does not exist, a part or a class has no images, two parts disagree about the
-            classes, or ``resize`` is smaller than ``image_size``.
+        ConfigurationError: The directory does not exist, a split or a class has no images, a split has classes that are
+            not in the training images, or ``resize`` is smaller than ``image_size``.
     """
 
     def __init__(
@@ -89,14 +93,14 @@ class ImageFolderDataModule(ImageDataModule):
         self.num_classes = len(self.class_names)
 
     def find(self) -> None:
-        """Find the parts and the classes."""
+        """Find the folders of the splits and the names of the classes."""
         self.folders = part_folders(self.root)
         self.training_root = self.folders.get("train", self.root)
         self.class_names = self._class_folders(self.training_root)
         if len(self.class_names) < 2:
             raise ConfigurationError(
-                f"{self.training_root.resolve()} has {len(self.class_names)} class directories: at least 2 are needed, "
-                "one for each class"
+                f"{self.training_root.resolve()} contains {len(self.class_names)} folders of classes: at least 2 are "
+                "needed, one for each class"
             )
         self._check_folders()
 
@@ -108,7 +112,7 @@ class ImageFolderDataModule(ImageDataModule):
         self.centre = v2.Compose([v2.Resize(self.resize, trained.mode), v2.CenterCrop(image_size)])
         crop = v2.RandomResizedCrop(image_size, interpolation=trained.mode)
         self.crop = v2.Compose([crop, v2.RandomHorizontalFlip()]) if self.augment else self.centre
-        # Decoding and cropping work on one image at a time; normalising a whole batch is faster.
+        # Images are decoded and cropped one at a time. Whole batches are normalised, because that is faster.
         self.eval_transform = to_normalised(trained.mean, trained.std)
         self.train_transform = nn.Sequential(*each_image(self.transforms, self.image_shape), self.eval_transform)
 
@@ -125,8 +129,8 @@ class ImageFolderDataModule(ImageDataModule):
         self.set_sources({part: FolderSource(self.root, *files, crops[part]) for part, files in parts.items()})
 
     def parts(self) -> dict[str, Files]:
-        """Return the files and classes of each existing part, and count the files that are not used."""
-        self.left_out = beside(self.root, self.folders)
+        """Return the files and targets of each split that exists, and count the ignored files in ``left_out``."""
+        self.left_out = ignored_folders(self.root, self.folders)
         parts = {"train": self._labelled(self.training_root)}
         for part, folder in self.folders.items():
             if part == "predict":
@@ -152,44 +156,44 @@ class ImageFolderDataModule(ImageDataModule):
         return [name for name in folders_in(directory) if directory / name not in self.folders.values()]
 
     def _check_folders(self) -> None:
-        """Refuse a class without training images, and a part without images."""
+        """Refuse classes without training images, splits without images, and classes that only other splits have."""
         for name in self.class_names:
             if readable(name) != name:
                 raise ConfigurationError(
-                    f"{self.training_root / readable(name)}: the name of this class's folder is not UTF-8: rename the "
-                    "folder"
+                    f"{self.training_root / readable(name)}: the name of this folder is not UTF-8; rename the folder"
                 )
             if not has_images(folder := self.training_root / name):
                 raise ConfigurationError(
-                    f"no images for the class {name} in {folder.resolve()}: {FILES_END_IN}; remove the folder if it is "
+                    f"no images of the class {name} in {folder.resolve()}: {FILES_END_IN}; remove the folder if it is "
                     "not a class"
                 )
         for part, folder in self.folders.items():
             classes = [] if part == "predict" else self._class_folders(folder)
             if unknown := sorted(set(classes) - set(self.class_names)):
                 raise ConfigurationError(
-                    f"{folder} has classes that {self.training_root} does not have: {', '.join(unknown)}; rename them"
+                    f"{folder} contains classes that {self.training_root} does not contain: {', '.join(unknown)}; "
+                    "rename or remove these folders"
                 )
             class_folders = [folder] if part == "predict" else [folder / name for name in classes]
             if not any(map(has_images, class_folders)):
-                layout = "" if part == "predict" else " in a directory for each class"
+                layout = "" if part == "predict" else " in a folder for each class"
                 raise ConfigurationError(f"no images for {part}{layout} in {folder.resolve()}: {FILES_END_IN}")
 
 
 class FolderSource:
-    """Source of images that are decoded from files on request.
+    """Source of samples from image files. A file is decoded each time its sample is fetched.
 
     Args:
-        root: Directory at which the names begin.
-        names: Paths of the files from ``root``.
+        root: Directory to which the paths are relative.
+        names: Paths of the files, relative to ``root``.
         targets: Class of each image, or a list of numbers for each image.
-        transform: Transform of each decoded image, uint8 (3, H, W); the results must have equal shapes.
+        transform: Transform of a decoded uint8 (3, H, W) image. The results must have equal shapes.
     """
 
     def __init__(self, root: Path, names: Sequence[str], targets: list[Any], transform: Transform) -> None:
         self.root = root
-        # One array instead of a list: counting references to a million strings would copy their memory into each forked
-        # worker.
+        # The paths are stored in an array, because a list of a million strings would be copied into each forked worker
+        # process: Python writes a reference count next to each string, so the memory does not stay shared.
         self.names = np.array([os.fsencode(name) for name in names])
         self.targets = torch.tensor(targets)
         self.transform = transform
@@ -198,11 +202,11 @@ class FolderSource:
         return len(self.names)
 
     def name(self, index: int) -> str:
-        """Return the path from the root of the file at ``index``, as readable text."""
+        """Return the path of a sample's file, relative to the root."""
         return readable(os.fsdecode(self.names[index]))
 
     def fetch(self, indices: list[int]) -> Batch:
-        """Decode and transform the images at ``indices``, and return them with their targets."""
+        """Decode and transform the images at ``indices``, and return the images (n, C, H, W) and their targets."""
         return torch.stack([self.transform(self._decode(index)) for index in indices]), self.targets[indices]
 
     def _decode(self, index: int) -> Tensor:
@@ -211,36 +215,38 @@ class FolderSource:
             return decode(path)
         except BrokenImageError as error:
             raise ConfigurationError(
-                f"broken image {path} ({error}): repair or remove it; `cnnstrategies pack` leaves out broken images"
+                f"broken image {path} ({error}): repair or remove it, or pack the images with `cnnstrategies pack`, "
+                "which skips broken images"
             ) from None
 
 
 def images_of_folder(
     datamodule: LightningDataModule | None, folder: Path, left_out: Counter[str] | None = None
 ) -> FolderSource | MaskedSource:
-    """Return a source of all images of a folder, at any depth, in the order of their paths.
+    """Return a source of all images in a folder, at any depth, in the order of their paths.
 
-    If the data module has masks, whole images are fitted into the square, as for validation.
+    The images get the same resizing and cropping as the data module's validation images. For segmentation, each image
+    is scaled and padded to a square.
 
     Args:
-        datamodule: Data module that gives the shape, resizing and normalisation with which the network was trained.
+        datamodule: Data module with which the network was trained. It determines the shape and the preprocessing.
         folder: Folder of the images.
-        left_out: Counter to which the numbers of the folder's other files are added, by reason.
+        left_out: Counter to which the numbers of ignored files are added; keys are the reasons.
 
     Raises:
-        ConfigurationError: The data module does not prepare images, the folder has no images, or two images would have
-            the same mask file.
+        ConfigurationError: The data module is not an :class:`ImageDataModule`, the folder has no images, or the masks
+            of two images would be written to the same file.
     """
     if not isinstance(datamodule, ImageDataModule):
         raise ConfigurationError(
-            f"predictions.images={folder}: {type(datamodule).__name__} does not define how images are prepared: use an "
-            "ImageDataModule, or put the folder's images into its predict_dataloader"
+            f"predictions.images={folder}: {type(datamodule).__name__} does not define the preprocessing of images: "
+            "use an ImageDataModule, or load the folder's images in its predict_dataloader"
         )
     files = image_files(folder, folder, Counter() if left_out is None else left_out)
     names = sorted(os.path.normpath(name) for name in files)
     if not names:
         raise ConfigurationError(
-            f"predictions.images={folder}: no images found; it must be a folder, and {FILES_END_IN}"
+            f"predictions.images={folder}: no images found; set a folder that contains images ({FILES_END_IN})"
         )
     channels, height, width = datamodule.image_shape
     if datamodule.ignore_index is not None:
@@ -248,7 +254,8 @@ def images_of_folder(
         for name in names:
             if (other := masks.setdefault(Path(name).with_suffix(""), name)) != name:
                 raise ConfigurationError(
-                    f"predictions.images={folder}: the masks of {other} and {name} would be the same file: rename one"
+                    f"predictions.images={folder}: the masks of {other} and {name} would be written to the same file: "
+                    "rename one of the two images"
                 )
         pairs = [(folder / name, None) for name in names]
         return MaskedSource(folder, pairs, height, datamodule.num_classes, datamodule.ignore_index, augment=False)
@@ -259,14 +266,14 @@ def images_of_folder(
 
 
 def shorter_side(datamodule: ImageDataModule) -> int:
-    """Return the length of an image's shorter side before the centre crop, in pixels."""
+    """Return the length in pixels to which an image's shorter side is resized before the centre crop."""
     return getattr(datamodule, "resize", None) or max(datamodule.image_shape[1:])
 
 
 def grey_of(image: Tensor) -> Tensor:
-    """Return the brightness of an image uint8 (3, H, W), as (1, H, W).
+    """Convert a uint8 RGB image (3, H, W) to greyscale (1, H, W), with the usual weights of ITU-R BT.601.
 
-    torchvision's own conversion makes grey images darker.
+    torchvision's own conversion rounds down, so images that are already grey would become darker.
     """
     weights = torch.tensor([0.299, 0.587, 0.114]).reshape(3, 1, 1)
     return (image * weights).sum(dim=0, keepdim=True).round().to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Data module for images that a CSV file lists with their class, labels or numbers."""
+"""Data module for images whose targets are in a CSV file: the class, the labels or the numbers of each image."""
 
 import csv
 from collections import Counter
@@ -19,21 +19,22 @@ SPLIT = "split"
 class ImageTableDataModule(ImageFolderDataModule):
     """Data module for image files and a CSV file with the target of each image.
 
-    The first column is an image's path from ``root``. A column ``split`` names the image's part, by the names that
-    :class:`~cnnstrategies.data.ImageFolderDataModule` accepts; without this column all images are training images. If
-    no image is for validation, ``val_split`` of the training images are held out. The other columns are the targets:
-    for ``classes`` one column with the class's name; for ``multilabel`` one column with 0 or 1 for each label; for
-    ``regression`` columns of numbers.
+    The first column has the path of an image, relative to ``root``. The column ``split`` has the image's split: train,
+    val, test or predict, or another folder name that :class:`~cnnstrategies.data.ImageFolderDataModule` accepts. If
+    there is no such column, all images are training images. If no image is for validation, the fraction ``val_split``
+    of the training images is held out. The other columns are the targets: for ``classes`` one column with the name of
+    the class, for ``multilabel`` a column with 0 or 1 for each label, for ``regression`` one or more columns of
+    numbers.
 
     Args:
         root: Directory of the images.
-        labels: Path of the CSV file from ``root``.
-        task: Task as in :class:`~cnnstrategies.ImageClassifier`.
-        columns: Columns of the targets; by default all columns except the first and ``split``.
+        labels: Path of the CSV file, relative to ``root``.
+        task: Learning task, as in :class:`~cnnstrategies.ImageClassifier`.
+        columns: Names of the columns with the targets; by default all columns except the first and ``split``.
         **options: Arguments of :class:`~cnnstrategies.data.ImageFolderDataModule`.
 
     Raises:
-        ConfigurationError: The file, a column or an image does not exist, or a value does not fit the task.
+        ConfigurationError: The CSV file, a column or an image does not exist, or a value does not fit the task.
     """
 
     def __init__(
@@ -55,11 +56,14 @@ class ImageTableDataModule(ImageFolderDataModule):
         names = list(rows[0]) if rows else []
         targets = self.columns or [name for name in names[1:] if name.lower() != SPLIT]
         if missing := [name for name in targets if name not in names]:
-            raise ConfigurationError(f"{self.labels} has no column {missing[0]!r}: it has {', '.join(names)}")
+            raise ConfigurationError(
+                f"{self.labels} has no column {missing[0]!r}, but only {', '.join(names)}: correct "
+                "data.init_args.columns"
+            )
         if not targets or (self.task == "classes" and len(targets) > 1):
             raise ConfigurationError(
-                f"{self.labels} has the targets' columns {', '.join(targets) or 'none'}: task={self.task} needs "
-                f"{'one' if self.task == 'classes' else 'at least one'}; name them in data.init_args.columns"
+                f"{self.labels} has the target columns {', '.join(targets) or 'none'}, but task={self.task} needs "
+                f"{'one' if self.task == 'classes' else 'at least one'}: set data.init_args.columns"
             )
         parts = [self._part(row) for row in rows]
         values = [[row[name] for name in targets] for row in rows]
@@ -74,11 +78,13 @@ class ImageTableDataModule(ImageFolderDataModule):
             files.append(row[names[0]])
             numbers.append(0 if part == "predict" else self._target(row[names[0]], value, classes))
         if "train" not in self.table:
-            raise ConfigurationError(f"{self.labels} has no images for training: set {SPLIT} to train for some images")
+            raise ConfigurationError(
+                f"{self.labels} has no training images: set the column {SPLIT} to train for some images"
+            )
         first = self.root / self.table["train"][0][0]
         if not first.is_file():
             raise ConfigurationError(
-                f"{self.labels} names {first}, which does not exist: write paths from data.init_args.root"
+                f"{self.labels} lists {first}, which does not exist: make the paths relative to data.init_args.root"
             )
         self.training_root = self.labels
         self.folders = dict.fromkeys(self.table, self.labels)
@@ -102,13 +108,16 @@ class ImageTableDataModule(ImageFolderDataModule):
         for part, names in PARTS.items():
             if part_name.lower() in names:
                 return part
-        raise ConfigurationError(f"{self.labels} has the {SPLIT} {part_name!r}: use {', '.join(PARTS)}")
+        raise ConfigurationError(
+            f"{self.labels} has the value {part_name!r} in the column {SPLIT}: use {', '.join(PARTS)}"
+        )
 
     def _target(self, image: str, values: list[str], classes: Mapping[str, int]) -> Any:
         if self.task == "classes":
             if values[0] not in classes:
                 raise ConfigurationError(
-                    f"{self.labels} gives {image} the class {values[0]!r}, which no training image has: rename it"
+                    f"{self.labels} has the class {values[0]!r} for {image}, but no training image has this class: "
+                    "rename the class, or add training images"
                 )
             return classes[values[0]]
         try:
@@ -116,6 +125,8 @@ class ImageTableDataModule(ImageFolderDataModule):
         except (TypeError, ValueError):
             numbers = []
         if not numbers or (self.task == "multilabel" and not {*numbers} <= {0.0, 1.0}):
-            needed = "0 or 1 for each label" if self.task == "multilabel" else "a number for each target"
-            raise ConfigurationError(f"{self.labels} gives {image} {', '.join(map(str, values))}: {needed} is needed")
+            needed = "0 or 1 for each label" if self.task == "multilabel" else "a number in each target column"
+            raise ConfigurationError(
+                f"{self.labels} has the targets {', '.join(map(str, values))} for {image}: write {needed}"
+            )
         return numbers

@@ -1,4 +1,4 @@
-"""Loaders of whole batches that are reproducible and resumable."""
+"""Loader that fetches whole batches, is reproducible, and can resume within an epoch."""
 
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -15,13 +15,13 @@ Transform = Callable[[Tensor], Tensor]
 
 
 class Source(Protocol):
-    """Samples that are fetched several at a time."""
+    """Protocol of a data set that returns the samples of a whole batch in one call."""
 
     def __len__(self) -> int:
         """Number of samples."""
 
     def fetch(self, indices: list[int]) -> Batch:
-        """Return the samples at ``indices``: images (n, C, H, W) and targets (n,) int64.
+        """Return the samples at ``indices``: images uint8 (n, C, H, W) and targets int64 (n,).
 
         Raises:
             ConfigurationError: A sample cannot be read.
@@ -29,7 +29,7 @@ class Source(Protocol):
 
 
 class TensorSource:
-    """Samples in memory.
+    """Source of samples in memory.
 
     Args:
         images: uint8 (N, C, H, W).
@@ -44,25 +44,25 @@ class TensorSource:
         return len(self.images)
 
     def fetch(self, indices: list[int]) -> Batch:
-        """Return the samples at ``indices``, by one indexing operation."""
+        """Return the images and targets at ``indices``."""
         chosen = torch.tensor(indices)
         return self.images[chosen], self.targets[chosen]
 
 
 class BatchDataset(Dataset[Batch | ConfigurationError]):
-    """Dataset that maps a :class:`BatchRequest` to a finished batch, in the loader's worker process.
+    """Dataset that returns the transformed batch for a :class:`BatchRequest`.
 
-    The request seeds the random transforms, so augmentation depends neither on the number of workers nor on the place
-    where a resumed run begins.
+    The seed in the request determines the random transforms. Augmentation therefore does not depend on the number of
+    worker processes, nor on the batch at which a run is resumed.
 
     Args:
-        source: The samples.
+        source: Source of the samples.
         transform: Transform of a batch of images.
-        give_indices: Whether a batch has the samples' indices in place of targets, for predict.
+        give_indices: Whether a batch contains the samples' indices instead of targets, as for predict.
 
     Attributes:
-        ready: Number of batches that each worker prepares ahead, which must be set when the workers start. 0 leaves the
-            transfer of batches to torch.
+        ready: Number of batches that each worker process prefetches; set it before the workers start. If it is not 0,
+            workers return batches in shared memory that they reuse.
     """
 
     ready = 0
@@ -78,12 +78,12 @@ class BatchDataset(Dataset[Batch | ConfigurationError]):
         return len(self.source)
 
     def __getitem__(self, request: BatchRequest) -> Batch | ConfigurationError:
-        """Return the batch, or the error that prevented reading it.
+        """Return the batch, or the error if a sample cannot be read.
 
-        The error is returned because a worker would add its own traceback to an error that is raised here.
+        The error is returned and not raised, because torch adds the worker's traceback to the text of a raised error.
         """
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(request.seed)  # `torch.manual_seed` would also look for accelerators.
+            torch.default_generator.manual_seed(request.seed)  # `torch.manual_seed` would also seed accelerators.
             try:
                 images, targets = self.source.fetch(request.indices)
             except ConfigurationError as error:
@@ -93,10 +93,10 @@ class BatchDataset(Dataset[Batch | ConfigurationError]):
         return self._in_shared_memory(batch) if self.ready and get_worker_info() else batch
 
     def _in_shared_memory(self, batch: Batch) -> Batch:
-        """Return a copy of the batch in shared memory, which this worker uses in rotation.
+        """Copy the batch into shared memory. Each worker reuses ``ready`` + 1 blocks of shared memory in turn.
 
-        New shared memory for each batch would cost a fifth more time. A loader requests the next batch after it has
-        copied the previous one, so at most one batch is in use beside the `ready` batches.
+        New shared memory for each batch would take a fifth more time. One block more than ``ready`` is enough, because
+        the loader copies a batch before it requests the next batch.
         """
         slot = self._handed_over % (self.ready + 1)
         self._handed_over += 1
@@ -110,18 +110,18 @@ class BatchDataset(Dataset[Batch | ConfigurationError]):
 
 
 def unshared(batch: Batch) -> Batch:
-    """Return a batch outside shared memory. Tensors in pinned memory are copies already and stay as they are."""
+    """Copy a batch out of shared memory. Tensors in pinned memory are not copied again."""
     images, targets = (tensor.clone() if tensor.is_shared() else tensor for tensor in batch)  # type: ignore[no-untyped-call]
     return images, targets
 
 
 class BatchLoader(DataLoader[Batch | ConfigurationError]):
-    """DataLoader over batch requests that can resume in the middle of an epoch.
+    """DataLoader that fetches whole batches and can resume within an epoch.
 
-    Lightning stores :meth:`state_dict` in its checkpoints and passes it to :meth:`load_state_dict` on resume. The
-    sampler then skips the batches that were served, so nothing is loaded for them. The arguments are those of
-    ``DataLoader``, because Lightning builds the loader again for predict. ``sampler`` yields requests of whole batches
-    and ``batch_size`` is None, so nothing is collated.
+    Lightning saves :meth:`state_dict` in checkpoints, and passes it to :meth:`load_state_dict` when a run is resumed.
+    The sampler then skips the batches that the loader had already returned, without loading them. The constructor has
+    the arguments of ``DataLoader``, because Lightning builds the loader again for predict. ``sampler`` yields
+    :class:`BatchRequest` objects. ``batch_size`` is None, so that torch does not collate.
     """
 
     dataset: BatchDataset
@@ -130,41 +130,45 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
     _resume: dict[str, int] | None = None
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        """Yield the epoch's batches; after a resume the remaining ones.
+        """Yield the batches of an epoch. In a resumed epoch, yield the remaining batches.
 
-        This method is a generator, so that nothing happens before the first batch is requested: in the first epoch and
-        in a resumed epoch, Lightning calls ``iter`` before ``set_epoch``.
+        This method is a generator, because in the first epoch and in a resumed epoch Lightning calls ``iter`` before
+        ``set_epoch``. A generator runs no code before the first batch is requested.
         """
         sampler = self.sampler
         if isinstance(sampler, ShuffledBatches):
             sampler.skip = self._already_served(sampler)
             self._served, self._epoch = sampler.skip, sampler.epoch
-        # Batches are counted here because the sampler is ahead of the training loop by the workers' prefetched batches.
+        # Batches are counted here and not in the sampler, because the workers prefetch batches for the training loop.
         for batch in self._start_iterator():
             if isinstance(batch, ConfigurationError):
-                # A new exception is raised because the traceback of `batch` would refer to this frame, which refers to
-                # `batch`. If the garbage collector finds the iterator in such a cycle, it waits 5 s for each worker.
+                # Raising `batch` itself would create a reference cycle: its traceback refers to this frame, which
+                # refers to `batch` and to the iterator. When the garbage collector deletes an iterator in a cycle,
+                # torch waits 5 s for each worker.
                 raise ConfigurationError(str(batch))
             self._served += 1
             yield unshared(batch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch, the number of its batches that were served, and the sampler's identity."""
+        """Return the epoch, the number of its batches that the loader has returned, and the sampler's settings."""
         if self._resume is not None:
             return dict(self._resume)
         identity = self.sampler.identity() if isinstance(self.sampler, ShuffledBatches) else {}
         return {"epoch": self._epoch, "served": self._served, **identity}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue after the batches that ``state_dict`` counts, if the next iterated epoch is the same epoch.
+        """Skip the batches that ``state_dict`` counts as served.
+
+        The batches are skipped only if the state was saved within the epoch that the loader returns next.
 
         Raises:
-            ConfigurationError: The state is from within an epoch with dynamic dispatch.
+            ConfigurationError: The state was saved within an epoch with dynamic dispatch.
         """
         if "served" not in state_dict:
             raise ConfigurationError(
-                "the checkpoint was saved within an epoch with data_dispatch: dynamic, and this run divides the "
-                "batches among the ranks: resume with data_dispatch: dynamic, or from a checkpoint of an epoch's end"
+                "the checkpoint was saved within an epoch with data_dispatch: dynamic, and this run does "
+                "not use it: set data_dispatch: dynamic, or resume from a checkpoint that was saved at the end of "
+                "an epoch"
             )
         self._resume = dict(state_dict)
 
@@ -177,7 +181,8 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
 
     def _already_served(self, sampler: ShuffledBatches) -> int:
         resume, self._resume = self._resume, None
-        # A state that was saved at the end of an epoch belongs to that epoch: the next epoch starts at its beginning.
+        # A state that was saved at the end of an epoch has the number of the finished epoch. The next epoch has a
+        # different number and starts with its first batch.
         if resume is None or resume["epoch"] != sampler.epoch or resume["served"] == 0:
             return 0
         before = {name: value for name, value in resume.items() if name not in ("epoch", "served")}
@@ -191,6 +196,6 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
             raise ConfigurationError(
                 f"the checkpoint was saved within epoch {resume['epoch']}, after {resume['served']} batches, and this "
                 f"run has different batches ({', '.join(changed)}): restore these settings (samples_of_a_step counts "
-                "all processes) or resume from a checkpoint of an epoch's end"
+                "all processes), or resume from a checkpoint that was saved at the end of an epoch"
             )
         return resume["served"]

@@ -1,4 +1,4 @@
-"""Base of the data modules: loaders, sharding and the attributes that the rest of the package reads."""
+"""Base class of the data modules: loaders, division of batches among processes, and attributes for other modules."""
 
 from abc import abstractmethod
 from collections import Counter
@@ -24,43 +24,44 @@ TaskName = Literal["classes", "multilabel", "regression"]
 
 
 class ImageDataModule(LightningDataModule):
-    """Base of the data modules.
+    """Base class of the data modules.
 
-    A subclass sets ``train_transform`` and ``eval_transform``, and sets ``train_source``, ``val_source``,
-    ``test_source`` and ``predict_source`` in ``setup``. Each batch is ``(images, targets)``: float32 (N, C, H, W) and
-    int64 (N,), or masks (N, H, W). For predict the targets are replaced by the samples' indices.
+    A subclass sets ``train_transform`` and ``eval_transform``, and in ``setup`` it sets ``train_source``,
+    ``val_source``, ``test_source`` and ``predict_source``. A batch is ``(images, targets)`` with images float32
+    (N, C, H, W) and targets int64 (N,), or int64 (N, H, W) for masks. For predict a batch is ``(images, indices)``.
 
     Attributes:
         num_classes: Number of classes.
         class_names: Name of each class.
         image_shape: (C, H, W) of one image.
         default_batch_size: ``batch_size`` if neither ``batch_size`` nor ``global_batch_size`` is set.
-        ignore_index: Value of mask pixels that count neither in the loss nor in metrics; None if targets are classes of
-            images.
-        prefetch: Batches that each worker process prepares ahead.
-        task: Task that the targets are for: ``classes``, ``multilabel`` or ``regression``.
-        preprocessing: Resizing and normalisation of images, if the module can adapt them to a network's trained
-            weights; else None.
-        not_prepared_as: Preprocessing that a network's trained weights expect and that the module cannot apply, or
-            None.
-        places: Where the samples of each part are. A part without a place is held out of the training samples.
-        left_out: Number of files that are not used, by reason.
+        ignore_index: Value of mask pixels that the loss and the metrics ignore; None if the module has no masks.
+        prefetch: Number of batches that each worker process prefetches.
+        task: Learning task of the targets: ``classes``, ``multilabel`` or ``regression``.
+        preprocessing: Resizing and normalisation of the images, if they can be adapted to pretrained weights; None if
+            they are fixed.
+        not_prepared_as: Preprocessing that a network's pretrained weights expect but that this module cannot apply;
+            otherwise None.
+        places: Folder or file of each split's samples, for the start panel. A split that is not in this mapping is held
+            out of the training samples.
+        left_out: Numbers of ignored files; keys are the reasons.
 
     Args:
-        batch_size: Samples per batch and process; by default 32, or the subclass's default.
-        num_workers: Worker processes per process that load batches; they stay from epoch to epoch. 0 loads in the
-            process itself.
-        seed: Seed of the split, the shuffling and the augmentation.
-        drop_last: Leave out a last, partial training batch.
-        pin_memory: Copy batches to pinned memory first, which speeds up the transfer to a GPU. By default the module
-            does so if the accelerator is not the CPU.
-        global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``. This number
-            stays the same whatever the strategy and the number of devices. Each process that loads (under a pipeline
-            the processes of the first stage) takes its share, to within one sample, of each of the
-            ``trainer.accumulate_grad_batches`` batches. Evaluation uses the same division.
+        batch_size: Number of samples in a batch of each process; by default 32, or the subclass's default.
+        num_workers: Number of worker processes that load batches for each process. They persist over all epochs. With
+            0 the process itself loads.
+        seed: Seed of the split into training and validation, the shuffling and the augmentation.
+        drop_last: Whether to leave out the last training batch of an epoch if it is smaller than the others.
+        pin_memory: Whether to copy batches to pinned memory, which speeds up their transfer to a GPU. By default this
+            is done unless the accelerator is the CPU.
+        global_batch_size: Number of samples of an optimizer step over all processes. Set this instead of
+            ``batch_size`` to keep the number whatever the strategy and the number of devices. A step has
+            ``trainer.accumulate_grad_batches`` batches, and each process that loads data gets an equal share of each
+            batch, up to one sample. Under a pipeline, the processes of the first stage load data. Evaluation batches
+            are divided in the same way.
 
     Raises:
-        ConfigurationError: A number is out of its range, or both sizes are given.
+        ConfigurationError: A number is out of its range, or ``batch_size`` and ``global_batch_size`` are both set.
     """
 
     default_batch_size: ClassVar[int] = 32
@@ -93,14 +94,14 @@ class ImageDataModule(LightningDataModule):
         super().__init__()
         if batch_size is not None and global_batch_size is not None:
             raise ConfigurationError(
-                f"batch_size={batch_size} (per process) and global_batch_size={global_batch_size} (over all processes) "
-                "are both set: set one of them to null"
+                f"batch_size={batch_size} (for each process) and global_batch_size={global_batch_size} (for all "
+                "processes) are both set: set one of them to null"
             )
         for name, size in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
             if size is not None and size < 1:
                 raise ConfigurationError(f"{name}={size}: a batch needs at least 1 sample")
         if num_workers < 0:
-            raise ConfigurationError(f"num_workers={num_workers} is negative; 0 loads in the training process")
+            raise ConfigurationError(f"num_workers={num_workers} is negative; use 0 to load in the training process")
         self.preprocessing = self.not_prepared_as = None
         self.places = {}
         self.left_out = Counter()
@@ -113,16 +114,19 @@ class ImageDataModule(LightningDataModule):
 
     @property
     def batch_size(self) -> int:
-        """Samples per batch and process: the largest number if it differs between processes."""
+        """Number of samples in a batch of one process.
+
+        If the processes have batches of different sizes, this is the largest size.
+        """
         return self._share_under(self.trainer)
 
     @batch_size.setter
     def batch_size(self, size: int) -> None:
-        # Lightning's BatchSizeFinder sets it.
+        # Lightning's BatchSizeFinder uses this setter.
         if self.global_batch_size is not None:
             raise ConfigurationError(
-                f"batch_size={size} cannot be set because global_batch_size={self.global_batch_size} determines it: "
-                "leave out global_batch_size to have a batch size searched for"
+                f"batch_size={size} cannot be set, because global_batch_size={self.global_batch_size} determines the "
+                "batch size: set global_batch_size to null to search for a batch size"
             )
         self._batch_size = size
 
@@ -136,9 +140,9 @@ class ImageDataModule(LightningDataModule):
         return share(self.global_batch_size, *division(trainer))
 
     def _step_under(self, trainer: Trainer | None, replicas: int) -> tuple[int, int]:
-        """Return the samples of a step over all processes, and the number of batches in a step.
+        """Return the number of samples in a step over all processes, and the number of accumulated batches in a step.
 
-        With a schedule of accumulation the number of batches changes as training goes on: it then counts as 1.
+        With a GradientAccumulationScheduler the number of accumulated batches is not constant; the result is then 1.
         """
         if self.global_batch_size is not None:
             return self.global_batch_size, division(trainer)[1]
@@ -149,27 +153,31 @@ class ImageDataModule(LightningDataModule):
 
     @abstractmethod
     def setup(self, stage: str) -> None:
-        """Create the sources."""
+        """Create the sources of all splits."""
 
     def set_sources(self, parts: Mapping[str, Source]) -> None:
-        """Set the sources of all parts.
+        """Set the source of each split, from a mapping with the keys ``train``, ``val``, ``test`` and ``predict``.
 
-        The source of ``test`` is by default the source of ``val``, and the source of ``predict`` that of ``test``.
+        Without a source for ``test``, the validation samples are used for testing. Without a source for ``predict``,
+        the test samples are used.
         """
         self.train_source, self.val_source = parts["train"], parts["val"]
         self.test_source = parts.get("test", self.val_source)
         self.predict_source = parts.get("predict", self.test_source)
 
     def prepare_as(self, trained: Preprocessing) -> None:
-        """Prepare images as a network's trained weights expect them; to be called before ``setup``.
+        """Set the preprocessing that a network's pretrained weights expect. Call this before ``setup``.
 
-        A data module that cannot do so, such as one of small images, keeps its own preparation, and the start panel
-        reports the difference.
+        Some data modules, such as those of small images, cannot change their preprocessing. The start panel then shows
+        both preprocessings.
         """
         self.not_prepared_as = trained
 
     def describe(self, part: str) -> str:
-        """Return a text with the number of a part's images, their place and their classes, after ``setup``."""
+        """Return a text for the start panel: a split's number of images, their folder and their number of classes.
+
+        Call this after ``setup``.
+        """
         source = getattr(self, f"{part}_source")
         text, place = f"{len(source):,}", part
         for other in ("test", "val"):
@@ -188,31 +196,32 @@ class ImageDataModule(LightningDataModule):
         return text
 
     def sample_name(self, index: int) -> str:
-        """Return the name of a row of the predictions: the path of an image file, or else the index."""
+        """Return the name of a predicted sample: the path of the image file, or else the sample's index."""
         return str(getattr(self.predict_source, "name", str)(index))
 
     def mask_of_image(self, index: int, mask: Tensor) -> Tensor:
-        """Return a predicted mask in the size of its image, without the padding."""
+        """Remove the padding from a predicted mask, and scale the mask to the size of the image file."""
         image_size = getattr(self.predict_source, "image_size", None)
         return mask if image_size is None else of_image(mask, *image_size(index))
 
     def sharding(self) -> tuple[int, int]:
-        """Return the number of processes that the samples are divided among, and the index of this process.
+        """Return the number of processes that load samples, and the index of this process among them.
 
-        The strategy is asked and not torch.distributed: with pipeline stages not every rank loads samples.
+        The numbers come from the strategy and not from torch.distributed, because in a pipeline only some ranks load
+        samples.
         """
         kwargs = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
         return (1, 0) if kwargs is None else (kwargs["num_replicas"], kwargs["rank"])
 
     @property
     def on_accelerator(self) -> bool:
-        """Whether a trainer moves the batches to a device other than the CPU."""
+        """Whether the trainer moves the batches to an accelerator other than the CPU."""
         return self.trainer is not None and not isinstance(self.trainer.accelerator, CPUAccelerator)
 
     def train_dataloader(self) -> BatchLoader:
-        """Return the training loader, which shuffles over all processes in each epoch.
+        """Return the training loader. In each epoch all samples are shuffled and divided among the processes.
 
-        Under ``overfit_batches`` the samples come in order.
+        With ``overfit_batches`` the samples are not shuffled.
         """
         replicas, rank = self.sharding()
         deals = deals_of(self.trainer)
@@ -227,15 +236,15 @@ class ImageDataModule(LightningDataModule):
         return self._loader(BatchDataset(self.train_source, self.train_transform), sampler)
 
     def val_dataloader(self) -> BatchLoader:
-        """Return the validation loader: every sample once over all processes."""
+        """Return the validation loader. Each sample is evaluated exactly once, by one of the processes."""
         return self._evaluation_loader(self.val_source)
 
     def test_dataloader(self) -> BatchLoader:
-        """Return the test loader: every sample once over all processes."""
+        """Return the test loader. Each sample is evaluated exactly once, by one of the processes."""
         return self._evaluation_loader(self.test_source)
 
     def predict_dataloader(self) -> BatchLoader:
-        """Return the loader for predict: every sample once over all processes, with its index."""
+        """Return the loader for predict. Each sample is predicted exactly once, by one of the processes."""
         return self._evaluation_loader(self.predict_source, give_indices=True)
 
     def _evaluation_loader(self, source: Source, give_indices: bool = False) -> BatchLoader:
@@ -253,93 +262,113 @@ class ImageDataModule(LightningDataModule):
             batch_size=None,
             num_workers=self.num_workers,
             pin_memory=self.on_accelerator if self.pin_memory is None else self.pin_memory,
-            # With a generator of its own, the loader does not draw the workers' seeds from the global generator.
+            # Without this generator, the loader would draw the workers' seeds from torch's global generator.
             generator=torch.Generator(),
             **options,
         )
 
 
 def split(size: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Split ``range(size)`` at random.
+    """Split the indices 0 to ``size - 1`` at random into training and validation.
+
+    Args:
+        size: Number of samples.
+        fraction: Fraction of the samples for validation.
+        seed: Seed of the random split.
 
     Returns:
-        The indices of both parts, each in ascending order.
+        The indices for training and the indices for validation, each in ascending order.
+
+    Raises:
+        ConfigurationError: The fraction leaves no sample for training or for validation.
     """
     held_out = round(size * fraction)
     if not 0 < held_out < size:
         raise ConfigurationError(
-            f"val_split={fraction} of {size} samples leaves {size - held_out} for training and {held_out} for "
-            "validation; 0.1 to 0.2 is usual"
+            f"val_split={fraction} of {size} samples gives {size - held_out} samples for training and {held_out} for "
+            "validation: use a fraction that gives at least 1 sample for each; 0.1 to 0.2 is usual"
         )
     permutation = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
     return permutation[held_out:].sort().values, permutation[:held_out].sort().values
 
 
 def split_source(images: Tensor, targets: Tensor, fraction: float, seed: int) -> tuple[TensorSource, TensorSource]:
-    """Split samples in memory at random into training and validation; see :func:`split`."""
+    """Split samples in memory at random into a training source and a validation source; see :func:`split`."""
     training, validation = split(len(images), fraction, seed)
     return TensorSource(images[training], targets[training]), TensorSource(images[validation], targets[validation])
 
 
 def division(trainer: Trainer | None) -> tuple[int, int]:
-    """Return the numbers by which a trainer divides the samples of an optimizer step.
+    """Return the two numbers among which the samples of an optimizer step are divided.
 
     Returns:
-        The number of processes that load (with pipeline stages: the replicas of the first stage), and the number of
+        The number of processes that load data (in a pipeline, the replicas of the first stage), and the number of
         accumulated batches.
 
     Raises:
-        ConfigurationError: The number of accumulated batches changes by a schedule.
+        ConfigurationError: A GradientAccumulationScheduler changes the number of accumulated batches.
     """
     if trainer is None:
         return 1, 1
     if schedules_accumulation(trainer):
         raise ConfigurationError(
-            "global_batch_size with GradientAccumulationScheduler: the schedule changes the samples of a step; "
-            "set batch_size, which counts per process, and set global_batch_size to null"
+            "global_batch_size cannot be used with GradientAccumulationScheduler, which changes the number of samples "
+            "in a step: set batch_size (for each process), and set global_batch_size to null"
         )
     check_world(trainer)
-    # The strategy is asked and not the size of the world: with pipeline stages not every process loads.
+    # Use the sampler's number of replicas and not the world size, because in a pipeline only some processes load data.
     sampling = trainer.distributed_sampler_kwargs
     return 1 if sampling is None else sampling["num_replicas"], trainer.accumulate_grad_batches
 
 
 def deals_of(trainer: Trainer | None) -> Deals | None:
-    """Return the shares by which a trainer's strategy divides batches; None for equal shares."""
+    """Return the shares with which the trainer's strategy divides batches among the ranks.
+
+    The result is None if all ranks have equal shares.
+    """
     return None if trainer is None else facts_of(trainer.strategy).batch_shares
 
 
 def schedules_accumulation(trainer: Trainer) -> bool:
-    """Whether the number of batches that make a step changes as training goes on."""
+    """Whether a GradientAccumulationScheduler changes the number of accumulated batches during training."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
     return any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
 
 
 def share(global_batch_size: int, processes: int, accumulated: int) -> int:
-    """Return the samples of a batch of one process: the largest number if it differs between processes.
+    """Return the number of samples in a batch of one process. If the processes' numbers differ, return the largest.
+
+    Args:
+        global_batch_size: Number of samples in an optimizer step over all processes.
+        processes: Number of processes that load data.
+        accumulated: Number of accumulated batches in an optimizer step.
 
     Raises:
         ConfigurationError: There is less than one sample for each process and accumulated batch.
     """
     parts = processes * accumulated
     if global_batch_size < parts:
-        by = f"{processes} processes that load"
+        by = f"{processes} processes that load data"
         if accumulated > 1:
             by += f" x accumulate_grad_batches={accumulated}"
         raise ConfigurationError(
-            f"global_batch_size={global_batch_size} is less than one sample for each of {by}: use at least {parts}, "
-            "or fewer devices"
+            f"global_batch_size={global_batch_size} is less than one sample for each of {by}: set it to at least "
+            f"{parts}, or use fewer devices"
         )
     return -(-global_batch_size // parts)
 
 
 def check_weights(sampler: ShuffledBatches, trainer: Trainer | None) -> None:
-    """Refuse unequal batches in a run in which the means of all processes count equally."""
+    """Refuse batches of unequal sizes if the strategy gives the mean gradients of all ranks equal weights.
+
+    With the callback ``SampleWeights`` such batches are not refused.
+    """
     unequal = {count for batch in sampler.step_of(0) for count in sampler.counts(batch)}
     if trainer is None or len(unequal) == 1 or facts_of(trainer.strategy).gradient_weighting != "equal":
         return
     if not any(getattr(callback, "weighs_samples", False) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         raise ConfigurationError(
-            f"global_batch_size={sampler.samples} gives batches of {min(unequal)} and of {max(unequal)} samples: add "
-            "cnnstrategies.callbacks.SampleWeights() to the Trainer's callbacks, so that all samples count equally"
+            f"with global_batch_size={sampler.samples} some batches have {min(unequal)} and others {max(unequal)} "
+            "samples: add cnnstrategies.callbacks.SampleWeights() to the Trainer's callbacks, so that all samples have "
+            "the same weight"
         )

@@ -1,4 +1,4 @@
-"""Preparation of images for a network. A network with trained weights needs the preparation of its training."""
+"""Preprocessing of images. A pretrained network needs the preprocessing with which it was trained."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ from cnnstrategies.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Resizing and normalisation of images. The defaults are those of most networks trained on ImageNet.
+    """Resizing, cropping and normalisation of images. The defaults are usual for networks pretrained on ImageNet.
 
     Attributes:
-        image_size: Height and width of the images that the network receives.
-        resize: Shorter side before the centre crop.
-        interpolation: Interpolation of the resizing: ``bilinear`` or ``bicubic``.
-        mean: Mean of each channel, in [0, 1].
-        std: Standard deviation of each channel.
+        image_size: Height and width of the images that the network receives, in pixels.
+        resize: Shorter side of an image before the centre crop, in pixels.
+        interpolation: Interpolation for resizing: ``bilinear`` or ``bicubic``.
+        mean: Mean of each channel, for pixel values in [0, 1].
+        std: Standard deviation of each channel, for pixel values in [0, 1].
     """
 
     image_size: int = 224
@@ -27,24 +27,30 @@ class Preprocessing:
 
     @property
     def mode(self) -> InterpolationMode:
-        """The interpolation as a value of torchvision's enumeration."""
+        """The interpolation as a value of torchvision's enum ``InterpolationMode``."""
         return InterpolationMode(self.interpolation)
 
     def sizes(self, image_size: int | None, resize: int | None) -> tuple[int, int]:
-        """Return the image size and the shorter side for a configuration.
+        """Return the image size and the shorter side before the crop, with defaults for the sizes that are not set.
 
-        A size that is None is derived: ``image_size`` is this one's, and ``resize`` keeps the proportion.
+        Args:
+            image_size: The user's image size. If it is None, the result is this object's ``image_size``.
+            resize: The user's shorter side. If it is None, the result has the same ratio to the image size as in this
+                object.
+
+        Raises:
+            ConfigurationError: The shorter side is smaller than the image size, or a size is not positive.
         """
         size = self.image_size if image_size is None else image_size
         shorter = -(-size * self.resize // self.image_size) if resize is None else resize
         if not 0 < size <= shorter:
-            raise ConfigurationError(f"image_size={size} and resize={shorter}: choose 0 < image_size <= resize")
+            raise ConfigurationError(f"image_size={size} and resize={shorter}: set 0 < image_size <= resize")
         return size, shorter
 
     def __str__(self) -> str:
-        """Return interpolation, mean and deviation, for the start panel."""
+        """Return the interpolation, the mean and the standard deviation as a text for the start panel."""
         mean, std = (" ".join(f"{value:.4g}" for value in values) for values in (self.mean, self.std))
-        return f"{self.interpolation}, mean {mean}, deviation {std}"
+        return f"{self.interpolation}, mean {mean}, std {std}"
 
 
 IMAGENET = Preprocessing()

@@ -1,4 +1,4 @@
-"""Samplers that decide which rank sees which samples, in which batch."""
+"""Samplers that divide the samples of a data set among ranks and batches."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -17,39 +17,41 @@ from cnnstrategies.strategies.protocol import GradientWeighting
 
 
 class BatchRequest(NamedTuple):
-    """One batch for one rank: which samples, and the seed of its random augmentations."""
+    """Request for one batch of one rank: indices of the samples, and seed of the random augmentation."""
 
     indices: list[int]
     seed: int
 
 
 class DealtBatches(DistributedSampler[Any]):
-    """Training batches: one order of the dataset per epoch, equal on all ranks, cut into global batches.
+    """Base class of samplers of training batches that divide each global batch among the ranks by shares.
 
-    Each optimizer step takes the next samples of the order, as one process would. With accumulated gradients the
-    samples of a step are cut into one global batch for each accumulated batch; the sizes of these global batches
-    differ by at most one. Every rank gets its share of each global batch, and all ranks have the same number of
-    batches. If the last global batch is too small for a rank, that rank repeats a sample of another rank, and
-    :meth:`weight` gives the repeated sample no weight.
+    All ranks use the same order of the samples in an epoch. Each optimizer step takes the next ``samples`` samples of
+    this order, like a run with one process. With gradient accumulation the samples of a step are divided into
+    ``accumulated`` global batches, whose sizes differ by at most one. Every rank gets its share of each global batch,
+    and all ranks have the same number of batches. If the last global batch has too few samples for a rank, this rank
+    repeats a sample of another rank, and :meth:`weight` gives the repeated sample the weight 0.
 
-    The class derives from ``DistributedSampler`` so that Lightning keeps the sampler and calls :meth:`set_epoch`.
+    The class derives from ``DistributedSampler``, so that Lightning does not replace the sampler and calls
+    :meth:`set_epoch`.
 
     Attributes:
-        drawn: Number of batches of the epoch that were drawn. A loader's workers draw ahead of the training.
-        skip: Number of batches to leave out at the beginning of an epoch.
+        drawn: Number of batches that were drawn in this epoch. Batches are drawn ahead of training if they are
+            prefetched.
+        skip: Number of batches to skip at the beginning of an epoch.
 
     Args:
-        size: Samples in the dataset.
-        samples: Samples of an optimizer step over all ranks.
+        size: Number of samples in the dataset.
+        samples: Number of samples in an optimizer step over all ranks.
         seed: Seed of the order.
         num_replicas: Number of ranks.
         rank: Index of this rank.
-        drop_last: Whether to leave out a last, partial global batch.
-        accumulated: Number of batches whose gradients make a step.
+        drop_last: Whether to leave out the last global batch of an epoch if it is smaller than the others.
+        accumulated: Number of batches whose gradients are accumulated for a step.
         deals: Shares of the ranks; equal shares by default.
 
     Raises:
-        ConfigurationError: The dataset is smaller than one global batch, and ``drop_last`` is set.
+        ConfigurationError: ``drop_last`` is set and the dataset is smaller than one global batch.
     """
 
     skip = 0
@@ -75,12 +77,12 @@ class DealtBatches(DistributedSampler[Any]):
         self._starts = [0, *accumulate(self._parts)]
         if len(self) == 0:
             raise ConfigurationError(
-                f"{size} training samples do not fill one global batch of {self._parts[0]}: lower the batch size or "
+                f"{size} training samples are less than one global batch of {self._parts[0]}: lower the batch size, or "
                 "set drop_last to false"
             )
 
     def __len__(self) -> int:
-        """Number of batches in an epoch, the same on every rank."""
+        """Return the number of batches in an epoch, which is the same on every rank."""
         whole, rest = divmod(self.size, self.samples)
         if self.drop_last:
             more = sum(stop <= rest for stop in self._starts[1:])
@@ -94,24 +96,29 @@ class DealtBatches(DistributedSampler[Any]):
         return first + self._starts[part], min(first + self._starts[part + 1], self.size)
 
     def counts(self, batch: int) -> tuple[int, ...]:
-        """Return the number of samples of each rank in a batch."""
+        """Return the number of samples that each rank has in a batch.
+
+        Args:
+            batch: Index of the batch in its epoch.
+        """
         start, stop = self._bounds(batch)
         return self.deals.counts(self.epoch, batch, stop - start)
 
     def step_of(self, batch: int) -> range:
-        """Return the numbers of the batches that belong to the same step as a batch."""
+        """Return the indices of all batches that belong to the same optimizer step as ``batch``."""
         first = batch // len(self._parts) * len(self._parts)
         return range(first, min(first + len(self._parts), len(self)))
 
     def weight(self, batch: int, batches: float, weighting: GradientWeighting) -> float:
-        """Return the factor for this rank's mean loss of a batch.
+        """Return the factor by which this rank multiplies its mean loss of a batch.
 
-        With this factor the mean over ranks and over accumulated batches is the mean over the samples of the step.
+        With this factor, the mean over the ranks and the accumulated batches equals the mean over all samples of the
+        step.
 
         Args:
-            batch: Number of the batch in its epoch.
-            batches: Number of batches of an epoch. The end of an epoch also ends a step.
-            weighting: How the strategy combines the gradients of the ranks.
+            batch: Index of the batch in its epoch.
+            batches: Number of batches in an epoch. The last step of an epoch may have fewer batches than other steps.
+            weighting: Weighting of the ranks' gradients by the strategy.
         """
         counts = self.counts(batch)
         step_counts = [self.counts(other) for other in self.step_of(batch) if other < batches]
@@ -122,7 +129,12 @@ class DealtBatches(DistributedSampler[Any]):
         return part * self.accumulated / sum(map(sum, step_counts))
 
     def rank_batches(self, order: Sequence[int], first: int = 0) -> Iterator[list[int]]:
-        """Yield this rank's samples of each batch, from batch `first` on, for an epoch with the given order."""
+        """Yield the samples of this rank in each batch of an epoch.
+
+        Args:
+            order: Order of the samples in the epoch.
+            first: Index of the first batch to yield.
+        """
         for batch in range(first, len(self)):
             self.drawn = batch + 1
             start, stop = self._bounds(batch)
@@ -131,22 +143,22 @@ class DealtBatches(DistributedSampler[Any]):
 
 
 class ShuffledBatches(DealtBatches):
-    """The ranks' parts of one permutation, redrawn each epoch.
+    """Sampler of training batches whose order is a random permutation of the samples, drawn again for each epoch.
 
     Args:
-        seed: Seed of the permutations. A permutation depends on ``(seed, epoch)`` only.
+        seed: Seed of the permutations. The permutation of an epoch depends only on the seed and the epoch.
     """
 
     def identity(self) -> dict[str, int]:
-        """Return the numbers that, besides the epoch, determine the batches.
+        """Return the settings that determine, together with the epoch, which samples are in which global batch.
 
-        If one of these numbers changes, the same batch number stands for other samples.
+        A run can resume within an epoch only if these settings have not changed.
         """
         step = {"samples_of_a_step": self.samples, "accumulated": self.accumulated}
         return {"samples": self.size, **step, "seed": self.seed}
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        """Yield the epoch's batches from number ``skip`` on."""
+        """Yield this rank's batches of the epoch, without the first ``skip`` batches."""
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
         permutation = torch.randperm(self.size, generator=generator).tolist()
         for batch, indices in enumerate(self.rank_batches(permutation, self.skip), self.skip):
@@ -154,45 +166,51 @@ class ShuffledBatches(DealtBatches):
 
 
 def dealt(trainer: Any) -> DealtBatches | None:
-    """Return the sampler that divides a trainer's training batches by shares, or None if the loader has another one."""
+    """Return the sampler that divides a trainer's training batches by shares.
+
+    The result is None if the training loader has a different sampler.
+    """
     return batches_of(trainer.train_dataloader)
 
 
 def batches_of(loader: Any) -> DealtBatches | None:
-    """Return the sampler that divides a loader's batches by shares, or None if the loader has another one."""
+    """Return the sampler that divides a loader's batches by shares.
+
+    The result is None if the loader has a different sampler.
+    """
     samplers = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
     return next((sampler for sampler in samplers if isinstance(sampler, DealtBatches)), None)
 
 
 class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
-    """Evaluation batches: every sample exactly once over all ranks, and the same number of batches on each rank.
+    """Sampler of evaluation batches: each sample is evaluated exactly once, and all ranks have equally many batches.
 
-    Lightning's own sampler repeats samples so that all ranks have equally many, and metrics then count the repeated
-    samples twice. This sampler lets the sizes of the batches differ instead: by at most one, or in proportion to the
-    ranks' shares. All ranks have the same number of batches because DDP's forward broadcasts buffers, which is a
-    collective. Each rank takes a contiguous part of the dataset, in order.
+    Lightning's own sampler repeats samples until all ranks have equally many samples, and metrics then count the
+    repeated samples twice. With this sampler the sizes of batches may differ: by at most one sample, or in proportion
+    to the ranks' shares. All ranks need the same number of batches, because DDP broadcasts buffers in each forward
+    pass. Each rank evaluates a contiguous range of the dataset, in order.
 
-    The class derives from ``DistributedSampler`` so that Lightning keeps the sampler, and from ``SequentialSampler``
-    so that Lightning also keeps it under ``overfit_batches``.
+    The class derives from ``DistributedSampler``, so that Lightning does not replace the sampler, and from
+    ``SequentialSampler``, so that Lightning does not replace it with ``overfit_batches`` either.
 
     Args:
-        size: Samples in the dataset.
-        batch_size: Samples per batch and rank, for equal shares. Some batches have one sample more if the dataset
-            cannot be divided evenly.
+        size: Number of samples in the dataset.
+        batch_size: Number of samples in a batch of each rank, for equal shares. Some batches have one more sample if
+            the dataset cannot be divided evenly.
         num_replicas: Number of ranks.
         rank: Index of this rank.
         deals: Shares of the ranks; equal shares by default.
 
     Raises:
-        ConfigurationError: There are fewer samples than ranks.
+        ConfigurationError: The dataset has fewer samples than there are ranks.
     """
 
     def __init__(self, size: int, batch_size: int, num_replicas: int, rank: int, deals: Deals | None = None) -> None:
         super().__init__(range(size), num_replicas=num_replicas, rank=rank, shuffle=False)  # type: ignore[arg-type]
         if size < num_replicas:
             raise ConfigurationError(
-                f"{size} samples cannot be evaluated by {num_replicas} processes: each needs at least one; use fewer "
-                "devices or more data"
+                f"{size} samples cannot be evaluated by {num_replicas} processes, because each process needs at least "
+                "one sample: use fewer devices, or more data"
             )
         self.size = size
         self.deals = Deals([1] * num_replicas) if deals is None else deals
@@ -200,7 +218,7 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
         self.batches = min(-(-largest // batch_size), smallest)
 
     def __len__(self) -> int:
-        """Number of batches, the same on every rank."""
+        """Return the number of batches, which is the same on every rank."""
         return self.batches
 
     def __iter__(self) -> Iterator[BatchRequest]:  # type: ignore[override]
@@ -209,14 +227,14 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
             yield BatchRequest(self.samples(batch, self.rank), seed=batch)
 
     def samples(self, batch: int, rank: int) -> list[int]:
-        """Return the samples of a rank's batch."""
+        """Return the indices of the samples in a batch of a rank."""
         counts = deal(self.size, self.deals.loads(self.deals.shares), least=self.batches)
         first, count = sum(counts[:rank]), counts[rank]
         return list(range(*(first + count * b // self.batches for b in (batch, batch + 1))))
 
 
 def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments for another loader like this one, except the dataset and the samplers."""
+    """Return the arguments with which a loader was built, except the dataset and the samplers."""
     names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
     names += ["generator", "persistent_workers"]
     if loader.num_workers:
@@ -225,17 +243,18 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def items_of(sampler: Any, epoch: int) -> list[Any]:
-    """Return all items that a sampler yields in an epoch, of all ranks in turn, each sample once.
+    """Return all items that a sampler yields on all ranks in an epoch, without repeated samples.
 
-    Every worker calls this function and must get the same items, so the random generators are seeded first and restored
-    afterwards.
+    An item is whatever the sampler yields, for example the indices of a batch. The items of the ranks alternate. Every
+    worker of a parameter server calls this function and must get the same items. The function therefore seeds the
+    random generators, and restores their states at the end.
     """
     inner = getattr(sampler, "sampler", sampler)
     inner.set_epoch(epoch)
     settings = {name: vars(inner)[name] for name in ("rank", "num_replicas", "num_samples", "total_size")}
     deals, shares = isinstance(inner, DealtBatches), []
     if not deals:
-        # As a single rank, the sampler yields all samples and repeats none.
+        # Configured for a single rank, the sampler yields all samples once.
         inner.num_replicas, inner.num_samples = 1, samples_in(inner)
         inner.total_size = inner.num_samples
     with isolate_rng(include_cuda=False):
@@ -244,18 +263,18 @@ def items_of(sampler: Any, epoch: int) -> list[Any]:
             seed_all(mixed_seed(inner.seed, epoch))
             shares.append(list(sampler))
     vars(inner).update(settings)
-    # A rank without a sample in a batch repeats a sample of another rank: the repeated sample is left out.
+    # If a rank has no samples in a batch, its item is a sample that another rank also has. Such an item is left out.
     places = [(rank, batch) for batch in range(len(shares[0])) for rank in range(len(shares))]
     return [shares[rank][batch] for rank, batch in places if not deals or inner.counts(batch)[rank]]
 
 
 def samples_in(sampler: DistributedSampler[Any]) -> int:
-    """Return the number of different samples of an epoch, over all ranks."""
+    """Return the number of distinct samples in an epoch over all ranks."""
     return min(sampler.total_size, len(sampler.dataset))  # type: ignore[arg-type]
 
 
 def seed_all(seed: int) -> None:
-    """Seed the random generators of torch on the CPU, NumPy and Python."""
+    """Seed the random generators of torch (only on the CPU), NumPy and Python."""
     torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would also seed the accelerators' generators.
     np.random.seed(seed % (1 << 32))
     random.seed(seed)

@@ -1,4 +1,4 @@
-"""Data module for folders of images and of masks with a class for each pixel."""
+"""Data module for semantic segmentation: folders of images, and of masks with a class for each pixel."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from cnnstrategies.data.augment import each_image, to_normalised
 from cnnstrategies.data.decoding import BrokenImageError, decode, fitted
-from cnnstrategies.data.folders import FILES_END_IN, beside, image_files, part_folders, readable
+from cnnstrategies.data.folders import FILES_END_IN, ignored_folders, image_files, part_folders, readable
 from cnnstrategies.data.loading import Batch
 from cnnstrategies.data.module import ImageDataModule, split
 from cnnstrategies.data.preprocessing import IMAGENET
@@ -27,7 +27,7 @@ LEAST_AREA = 0.25  # Smallest fraction of an image's area that a random crop sho
 
 
 class SegmentationFolderDataModule(ImageDataModule):
-    """Data module for JPEG, PNG, WebP, BMP, TIFF and PNM images, and PNG masks of the same names.
+    """Data module for JPEG, PNG, WebP, BMP, TIFF and PNM images, and PNG masks with the same names.
 
     ::
 
@@ -36,27 +36,28 @@ class SegmentationFolderDataModule(ImageDataModule):
         root/test/...              without test/, the validation images
         root/predict/*.jpg         without predict/, the test images
 
-    ``training``, ``valid``, ``validation``, ``dev`` and ``testing`` are also accepted, in any case. Links are followed.
-    A mask holds a class for each pixel, as a palette's index or as a grey value. Training images are cropped at random
-    and mirrored together with their masks. All other images are scaled so that the longer side fits, and padded to a
-    square with pixels that count neither in the loss nor in metrics.
+    The folder names ``training``, ``valid``, ``validation``, ``dev`` and ``testing`` are also accepted, in upper or
+    lower case. Links are followed. A mask has the class of each pixel as a palette index or as a grey value. A training
+    image and its mask get the same random crop and random horizontal flip. All other images are scaled so that their
+    longer side is ``image_size``, and padded to a square. The loss and the metrics ignore the padding.
 
     Args:
         root: Directory of the data set.
-        num_classes: Number of classes, background included.
-        image_size: Height and width of the images that the network receives.
-        ignore_index: Value of mask pixels that count neither in the loss nor in metrics.
-        class_names: Name of each class, for reports and exports; by default its number.
-        val_split: Fraction of the training images that is held out for validation if there is no ``val``.
-        augment: Crop training images at random, to at least a quarter of their area, and mirror them.
-        transforms: Further transforms of training images, applied last to one uint8 (C, H, W) image at a time. They do
-            not change masks.
-        num_workers: Worker processes per process that load batches; 0 loads in the process itself.
+        num_classes: Number of classes, including the background.
+        image_size: Height and width of the images that the network receives, in pixels.
+        ignore_index: Value of a mask's pixels that the loss and the metrics ignore.
+        class_names: Name of each class, for reports and exports; by default the index of the class.
+        val_split: Fraction of the training images that is held out for validation if there is no folder ``val``.
+        augment: Whether training images get a random crop of at least a quarter of their area, and a random horizontal
+            flip.
+        transforms: Additional transforms of training images, applied after the crop to one uint8 (C, H, W) image at a
+            time. They are not applied to masks, so they must not move pixels.
+        num_workers: Number of worker processes that load batches for each process. With 0 the process itself loads.
         **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
-        ConfigurationError: The directory does not exist or has no images, an image has no mask, or a number is out of
-            its range.
+        ConfigurationError: The directory does not exist or contains no images, an image has no mask, or a number is out
+            of its range.
     """
 
     ignore_index: int
@@ -85,7 +86,7 @@ class SegmentationFolderDataModule(ImageDataModule):
         self.num_classes = num_classes
         if class_names is not None and len(class_names) != num_classes:
             raise ConfigurationError(
-                f"class_names has {len(class_names)} names, and num_classes={num_classes}: give one name for each class"
+                f"class_names has {len(class_names)} names, and num_classes={num_classes}: set one name for each class"
             )
         self.class_names = class_names or [str(index) for index in range(num_classes)]
         self.ignore_index = ignore_index
@@ -112,8 +113,8 @@ class SegmentationFolderDataModule(ImageDataModule):
         )
 
     def parts(self) -> dict[str, list[Pair]]:
-        """Return the images of each existing part, with their masks."""
-        self.left_out = beside(self.root, self.folders)
+        """Return the paths of the images and masks of each split that exists, and count ignored files."""
+        self.left_out = ignored_folders(self.root, self.folders)
         parts: dict[str, list[Pair]] = {}
         for part, folder in self.folders.items():
             parts[part] = [(path, None) for path in self._images(folder)] if part == "predict" else self._pairs(folder)
@@ -135,22 +136,24 @@ class SegmentationFolderDataModule(ImageDataModule):
                 )
             if (other := images.setdefault(image.stem, image)) != image:
                 raise ConfigurationError(
-                    f"{other} and {image} would have the same mask: rename one of them, and give it a mask"
+                    f"{other} and {image} would have the same mask: rename one of the images, and add a mask with the "
+                    "new name"
                 )
         self.left_out["masks without an image"] += len(masks) - len(images)
         return [(image, masks[stem]) for stem, image in images.items()]
 
 
 class MaskedSource:
-    """Source of images and masks that are decoded, cropped and scaled together on request.
+    """Source of samples from image files and mask files. Files are decoded each time their sample is fetched.
 
     Args:
-        root: Directory at which the images' names begin.
-        pairs: Path of each image and of its mask; None for an image without mask.
-        size: Height and width of the results.
+        root: Directory of the images, to which their names are relative.
+        pairs: For each sample: path of the image, and path of the mask, or None if the image has no mask.
+        size: Height and width of the results, in pixels.
         num_classes: Number of classes.
-        ignore_index: Value of the masks in the padding.
-        augment: Whether to crop at random and mirror; otherwise the whole image is fitted into the square.
+        ignore_index: Value of a mask's pixels in the padding.
+        augment: Whether the sample gets a random crop and a random horizontal flip. Otherwise the whole image is scaled
+            and padded to a square.
     """
 
     def __init__(
@@ -168,13 +171,13 @@ class MaskedSource:
         return len(self.pairs)
 
     def name(self, index: int) -> str:
-        """Return an image's path from the root."""
+        """Return the path of a sample's image, relative to the root."""
         return readable(self.pairs[index][0].relative_to(self.root).as_posix())
 
     def image_size(self, index: int) -> tuple[int, int]:
-        """Return height and width of an image, after the rotation by its EXIF orientation."""
+        """Return the height and width of an image, in pixels, after its rotation according to the EXIF orientation."""
         with Image.open(self.pairs[index][0]) as image:
-            swapped = image.getexif().get(0x0112, 1) > 4  # Orientations above 4 swap rows and columns.
+            swapped = image.getexif().get(0x0112, 1) > 4  # EXIF orientations above 4 swap rows and columns.
             return (image.width, image.height) if swapped else (image.height, image.width)
 
     def fetch(self, indices: list[int]) -> Batch:
@@ -202,22 +205,23 @@ class MaskedSource:
         return square, square_mask
 
     def _mask(self, path: Path, image: Tensor) -> Tensor:
-        """Return a mask's classes (H, W), uint8: the palette's indices or the grey values."""
+        """Return the class of each pixel of a mask, uint8 (H, W): the palette index or the grey value."""
         try:
             with Image.open(path) as opened:
                 mask = torch.from_numpy(np.array(opened if opened.mode in ("L", "P") else opened.convert("L")))
-        except Exception as error:  # Pillow's formats raise many kinds of errors for damaged data.
+        except Exception as error:  # For damaged files, Pillow's decoders raise errors of many classes.
             reason = " ".join(str(error).split())
             raise ConfigurationError(f"broken mask {path} ({reason}): repair or remove it") from None
         size = tuple(image.shape[1:])
         if mask.shape != size:
             raise ConfigurationError(
-                f"mask {path} has {tuple(mask.shape)} pixels, and its image has {size}: make the sizes equal"
+                f"mask {path} has {tuple(mask.shape)} pixels, but its image has {size}: make the sizes equal"
             )
         largest = int(mask.masked_fill(mask == self.ignore_index, 0).max())
         if largest >= self.num_classes:
             raise ConfigurationError(
-                f"mask {path} has the class {largest}, and num_classes={self.num_classes} allows 0 to "
-                f"{self.num_classes - 1}: set data.init_args.num_classes and model.init_args.num_classes"
+                f"mask {path} has the class {largest}, but num_classes={self.num_classes} allows only 0 to "
+                f"{self.num_classes - 1}: raise data.init_args.num_classes and model.init_args.num_classes, or correct "
+                "the mask"
             )
         return mask

@@ -1,4 +1,4 @@
-"""Data module for images that ``cnnstrategies pack`` has written to shards."""
+"""Data module for images in shards, which are tar files that ``cnnstrategies pack`` writes."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -22,31 +22,35 @@ from cnnstrategies.errors import ConfigurationError
 
 
 class ShardedImageDataModule(ImageDataModule):
-    """Data module for images in tar files, packed by ``cnnstrategies pack``, on local or shared storage.
+    """Data module for images in shards (tar files), on local or shared storage. ``cnnstrategies pack`` writes shards.
 
-    Training images are cropped at random and mirrored; all other images are cropped in the centre. A GPU receives
-    batches as bytes, which have a quarter of the size, and normalises them. If no validation images are packed,
-    ``val_split`` of the training images are held out. If no test images are packed, the validation images are the test
-    images; if no images for predict are packed, predict uses the test images.
+    Training images get a random crop and a random horizontal flip; all other images get a centre crop. Batches are
+    transferred to a GPU as uint8, which takes a quarter of the time of float32, and are normalised on the GPU. If the
+    shards contain no validation images, the fraction ``val_split`` of the training images is held out. If they contain
+    no test images, the validation images are used for testing. If they contain no images for predict, the test images
+    are used.
 
     Args:
         root: Folder of the shards and their index.
-        image_size: Height and width of the images that the network receives; by default 224. For a network with trained
-            weights the command line takes sizes that are not set, the interpolation, the mean and the deviation from
-            the weights' own preprocessing. In Python ``prepare_as`` does so.
-        resize: Shorter side before the centre crop; by default 8/7 of ``image_size``, which for 224 is the usual 256.
-        decoder: Decoder of JPEG files: ``pillow`` or ``simplejpeg``; ``auto`` is simplejpeg if it is installed, else
-            Pillow.
-        val_split: Fraction of the training images that is held out for validation if no validation images are packed.
-        augment: Crop training images at random and mirror them.
-        transforms: Further transforms of training images, applied last to one uint8 (C, H, W) image at a time.
-        num_workers: Worker processes per process that load batches; 0 loads in the process itself.
-        prefetch: Batches that each worker prepares ahead. A process holds up to ``num_workers * (prefetch + 1)``
-            batches.
+        image_size: Height and width of the images that the network receives; by default 224. If the network has
+            pretrained weights, the command line takes ``image_size`` and ``resize`` (unless they are set), the
+            interpolation, the mean and the standard deviation from the preprocessing that the weights expect. In
+            Python, call ``prepare_as`` for this.
+        resize: Shorter side of an image before the centre crop, in pixels; by default 8/7 of ``image_size``, which is
+            256 for 224.
+        decoder: Decoder of JPEG files: ``pillow``, ``simplejpeg``, or ``auto``, which is simplejpeg if it is installed
+            and otherwise Pillow.
+        val_split: Fraction of the training images that is held out if the shards contain no validation images.
+        augment: Whether training images get a random crop and a random horizontal flip.
+        transforms: Additional transforms of training images, applied after the crop to one uint8 (C, H, W) image at a
+            time.
+        num_workers: Number of worker processes that load batches for each process. With 0 the process itself loads.
+        prefetch: Number of batches that each worker process prefetches. Up to ``num_workers * (prefetch + 1)`` batches
+            are in memory for each process.
         **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
-        ConfigurationError: There are no shards, the shards do not belong to the index, or a number is out of its range.
+        ConfigurationError: There are no shards, the shards do not match the index, or a number is out of its range.
     """
 
     def __init__(
@@ -75,7 +79,9 @@ class ShardedImageDataModule(ImageDataModule):
         self.prefetch = prefetch
         self.augment = augment
         if "train" not in self.index.parts:
-            raise ConfigurationError(f"{self.root} has no images for training: pack a source with training images")
+            raise ConfigurationError(
+                f"{self.root} has no training images: run cnnstrategies pack with a folder that has training images"
+            )
         self.class_names = self.index.class_names
         self.num_classes = len(self.class_names)
         self.prepare_as(IMAGENET)
@@ -99,11 +105,12 @@ class ShardedImageDataModule(ImageDataModule):
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to the device, and normalise it there if it consists of bytes."""
+        """Move a batch to the device. If its images are uint8, normalise them on the device."""
         images, targets = super().transfer_batch_to_device(batch, device, dataloader_idx)
         if images.dtype == torch.uint8:
             assert self.trainer is not None
-            # Lightning converts the precision of a batch before this method, when the batch consists of bytes.
+            # Lightning has converted the batch to the trainer's precision before this method. The conversion leaves
+            # uint8 images as they are, so the images are converted again after the normalisation.
             images = self.trainer.precision_plugin.convert_input(self.eval_transform(images))
         return images, targets
 
@@ -118,7 +125,7 @@ class ShardedImageDataModule(ImageDataModule):
 
     @override
     def _loader(self, dataset: BatchDataset, sampler: ShuffledBatches | OrderedBatches) -> BatchLoader:
-        # Batches stay bytes only if a trainer moves them to an accelerator: otherwise nothing would normalise them.
+        # The loader leaves the images uint8 only on an accelerator, where `transfer_batch_to_device` normalises them.
         if self.on_accelerator:
             training = dataset.transform is self.train_transform
             dataset.transform = self.bytes_transform if training else nn.Identity()
@@ -126,7 +133,10 @@ class ShardedImageDataModule(ImageDataModule):
 
 
 class ChannelsFirst(nn.Module):
-    """Transform that makes images contiguous in memory, channels first, which is cheapest while they are bytes."""
+    """Transform that converts images to the contiguous memory format (channels first).
+
+    The conversion of uint8 images is cheaper than that of float32 images.
+    """
 
     def forward(self, images: Tensor) -> Tensor:
         """Map (N, C, H, W) to (N, C, H, W)."""

@@ -1,4 +1,4 @@
-"""Data sets that fit in memory: the package's own digits, torchvision's downloads, and synthetic images."""
+"""Data modules for data sets that fit in memory: digits, data sets from torchvision, and synthetic images."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,23 +16,24 @@ from cnnstrategies.data.loading import Batch, TensorSource
 from cnnstrategies.data.module import ImageDataModule, split, split_source
 from cnnstrategies.errors import ConfigurationError
 
-# The test set does not depend on the training's seed.
+# The test set is split off with a fixed seed, so it does not depend on the data module's `seed`.
 TEST_SHARE, TEST_SEED = 0.2, 0
 FILE = Path(__file__).with_name("digits.npz")
 NOISES = 61  # Number of noise images. It is prime, so that classes and noise images occur in all combinations.
 
 
 class DigitsDataModule(ImageDataModule):
-    """Data module for 1797 grey images of 8 x 8 pixels in 10 classes, which come with the package.
+    """Data module for 1797 greyscale images of handwritten digits, 8 x 8 pixels in 10 classes, without a download.
 
-    The images are the test set of Optical Recognition of Handwritten Digits (Alpaydin and Kaynak, UCI 1998, CC BY 4.0),
-    which scikit-learn also includes. A fixed fifth of the images is the test set, which predict also uses;
-    ``val_split`` of the rest is for validation.
+    The package contains the images. They are the test set of Optical Recognition of Handwritten Digits (Alpaydin and
+    Kaynak, UCI 1998, CC BY 4.0), which scikit-learn also contains. A fixed fifth of the images is for test and predict.
+    The fraction ``val_split`` of the other images is for validation.
 
     Args:
         val_split: Fraction of the training images that is held out for validation.
-        augment: Shift training images by up to one pixel.
-        transforms: Further transforms of training images, applied last to one uint8 (C, H, W) image at a time.
+        augment: Whether training images are shifted at random by up to one pixel.
+        transforms: Additional transforms of training images, applied after the shift to one uint8 (C, H, W) image at a
+            time.
         **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`; ``batch_size`` is 64 by default.
     """
 
@@ -66,18 +67,20 @@ class DigitsDataModule(ImageDataModule):
 
 
 class TorchvisionDataModule(ImageDataModule):
-    """Base of the data modules for data sets that torchvision downloads and that fit in memory.
+    """Base class of the data modules for torchvision's data sets that fit in memory.
 
-    A subclass names the data set, the statistics of its training images and the augmentation. The official test images
-    are for test and predict; ``val_split`` of the training images is for validation.
+    A subclass sets torchvision's class of the data set, the mean and standard deviation of its training images, and the
+    augmentation. The official test images are for test and predict. The fraction ``val_split`` of the training images
+    is for validation.
 
     Args:
         root: Directory of the data set.
-        download: Download the data set if it does not exist.
+        download: Whether to download the data set if it does not exist.
         val_split: Fraction of the training images that is held out for validation.
-        augment: Shift training images by a few pixels, and mirror them unless they are digits.
-        transforms: Further transforms of training images, applied last to one uint8 (C, H, W) image at a time.
-        num_workers: Worker processes per process that load batches; 0 loads in the process itself.
+        augment: Whether training images are shifted at random by a few pixels and, except for digits, flipped
+            horizontally at random.
+        transforms: Additional transforms of training images, applied last, to one uint8 (C, H, W) image at a time.
+        num_workers: Number of worker processes that load batches for each process. With 0 the process itself loads.
         **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`; ``batch_size`` is 128 by default.
     """
 
@@ -109,7 +112,7 @@ class TorchvisionDataModule(ImageDataModule):
 
     @override
     def prepare_data(self) -> None:
-        """Download the data set if it does not exist. Lightning calls this method in one process per node."""
+        """Download the data set if it does not exist. Lightning calls this in one process on each node."""
         for train in (True, False):
             self._open(train, download=self.download)
 
@@ -128,14 +131,14 @@ class TorchvisionDataModule(ImageDataModule):
             why = " ".join(str(error).split())
             reason = f"the download failed ({why})" if download else "it does not exist, and download is false"
             raise ConfigurationError(
-                f"no {name} in {self.root.resolve()}: {reason}. Copy the files that torchvision.datasets.{name} "
-                "stores from a machine with a connection, set data.init_args.root to their directory, or use "
+                f"no {name} in {self.root.resolve()}: {reason}; copy the folder that torchvision.datasets.{name} "
+                "creates from a machine with internet access, set data.init_args.root to an existing copy, or use "
                 "DigitsDataModule, which needs no download"
             ) from error
 
 
 def tensors(dataset: VisionDataset) -> tuple[Tensor, Tensor]:
-    """Return all images and targets of a torchvision data set that keeps them in memory.
+    """Return all images and targets of a torchvision data set that has them in memory.
 
     Returns:
         Images uint8 (N, C, H, W) and targets int64 (N,).
@@ -146,7 +149,7 @@ def tensors(dataset: VisionDataset) -> tuple[Tensor, Tensor]:
 
 
 class MNISTDataModule(TorchvisionDataModule):
-    """Data module for 70 000 grey handwritten digits of 28 x 28 pixels in 10 classes (LeCun et al. 1998)."""
+    """Data module for 70 000 greyscale images of handwritten digits, 28 x 28 pixels, 10 classes (LeCun et al. 1998)."""
 
     dataset_class = datasets.MNIST
     num_classes = 10
@@ -156,7 +159,7 @@ class MNISTDataModule(TorchvisionDataModule):
 
 
 class FashionMNISTDataModule(TorchvisionDataModule):
-    """Data module for 70 000 grey pictures of clothes, 28 x 28 pixels in 10 classes (Xiao et al. 2017)."""
+    """Data module for 70 000 greyscale images of clothes, 28 x 28 pixels, 10 classes (Xiao et al. 2017)."""
 
     dataset_class = datasets.FashionMNIST
     num_classes = 10
@@ -166,7 +169,7 @@ class FashionMNISTDataModule(TorchvisionDataModule):
 
 
 class CIFAR10DataModule(TorchvisionDataModule):
-    """Data module for 60 000 colour images of 32 x 32 pixels in 10 classes (Krizhevsky 2009)."""
+    """Data module for 60 000 colour images of 32 x 32 pixels, 10 classes (Krizhevsky 2009)."""
 
     dataset_class = datasets.CIFAR10
     num_classes = 10
@@ -176,7 +179,7 @@ class CIFAR10DataModule(TorchvisionDataModule):
 
 
 class CIFAR100DataModule(TorchvisionDataModule):
-    """Data module for 60 000 colour images of 32 x 32 pixels in 100 classes (Krizhevsky 2009)."""
+    """Data module for 60 000 colour images of 32 x 32 pixels, 100 classes (Krizhevsky 2009)."""
 
     dataset_class = datasets.CIFAR100
     num_classes = 100
@@ -186,15 +189,17 @@ class CIFAR100DataModule(TorchvisionDataModule):
 
 
 class SyntheticDataModule(ImageDataModule):
-    """Data module for images that cost almost nothing to load: a pattern per class plus noise, determined by the seed.
+    """Data module for synthetic images, which take almost no time to load.
 
-    Sample i has class ``i % num_classes`` and shows the pattern of the class, so a network can learn the classes.
+    An image is the sum of its class's pattern and noise; both are determined by the seed. Sample i has the class
+    ``i % num_classes``. A network can learn the classes from their patterns.
 
     Args:
-        num_samples: Number of training images. A tenth of this number is for validation, test and predict.
+        num_samples: Number of training images. A tenth of this number of other images is for validation, and the same
+            images are for test and predict.
         num_classes: Number of classes.
-        image_size: Height and width.
-        channels: Number of channels.
+        image_size: Height and width of an image, in pixels.
+        channels: Number of channels of an image.
         **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
@@ -232,9 +237,9 @@ class SyntheticDataModule(ImageDataModule):
 
 
 class SyntheticSource:
-    """Source of the samples ``first`` to ``first + size`` of an endless sequence of patterns with noise.
+    """Source of synthetic samples: ``size`` samples of an endless sequence, starting with sample number ``first``.
 
-    A class's pattern is a coarse grid of grey values. Only the grids and a few noise images are kept in memory.
+    The pattern of a class is a coarse grid of random values. Only these grids and a few noise images are in memory.
     """
 
     def __init__(self, first: int, size: int, num_classes: int, image_shape: tuple[int, int, int], seed: int) -> None:
@@ -252,9 +257,9 @@ class SyntheticSource:
         return self.size
 
     def fetch(self, indices: list[int]) -> Batch:
-        """Build the samples at ``indices``: uint8 images and their classes."""
+        """Build the samples at ``indices``, and return uint8 images and their classes."""
         numbers = torch.tensor(indices) + self.first
         targets = numbers % self.num_classes
-        # Columns are repeated before rows, because then whole rows are copied.
+        # Columns are repeated before rows, so that repeating the rows copies whole rows, which is faster.
         patterns = self.grids[targets].index_select(3, self.columns).index_select(2, self.rows)
         return self.noise[numbers % NOISES].add_(patterns), targets

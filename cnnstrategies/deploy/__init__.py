@@ -1,1 +1,1 @@
-"""Trained networks for use outside of training: export, quantisation and prediction."""
+"""Use of trained networks: export, quantisation and prediction."""

@@ -1,4 +1,4 @@
-"""A trained network as files that need neither Lightning nor this package."""
+"""Export of a trained network to a file that can be used without Lightning and without this package."""
 
 import contextlib
 import importlib.util
@@ -30,21 +30,24 @@ Format = Literal["torch_export", "onnx"]
 FILES = {"torch_export": "model.pt2", "onnx": "model.onnx"}
 NEEDS = {"torch_export": (), "onnx": ("onnx", "onnxscript", "onnxruntime")}
 DESCRIPTION = "export.json"
-BATCHES = 4  # validation batches on which the exported network is compared with the original
-TOLERANCE = 1e-3  # relative to the largest logit: another compiler adds numbers in another order
+BATCHES = 4  # Number of validation batches on which the exported network is compared with the original network.
+# Largest difference between logits, relative to the largest logit. Small differences are normal, because a different
+# compiler may add floating-point numbers in a different order.
+TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Logits of an exported network compared with those of the checkpoint's network, on validation images.
+    """Result of a comparison between the logits of an exported network and those of the original network.
 
     Attributes:
-        file: The exported network.
-        images: Number of images.
-        difference: Largest difference between two logits.
-        largest: Largest absolute value of a logit.
-        agreement: Share of images or pixels for which both networks have the same class; None if there are no classes.
-        of: Words for the things that `agreement` counts, if they are not images: " of the pixels".
+        file: Path of the exported network.
+        images: Number of validation images that were compared.
+        difference: Largest absolute difference between the logits of the two networks.
+        largest: Largest absolute value of a logit of the original network.
+        agreement: Fraction of the images, or of the pixels, for which both networks predict the same class; None if the
+            network does not predict classes.
+        of: Text that says what ``agreement`` counts: " of the pixels" for segmentation, otherwise empty.
     """
 
     file: Path
@@ -55,10 +58,10 @@ class Comparison:
     of: str = ""
 
     def __str__(self) -> str:
-        """Return the comparison as one line."""
+        """Return the comparison as a text of one line."""
         line = (
-            f"On {self.images} validation images the logits differ by {self.difference:.2g} at most (the largest is "
-            f"{self.largest:.3g})"
+            f"On {self.images} validation images the logits differ by at most {self.difference:.2g} (the largest logit "
+            f"is {self.largest:.3g})"
         )
         return line if self.agreement is None else f"{line}, and {self.agreement:.2%}{self.of} have the same class"
 
@@ -69,14 +72,20 @@ def export(
     output: Path,
     kind: Format,
 ) -> Comparison:
-    """Write a module's network into a new folder, and compare the written network with the original.
+    """Export a module's network to a new folder, and compare the exported network with the original network.
 
-    The folder also has ``export.json`` with the shape of an image, its preprocessing and the names of the classes. The
-    module is moved to the CPU and to eval mode. The comparison uses validation images.
+    The folder also contains ``export.json`` with the shape of an image, the preprocessing and the names of the classes.
+    The module is moved to the CPU and set to eval mode.
+
+    Args:
+        model: The module whose network is exported.
+        datamodule: The data module. Its validation images are used for the comparison.
+        output: Folder to create.
+        kind: Format of the exported network.
 
     Raises:
-        ConfigurationError: A package is not installed, the folder exists, or the network cannot be exported with the
-            same logits.
+        ConfigurationError: A package is not installed, the folder exists, the network cannot be exported, or the
+            exported network has different logits.
     """
     network = network_of(model, "export")
     if missing := [name for name in NEEDS[kind] if importlib.util.find_spec(name) is None]:
@@ -84,26 +93,26 @@ def export(
             f"export to {kind} needs packages that are not installed: pip install {' '.join(missing)}"
         )
     if output.exists():
-        raise ConfigurationError(f"{output} exists already: give another --output, or remove the folder")
+        raise ConfigurationError(f"{output} exists already: set another path with --output, or remove the folder")
     network.cpu().eval()
     datamodule.prepare_data()
     datamodule.setup("validate")
     batches = [images for images, _ in itertools.islice(datamodule.val_dataloader(), BATCHES)]
     source = giving_logits(network, batches[0])
     scratch = output.with_name(f"{output.name}.unfinished")
-    shutil.rmtree(scratch, ignore_errors=True)  # An export that was killed has left it.
+    shutil.rmtree(scratch, ignore_errors=True)  # A killed export may have left this folder.
     scratch.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-        stack.enter_context(writing(output, "make room there, or give another --output"))
+        stack.enter_context(writing(output, "free some space, or set another path with --output"))
         exported = {"torch_export": to_torch_export, "onnx": to_onnx}[kind](
             source, for_any_batch(batches[0]), scratch / FILES[kind]
         )
         comparison = _compare(network, exported, batches, output / FILES[kind])
         if comparison.difference > TOLERANCE * max(1.0, comparison.largest):
             raise ConfigurationError(
-                f"the logits of the network as {kind} differ from the checkpoint's by up to "
-                f"{comparison.difference:.3g}: use another --format"
+                f"the logits of the network exported to {kind} differ from those of the original network by up to "
+                f"{comparison.difference:.3g}: set another --format"
             )
         if getattr(model, "task", "classes") != "classes":
             comparison = replace(comparison, agreement=None)
@@ -114,7 +123,12 @@ def export(
 
 
 def describe(datamodule: LightningDataModule, images: Tensor) -> dict[str, Any]:
-    """Return the preprocessing of an image and the names of the classes, for ``export.json``."""
+    """Return the content of ``export.json``: image shape, preprocessing and names of the classes.
+
+    Args:
+        datamodule: The data module with which the network was trained.
+        images: A validation batch (N, C, H, W), which has the image shape.
+    """
     height, width = images.shape[2:]
     geometry: dict[str, Any] = {
         "resize_shorter_side": None,
@@ -156,14 +170,14 @@ def _compare(network: Network, exported: Network, batches: list[Tensor], file: P
 
 
 def to_torch_export(network: nn.Module, example: Tensor, file: Path) -> Network:
-    """Write the network's graph with its weights, and return the network that the file holds."""
+    """Export the network with ``torch.export``, and return the network as loaded from the file."""
     save_program(exported_program(network, example), file)
     loaded: Network = torch.export.load(file).module()
     return loaded
 
 
 def to_onnx(network: nn.Module, example: Tensor, file: Path) -> Network:
-    """Write the network for ONNX runtimes, and return the network that the file holds."""
+    """Export the network to ONNX, and return a function that runs the file with ONNX Runtime."""
     import onnxruntime
 
     logging.disable(logging.WARNING)
@@ -183,7 +197,7 @@ def to_onnx(network: nn.Module, example: Tensor, file: Path) -> Network:
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigurationError(
-            f"torch.onnx cannot export {name_of(network)}: {reason}; use another --format"
+            f"torch.onnx cannot export {name_of(network)}: {reason}; set another --format"
         ) from error
     finally:
         logging.disable(logging.NOTSET)

@@ -1,4 +1,4 @@
-"""The part of any LightningModule that maps images to logits, for prediction, export and quantisation."""
+"""Search for the submodule of a LightningModule that maps images to logits, for prediction, export and quantisation."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from cnnstrategies.models.own_forward import has_own_forward, own_forward
 
 
 def network_of(module: LightningModule, purpose: str) -> nn.Module:
-    """Return the part of a module that maps images to logits: its own ``forward``, or else its ``network``.
+    """Return a network that maps images to logits: the module's ``forward`` if it defines one, or else its ``network``.
 
     Args:
-        module: Any module; the package's own modules have a ``network``.
-        purpose: The command that needs the network, for the message.
+        module: Any LightningModule. This package's own modules have an attribute ``network``.
+        purpose: Name of the command that needs the network, for the error message.
 
     Raises:
-        ConfigurationError: The module has neither.
+        ConfigurationError: The module has neither a ``forward`` nor an attribute ``network``.
     """
     if has_own_forward(module):
         return own_forward(module)
@@ -28,35 +28,36 @@ def network_of(module: LightningModule, purpose: str) -> nn.Module:
     if isinstance(network, nn.Module):
         return network
     raise ConfigurationError(
-        f"{purpose}: {type(module).__name__} has no forward that maps images to logits: give it one, such as "
+        f"{purpose}: {type(module).__name__} has no forward that maps images to logits: define one, for example "
         "`def forward(self, images): return self.model(images)`"
     )
 
 
 class PredictsImages:
-    """A ``predict_step`` for a module without one; it returns the probabilities of a batch of ``(images, indices)``.
+    """Default ``predict_step`` for a module that does not define one.
 
-    The module's ``forward`` must map images to logits of shape (N, classes), or to probabilities, which stay as they
-    are.
+    It takes a batch ``(images, indices)`` and returns the probabilities of the classes. The module's ``forward`` must
+    return logits (N, classes), or probabilities, which are returned unchanged.
     """
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
 
     def __call__(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Classify a batch, as :meth:`~cnnstrategies.ImageClassifier.predict_step` does."""
+        """Predict a batch, with the same result as :meth:`~cnnstrategies.ImageClassifier.predict_step`."""
         images, indices = batch
         logits = main_logits(self._module(images))
         if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(images) or logits.shape[1] < 2:
             result = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
             raise ConfigurationError(
                 f"predict: for {len(images)} images the forward of {type(self._module).__name__} returned {result}, "
-                "but logits of shape (N, classes) are needed: give the module a predict_step that returns 'index' (N,) "
-                "and 'probabilities' (N, classes)"
+                "but logits of shape (N, classes) are needed: define a predict_step that returns 'index' (N,) and "
+                "'probabilities' (N, classes)"
             )
         return {"index": indices, "probabilities": _as_probabilities(logits.float())}
 
-    __code__ = __call__.__code__  # Lightning reads the names of a step's parameters from this attribute of a function.
+    # Lightning reads the names of a step's parameters from the attribute `__code__`, which only functions have.
+    __code__ = __call__.__code__
 
 
 def _as_probabilities(logits: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ def _as_probabilities(logits: Tensor) -> Tensor:
 
 
 def give_predict_step(module: LightningModule) -> None:
-    """Give a module without a ``predict_step`` one that uses its ``forward``."""
+    """Add a default ``predict_step`` to a module that does not define one."""
     if not is_overridden("predict_step", module, LightningModule):
         network_of(module, "predict")
         module.predict_step = PredictsImages(module)  # type: ignore[method-assign]  # for this object

@@ -30,12 +30,11 @@ Network = Callable[[Tensor], Any]
 
 @dataclass(frozen=True)
 class Figures:
-    """Quality and cost of a network.
+    """Quality, size and speed of a network.
 
     Attributes:
-        quality: Share of the validation images that are classified correctly, or the model's own measure, such as the
-            mean IoU of a segmenter.
-        megabytes: Size of weights and buffers, in 10^6 bytes.
+        quality: Accuracy on the validation images, or the model's own metric, such as the mean IoU for segmentation.
+        megabytes: Size of the weights and buffers, in 10^6 bytes.
         milliseconds: Median time of one batch on the CPU.
     """
 
@@ -51,9 +50,9 @@ class Report:
     Attributes:
         before: Figures of the original network.
         after: Figures of the quantised network.
-        batch_size: Number of images in the batches that were timed.
-        lowered: Whether the quantised network uses int8 kernels of this processor.
-        metric: Name of the measure of quality.
+        batch_size: Number of images in a batch of the time measurement.
+        lowered: Whether the quantised network uses int8 kernels on this CPU.
+        metric: Name of the metric of quality.
     """
 
     before: Figures
@@ -68,16 +67,19 @@ def quantize(
 ) -> Report:
     """Quantise a module's network to int8 and save it.
 
-    Weights and activations become int8 by torchao's PT2E flow: observers are inserted into the exported graph, training
-    batches set the range of each activation, and the graph is converted. The file, written by ``torch.export.save``,
-    holds the int8 weights and not the original weights; :func:`load_quantized` loads it. The figures are measured on
-    the loaded network. The module is moved to the CPU and to eval mode.
+    Weights and activations are quantised by torchao's PT2E flow: observers are inserted into the exported graph,
+    training batches calibrate the range of each activation, and the graph is converted to int8. The file is written by
+    ``torch.export.save`` and contains the int8 weights, but not the original weights. Load it with
+    :func:`load_quantized`. The module is moved to the CPU and set to eval mode.
 
     Args:
-        model: Its network is quantised.
-        datamodule: Calibrates with training data and measures with validation data.
-        output: The file to write.
-        calibration_batches: Number of training batches that set the ranges of the activations.
+        model: The module whose network is quantised.
+        datamodule: The data module. Its training data is used for calibration, its validation data for the figures.
+        output: Path of the file to write.
+        calibration_batches: Number of training batches for calibration.
+
+    Returns:
+        Figures of the original network and of the quantised network as loaded from the file.
     """
     network = network_of(model, "quantize")
     network.cpu().eval()
@@ -97,20 +99,20 @@ def quantize(
 
 
 def save_program(program: "torch.export.ExportedProgram", path: Path) -> None:
-    """Write an exported program to a file that is complete or absent.
+    """Write an exported program to a file, so that the file is either complete or does not exist.
 
-    The program is first written to memory: torch's own writer aborts the process when a disk is full.
+    The program is serialised in memory first, because torch's own writer aborts the process when the disk is full.
     """
     content = io.BytesIO()
     torch.export.save(program, content)
-    with whole_file(path, "make room there, or give another --output") as file:
+    with whole_file(path, "free some space, or set another path with --output") as file:
         file.write(content.getbuffer())
 
 
 def int8_graph(
     network: nn.Module, datamodule: LightningDataModule, calibration_batches: int
 ) -> tuple["torch.export.ExportedProgram", "GraphModule", Tensor]:
-    """Return a network's graph, its int8 graph, and the batch with which both were traced.
+    """Return the exported graph of a network, the int8 graph, and the batch with which both graphs were exported.
 
     Raises:
         ConfigurationError: There are no calibration batches, torchao is not installed, or torch cannot export the
@@ -122,12 +124,12 @@ def int8_graph(
     calibration = [images for images, _ in itertools.islice(datamodule.train_dataloader(), calibration_batches)]
     example = for_any_batch(calibration[0])
     with torch.no_grad():
-        # Strict: otherwise the quantizer confuses two calls of one module, such as ResNet's ReLU, with one call.
+        # With strict=False, the quantizer would treat two calls of the same module, such as ResNet's ReLU, as one call.
         exported = exported_program(network, example, strict=True)
         quantizer = quantizer_module.X86InductorQuantizer()
         quantizer.set_global(quantizer_module.get_default_x86_inductor_quantization_config())
         graph = exported.module()
-        # Removes auxiliary logits, which are not used: the quantizer fails on convolutions whose output is not used.
+        # Remove auxiliary logits, which are not used: the quantizer fails if the output of a convolution is not used.
         graph.graph.eliminate_dead_code()
         graph.recompile()
         prepared = pt2e.prepare_pt2e(graph, quantizer)
@@ -139,21 +141,23 @@ def int8_graph(
 
 
 def load_quantized(path: str | Path, batch_size: int | None = None) -> nn.Module:
-    """Load a network that :func:`quantize` has saved; on x86 processors it uses oneDNN's int8 kernels.
+    """Load a network that :func:`quantize` has saved.
+
+    On x86 CPUs the network uses oneDNN's int8 kernels. On other CPUs it computes with dequantised weights, which is
+    slower.
 
     Args:
-        path: The ``.pt2`` file.
-        batch_size: Fixed number of images that the kernels compute at once; by default the calibration's. Smaller
-            batches are padded, and larger batches are split. On other processors it has no meaning: there the network
-            computes with dequantised weights, which is slower.
+        path: Path of the ``.pt2`` file.
+        batch_size: Fixed batch size of the int8 kernels; by default the batch size of the calibration. Smaller batches
+            are padded, and larger batches are split. It is ignored on CPUs other than x86.
 
     Returns:
-        A module that maps images (N, C, H, W), of the size used in training, to logits (N, num_classes).
+        A module that maps images (N, C, H, W), with the size that was used in training, to logits (N, num_classes).
 
     Raises:
         ConfigurationError: torchao is not installed, or ``batch_size`` is below 1.
     """
-    _torchao()  # Registers the operators that the file contains.
+    _torchao()  # This import registers the operators that the file contains.
     if batch_size is not None and batch_size < 1:
         raise ConfigurationError(f"batch_size={batch_size}: at least 1 image is needed")
     program = torch.export.load(path)
@@ -163,12 +167,12 @@ def load_quantized(path: str | Path, batch_size: int | None = None) -> nn.Module
 
 
 class QuantizedNetwork(nn.Module):
-    """A quantised graph as a network for batches of any size.
+    """Network that runs a quantised graph on batches of any size.
 
     Args:
-        graph: The graph.
+        graph: The quantised graph.
         image_shape: Shape of an image (C, H, W).
-        batch_size: Number of images that the int8 kernels compute at once.
+        batch_size: Fixed batch size of the int8 kernels.
     """
 
     def __init__(self, graph: "GraphModule", image_shape: torch.Size, batch_size: int) -> None:
@@ -180,7 +184,8 @@ class QuantizedNetwork(nn.Module):
 
             with torch.no_grad():
                 graph = lower_pt2e_quantized_to_x86(graph, (torch.zeros(batch_size, *image_shape),))
-            # The int8 kernels store channels last. A view that was traced in the usual order may be impossible there.
+            # The results of int8 kernels are in channels_last format, in which `view` may fail although it worked when
+            # the graph was traced. `reshape` copies the tensor if necessary.
             for node in graph.graph.nodes:
                 if node.target is torch.ops.aten.view.default:
                     node.target = torch.ops.aten.reshape.default
@@ -201,7 +206,7 @@ class QuantizedNetwork(nn.Module):
 
 
 def accuracy(network: Network, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return the share of the samples that ``network`` classifies correctly."""
+    """Return the accuracy: the fraction of the samples that ``network`` classifies correctly."""
     correct = total = 0
     with torch.no_grad():
         for images, targets in batches:
@@ -211,7 +216,7 @@ def accuracy(network: Network, batches: Iterable[tuple[Tensor, Tensor]]) -> floa
 
 
 def quality(network: Network, batches: Iterable[tuple[Tensor, Tensor]], model: NetworkModule) -> float:
-    """Return the value of the metric that a model uses for its network's quality, over all batches."""
+    """Return the value, over all batches, of the metric that is named by the model's attribute ``quality``."""
     metric = copy.deepcopy(getattr(model.val_metrics, model.quality)).cpu()
     metric.reset()
     with torch.no_grad():
@@ -221,9 +226,15 @@ def quality(network: Network, batches: Iterable[tuple[Tensor, Tensor]], model: N
 
 
 def milliseconds(networks: Sequence[Network], images: Tensor, repeats: int = 20) -> list[float]:
-    """Return the median time of each network's ``network(images)``, in ms, after three calls that are not counted.
+    """Return the median time of ``network(images)`` for each network, in milliseconds.
 
-    The networks take turns, so that other work of the machine slows all of them.
+    Three calls for warming up are not counted. The networks are called in turn, so that other load on the machine
+    affects all of them in the same way.
+
+    Args:
+        networks: The networks to compare.
+        images: Batch of images.
+        repeats: Number of measured calls of each network.
     """
     times: list[list[float]] = [[] for _ in networks]
     with torch.no_grad():
@@ -236,12 +247,15 @@ def milliseconds(networks: Sequence[Network], images: Tensor, repeats: int = 20)
 
 
 def for_any_batch(images: Tensor) -> Tensor:
-    """Return a batch of at least two images: torch.export would fix the size of a batch of one image."""
+    """Return a batch of at least two images, by repeating a single image.
+
+    From an example of one image, torch.export would conclude that the batch size is always 1.
+    """
     return images if len(images) > 1 else images.repeat(2, 1, 1, 1)
 
 
 def exported_program(network: nn.Module, example: Tensor, strict: bool = False) -> "torch.export.ExportedProgram":
-    """Return the graph of a network, for batches of any size.
+    """Export a network with ``torch.export``, for batches of any size.
 
     Raises:
         ConfigurationError: torch cannot export the network.
@@ -253,13 +267,13 @@ def exported_program(network: nn.Module, example: Tensor, strict: bool = False) 
             )
     except Exception as error:
         raise ConfigurationError(
-            f"torch.export cannot export {name_of(network)}: {str(error).strip().splitlines()[0]}; its weights are in "
-            "the checkpoint, under state_dict"
+            f"torch.export cannot export {name_of(network)}: {str(error).strip().splitlines()[0]}; use the weights in "
+            "the checkpoint (state_dict) instead"
         ) from error
 
 
 def _remove_unused_tensors(graph: "GraphModule") -> None:
-    """Remove the float weights, which torchao leaves in the graph beside the int8 weights."""
+    """Remove the float32 weights, which torchao leaves in the graph in addition to the int8 weights."""
     used = {node.target for node in graph.graph.nodes if node.op == "get_attr"}
     for name in [name for name, _ in (*graph.named_parameters(), *graph.named_buffers()) if name not in used]:
         owner, _, attribute = name.rpartition(".")
@@ -267,7 +281,7 @@ def _remove_unused_tensors(graph: "GraphModule") -> None:
 
 
 def has_int8_kernels() -> bool:
-    """Whether torch computes in int8 on this processor."""
+    """Whether torch has int8 kernels for this CPU."""
     return platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 

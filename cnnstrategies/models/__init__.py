@@ -1,1 +1,1 @@
-"""Parts of the package's modules for classification and segmentation."""
+"""The package's LightningModules for classification and segmentation, and functions that they share with callbacks."""

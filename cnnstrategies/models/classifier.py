@@ -1,4 +1,4 @@
-"""`ImageClassifier`, the LightningModule that every strategy can train."""
+"""`ImageClassifier`, a LightningModule that trains a network to classify images."""
 
 from typing import Any, Literal
 
@@ -17,45 +17,47 @@ from cnnstrategies.models.tasks import TASKS
 
 
 class ImageClassifier(NetworkModule):
-    """Trains any CNN to classify images.
+    """LightningModule that trains a network to classify images. Every strategy can train this module.
 
-    Its steps call ``self.network(images)`` once, and :meth:`loss` is the mean loss over a batch. Batches are
+    A step calls ``self.network(images)`` once. :meth:`loss` is the mean loss over a batch. A batch is
     ``(images, targets)`` with images (N, C, H, W) and targets (N,), or ``(images, indices)`` for predict.
 
-    The module logs ``train_loss``, ``train_acc``, ``val_loss``, ``val_acc``, with more than five classes
-    ``val_acc_top5``, and the same metrics as ``test_...``. Each sample of each rank counts once. ``train_loss_step`` is
-    the loss of rank 0's last batch.
+    The module logs ``train_loss``, ``train_acc``, ``val_loss``, ``val_acc``, with more than five classes also
+    ``val_acc_top5``, and the ``val_...`` metrics as ``test_...`` when it is tested. These metrics cover the samples of
+    all ranks, and count each sample once. ``train_loss_step`` is the loss of rank 0's last batch.
 
     Args:
         network: Any module that maps images to logits (N, num_classes): a torchvision builder,
             ``timm.create_model``, a class or function of your own, or one of :mod:`cnnstrategies.networks`.
-            It may also return auxiliary logits, as GoogLeNet and Inception do in training.
+            The network may also return auxiliary logits, as GoogLeNet and Inception do in training.
         num_classes: Number of the network's outputs for an image: classes, labels or numbers, depending on ``task``.
-        optimizer: Builds the optimizer from the parameters; AdamW with its defaults when left out.
-        lr_scheduler: Builds the learning-rate scheduler from the optimizer; none when left out.
+        optimizer: Function that builds the optimizer from the parameters. The default is AdamW with its own defaults.
+        lr_scheduler: Function that builds the learning-rate scheduler from the optimizer. By default there is none.
         lr_interval: Whether the scheduler advances after each epoch or after each optimizer step.
-        task: With ``classes`` each image has one class. With ``multilabel`` an image has any number of labels; targets
-            are zeros and ones (N, num_classes), the loss is the binary cross-entropy, and the means over the labels of
-            average precision and F1 are logged as ``val_map`` and ``val_f1``. With ``regression`` targets are numbers
-            (N, num_classes), the loss is the mean squared error, and ``val_mae`` and ``val_rmse`` are logged.
-        class_weights: Weight of each class in the loss. The loss is the sum of the weighted losses of a batch's images,
-            divided by the number of images and not by the sum of the weights. With ``multilabel`` the weight of images
-            that have a label, relative to images that do not have it.
-        label_smoothing: Share of the target mass that is spread over all classes, in [0, 1).
-        mixup_alpha: Mix pairs of training images (Zhang et al. 2018) with a weight from Beta(alpha, alpha); 0 turns
-            mixup off.
-        cutmix_alpha: Paste a rectangle of one training image into another (Yun et al. 2019); 0 turns CutMix off. If
-            both are on, one of the two is drawn for each batch.
-        decay_norms_and_biases: Whether the optimizer's weight decay also applies to normalisations and biases, which
-            are the parameters of one dimension.
+        task: With ``classes`` each image has one class. With ``multilabel`` an image has any number of labels. Targets
+            are then zeros and ones (N, num_classes), and the loss is the binary cross-entropy. The average precision
+            and the F1 score, as means over the labels, are logged as ``val_map`` and ``val_f1``. With ``regression``
+            the targets are numbers (N, num_classes), and the loss is the mean squared error. ``val_mae`` and
+            ``val_rmse`` are logged.
+        class_weights: Weight of each class in the loss. The weighted losses of a batch's images are summed and divided
+            by the number of images, not by the sum of the weights. With ``multilabel``: weight of the positive examples
+            of each label, see ``pos_weight`` of ``torch.nn.BCEWithLogitsLoss``.
+        label_smoothing: Label smoothing as in ``torch.nn.CrossEntropyLoss``, in [0, 1).
+        mixup_alpha: Parameter alpha of mixup (Zhang et al. 2018), which mixes pairs of training images with a weight
+            from Beta(alpha, alpha). 0 turns mixup off.
+        cutmix_alpha: Parameter alpha of CutMix (Yun et al. 2019), which pastes a rectangle of one training image into
+            another. 0 turns CutMix off. If mixup and CutMix are both on, one of them is chosen at random for each
+            batch.
+        decay_norms_and_biases: Whether weight decay is also applied to the parameters of normalisations and to biases.
+            All parameters with one dimension are treated as such.
         aux_weight: Weight of the loss of each auxiliary classifier.
-        channels_last: Store images and weights with the channels innermost, which is faster on GPUs with tensor
-            cores and on recent CPUs.
-        compile_backend: Compile the network with this ``torch.compile`` backend, for example ``inductor``; not
-            compiled when left out.
+        channels_last: Whether to store images and weights in torch's ``channels_last`` memory format, which is faster
+            on GPUs with tensor cores and on recent CPUs.
+        compile_backend: Backend of ``torch.compile``, for example ``inductor``, with which the network is compiled. It
+            is not compiled when left out.
 
     Raises:
-        ConfigurationError: A number is out of range, or the data or the network has another number of classes.
+        ConfigurationError: A number is out of its range, or the data or the network have a different number of classes.
     """
 
     def __init__(
@@ -82,11 +84,11 @@ class ImageClassifier(NetworkModule):
         )
         if task != "classes" and (label_smoothing or mixup_alpha or cutmix_alpha):
             raise ConfigurationError(
-                f"label_smoothing, mixup_alpha and cutmix_alpha need task=classes, and the model has task={task}: set "
+                f"label_smoothing, mixup_alpha and cutmix_alpha need task=classes, but the model has task={task}: set "
                 "them to 0"
             )
         if task == "regression" and class_weights is not None:
-            raise ConfigurationError("class_weights with task=regression: a regression has no classes; leave them out")
+            raise ConfigurationError("class_weights cannot be used with task=regression: leave class_weights out")
         if not 0 <= label_smoothing < 1:
             raise ConfigurationError(f"label_smoothing={label_smoothing} is outside [0, 1); 0.1 is usual")
         for name, value in (
@@ -100,13 +102,14 @@ class ImageClassifier(NetworkModule):
             raise ConfigurationError(
                 f"class_weights={class_weights}: give {num_classes} numbers that are at least 0, one for each class"
             )
-        # Objects cannot be stored in a checkpoint that loads with weights_only=True; a configuration can.
+        # A checkpoint with these objects could not be loaded with weights_only=True, so they are not saved as
+        # hyperparameters. The command line saves their configuration instead.
         self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
         self.task = task
         self.learning_task = TASKS[task]
         self.quality = self.learning_task.quality
         self.label_smoothing = label_smoothing
-        # Not persistent: the weights come from the configuration and are not part of a checkpoint.
+        # The buffer is not persistent, because the class weights come from the configuration and not from a checkpoint.
         weights = None if class_weights is None else torch.tensor(class_weights)
         self.register_buffer("class_weights", weights, persistent=False)
         self.class_weights: Tensor | None
@@ -123,21 +126,21 @@ class ImageClassifier(NetworkModule):
         )
 
     def check_data(self, datamodule: LightningDataModule | None) -> None:
-        """Refuse data with another number of classes, data for another task, and data with masks."""
+        """Refuse a data module whose number of classes or task differs from the model's, or that has masks."""
         super().check_data(datamodule)
         if isinstance(datamodule, ImageDataModule) and datamodule.task != self.task:
             raise ConfigurationError(
-                f"the model has task={self.task}, and {type(datamodule).__name__} has targets for {datamodule.task}: "
+                f"the model has task={self.task}, but {type(datamodule).__name__} has task={datamodule.task}: "
                 f"set model.init_args.task={datamodule.task}, or use ImageTableDataModule with task={self.task}"
             )
         if getattr(datamodule, "ignore_index", None) is not None:
             raise ConfigurationError(
-                f"{type(datamodule).__name__} has masks, and ImageClassifier learns classes of whole images: use "
-                "ImageSegmenter, or data without masks"
+                f"{type(datamodule).__name__} has masks, which ImageClassifier cannot learn: use ImageSegmenter, or a "
+                "data module with a class for each image"
             )
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the mean over a batch's images of the task's loss; for ``task=classes`` this is the cross-entropy.
+        """Return the loss of a batch, as a mean over its images. For ``task=classes`` it is the cross-entropy.
 
         Args:
             outputs: The network's outputs: logits (N, num_classes), or a tuple of the main logits followed by the
@@ -149,11 +152,11 @@ class ImageClassifier(NetworkModule):
             A scalar.
 
         Raises:
-            ConfigurationError: The logits have another shape.
+            ConfigurationError: The logits do not have this shape.
         """
         check_logits(outputs, len(targets), self.num_classes)
         main, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
-        # In a pipeline the stage that computes the loss may be on another device than the module.
+        # In a pipeline, the stage that computes the loss and the module may be on different devices.
         weights = None if self.class_weights is None else self.class_weights.to(main)
         loss = self.learning_task.loss(main, targets, weights, self.label_smoothing)
         for logits in auxiliary:
@@ -162,14 +165,14 @@ class ImageClassifier(NetworkModule):
         return loss
 
     def loss_weight(self, targets: Tensor) -> int:
-        """Return the weight of this batch's :meth:`loss` in a mean over several batches: its number of samples.
+        """Return the number of samples, which is the weight of a batch's :meth:`loss` in a mean over several batches.
 
-        A subclass that overrides :meth:`loss` must also override this method if its loss has another weight.
+        If a subclass overrides :meth:`loss` and its loss is not a mean over samples, it must also override this method.
         """
         return len(targets)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Mix training images and set the memory format, on the device."""
+        """Apply mixup or CutMix to training images, and set the images' memory format, on the device."""
         if self.mix is not None and self.trainer.training:
             batch = self.mix(*batch)
         return super().on_after_batch_transfer(batch, dataloader_idx)
@@ -178,8 +181,9 @@ class ImageClassifier(NetworkModule):
         """Predict a batch of ``(images, indices)``.
 
         Returns:
-            ``index`` (N,), the positions in the predict dataset, and ``probabilities`` (N, num_classes) of the classes
-            or of each label; for a regression ``values`` (N, num_classes) instead of probabilities.
+            A mapping: ``index`` (N,) has the samples' positions in the predict dataset, and ``probabilities``
+            (N, num_classes) the probabilities of the classes or labels. For a regression, ``values`` (N, num_classes)
+            has the predicted numbers instead.
         """
         images, indices = batch
         outputs = self.network(images)
@@ -187,11 +191,11 @@ class ImageClassifier(NetworkModule):
         return {"index": indices, self.learning_task.predicted: self.learning_task.values(main_logits(outputs).float())}
 
     def log_step(self, stage: Literal["train", "val", "test"], outputs: Any, targets: Tensor, loss: Tensor) -> None:
-        """Add a batch to a stage's metrics and log them."""
+        """Add a batch to the metrics of training, validation or test, and log them."""
         logits = main_logits(outputs)
-        check_logits(logits, len(targets), self.num_classes)  # The loss of a subclass may not check.
+        check_logits(logits, len(targets), self.num_classes)  # A subclass's `loss` may not check the shape.
         super().log_step(stage, logits, targets, loss)
 
     def compared(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs and targets in the form that the task's metrics take."""
+        """Return outputs and targets in the form that the task's metrics expect."""
         return self.learning_task.compared(logits, targets)

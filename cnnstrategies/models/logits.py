@@ -1,4 +1,4 @@
-"""The outputs of a network: its main logits, and the logits of auxiliary classifiers."""
+"""Access to a network's outputs: the main logits, and the logits of auxiliary classifiers."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from cnnstrategies.errors import ConfigurationError
 
 
 def main_logits(outputs: Any) -> Tensor:
-    """Return the main logits from a network's outputs: a tensor, the first of a tuple, or ``out`` of a dict."""
+    """Return the main logits: the outputs if they are a tensor, the first item of a tuple, or ``out`` of a dict."""
     if isinstance(outputs, dict):
         outputs = outputs.get("out", outputs)
     logits: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
@@ -17,7 +17,7 @@ def main_logits(outputs: Any) -> Tensor:
 
 
 class MainLogits(nn.Module):
-    """A network that returns only its main logits."""
+    """Wrapper of a network that returns only the main logits."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -29,23 +29,23 @@ class MainLogits(nn.Module):
 
 
 def giving_logits(network: nn.Module, images: Tensor) -> nn.Module:
-    """Return a network that returns its main logits instead of a dict, which exported networks cannot return.
+    """Wrap a network that returns a dict, so that it returns only its main logits. A dict cannot be exported.
 
     Args:
-        network: The network; it is returned itself if it does not return a dict.
-        images: Images to try the network with.
+        network: The network. It is not wrapped if its outputs are not a dict.
+        images: Images for which the network is called once to see what it returns.
     """
     with torch.no_grad():
         return MainLogits(network) if isinstance(network(images), dict) else network
 
 
 def name_of(network: nn.Module) -> str:
-    """Return the name of a network's class, for messages."""
+    """Return the name of a network's class, also if the network is wrapped in :class:`MainLogits`."""
     return type(network.network if isinstance(network, MainLogits) else network).__name__
 
 
 def check_logits(outputs: Any, samples: int, num_classes: int) -> None:
-    """Refuse outputs with another number of classes: with too many logits cross-entropy would train without an error.
+    """Refuse logits of a wrong shape. Cross-entropy itself accepts logits for too many classes.
 
     Args:
         outputs: Logits, or a tuple of the main logits followed by auxiliary logits or None.
@@ -67,7 +67,7 @@ def check_logits(outputs: Any, samples: int, num_classes: int) -> None:
                 f"shape {(samples, num_classes)}: end the network with a layer that returns logits of this shape"
             )
         raise ConfigurationError(
-            f"the network gives {shape[1]} logits for an image, but the model has num_classes={num_classes}: give "
-            f"model.init_args.network also num_classes={num_classes} (in its init_args or dict_kwargs), or set "
+            f"the network returned {shape[1]} logits for an image, but the model has num_classes={num_classes}: set "
+            f"num_classes={num_classes} also in init_args or dict_kwargs of model.init_args.network, or set "
             f"model.init_args.num_classes={shape[1]}"
         )

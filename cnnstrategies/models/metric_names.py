@@ -1,15 +1,15 @@
-"""Conclusions from the names of metrics."""
+"""Functions that tell from a metric's name what the metric means."""
 
 import difflib
 from collections.abc import Iterable
 
-# Validation metrics of ImageClassifier, ImageSegmenter and most other modules; the most important first.
+# Usual names of validation metrics, the most important first.
 USUAL = ("val_acc", "val_miou", "val_map", "val_mae", "val_loss")
-MOST = 8  # largest number of metrics in a summary
+MOST = 8  # Largest number of metrics in a summary.
 
 
 def is_of_epochs(name: str) -> bool:
-    """Whether a logged value is a metric of an epoch, and not of a step, a learning rate or a speed."""
+    """Whether a logged value is a metric of an epoch. Metrics of a step, learning rates and speeds are not."""
     return not name.endswith("_step") and not name.startswith("lr-") and name != "samples_per_s"
 
 
@@ -19,7 +19,11 @@ def less_is_better(name: str) -> bool:
 
 
 def worth_showing(names: Iterable[str]) -> list[str]:
-    """Return the logged metrics that a summary shows: validation metrics, usual names first, or else all metrics."""
+    """Return the names of the metrics that a summary shows.
+
+    These are up to ``MOST`` validation metrics, those with usual names first. If no validation metric was logged, they
+    are all metrics of an epoch.
+    """
     epochs = [name for name in names if is_of_epochs(name)]
     usual = [name for name in USUAL if name in epochs]
     others = [name for name in epochs if name.lower().startswith("val") and name not in usual]
@@ -27,14 +31,14 @@ def worth_showing(names: Iterable[str]) -> list[str]:
 
 
 def not_logged(where: str, name: object, logged: Iterable[str]) -> str:
-    """Return the message for an option that names a metric which the module does not log.
+    """Return the error message for an option whose value is not the name of a logged metric.
 
     Args:
-        where: The option.
-        name: The metric that it names.
-        logged: Names of the logged values.
+        where: Name of the option.
+        name: Value of the option.
+        logged: Names of the values that the module logs.
     """
     names = sorted(metric for metric in logged if is_of_epochs(metric))
     close = difflib.get_close_matches(str(name), names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{where}: the module does not log {name!r}; {hint}logged: {', '.join(names) or 'nothing'}"
+    return f"{where}: the module does not log {name!r}; {hint}it logs: {', '.join(names) or 'nothing'}"

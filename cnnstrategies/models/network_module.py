@@ -1,4 +1,4 @@
-"""The base class of this package's modules: a network with its optimizer and schedule."""
+"""Base class of this package's LightningModules: a network with its optimizer, scheduler and metrics."""
 
 import os
 from typing import Any, Literal
@@ -22,9 +22,9 @@ ON_BAR = ("train_loss", "val_acc", "test_acc", "val_miou", "test_miou", "val_map
 
 
 class MeanOverSamples(Metric):
-    """Mean over the samples of all batches, computed from the mean of each batch.
+    """Metric: mean over the samples of all batches, computed from the mean of each batch.
 
-    With torchmetrics' ``MeanMetric`` the host would wait for the device three times in each step.
+    Torchmetrics' ``MeanMetric`` is not used, because it synchronises the host with the device three times in each step.
     """
 
     total: Tensor
@@ -41,12 +41,15 @@ class MeanOverSamples(Metric):
         self.samples += samples
 
     def compute(self) -> Tensor:
-        """Return the mean so far; NaN if the mean of a batch was NaN."""
+        """Return the mean over all samples so far. The result is NaN if the mean of a batch was NaN."""
         return self.total / self.samples
 
 
 class NetworkModule(LightningModule):
-    """Base class of the modules that train one network on ``(images, targets)``; see the subclasses' arguments."""
+    """Base class of LightningModules that train one network on batches ``(images, targets)``.
+
+    The arguments are documented in the subclasses.
+    """
 
     def __init__(
         self,
@@ -65,7 +68,8 @@ class NetworkModule(LightningModule):
             raise ConfigurationError(f"num_classes={num_classes}: at least {least} is needed")
         self.network = network.to(memory_format=torch.channels_last) if channels_last else network
         self.num_classes = num_classes
-        # AdamW is not the argument's default because jsonargparse would pass its weight decay on to another optimizer.
+        # AdamW is not the default value in the signature: if a user chose a different optimizer, jsonargparse would
+        # pass AdamW's weight decay on to it.
         self.optimizer_factory = torch.optim.AdamW if optimizer is None else optimizer
         self.lr_scheduler_factory = lr_scheduler
         self.lr_interval = lr_interval
@@ -73,13 +77,15 @@ class NetworkModule(LightningModule):
         self.channels_last = channels_last
         self.compile_backend = compile_backend
 
-    quality: str = "acc"  # name of the metric by which networks are compared
+    quality: str = "acc"  # Name of the metric by which networks are compared, without `val_` or `test_`.
 
     def check_data(self, datamodule: LightningDataModule | None) -> None:
-        """Refuse data with another number of classes, and warn of data that are prepared for other weights.
+        """Check that the data module has the model's number of classes and the preprocessing that the network expects.
+
+        If the network's pretrained weights expect a different mean or standard deviation, the method only warns.
 
         Raises:
-            ConfigurationError: The data module has another number of classes.
+            ConfigurationError: The numbers of classes of the data module and of the model differ.
         """
         classes = getattr(datamodule, "num_classes", self.num_classes)
         if classes != self.num_classes:
@@ -94,15 +100,16 @@ class NetworkModule(LightningModule):
             and (prepared.mean, prepared.std) != (trained.mean, trained.std)
         ):
             rank_zero_warn(
-                f"the network's weights were trained with {trained}, and {type(datamodule).__name__} gives {prepared}: "
-                "call the data module's prepare_as(cnnstrategies.pretrained.trained_with(network))"
+                f"the network's pretrained weights expect the preprocessing {trained}, but "
+                f"{type(datamodule).__name__} has the preprocessing {prepared}: call the data module's "
+                "prepare_as(cnnstrategies.pretrained.trained_with(network))"
             )
 
     def setup(self, stage: str) -> None:
-        """Check the data against the model, reset the metrics and compile the network.
+        """Check that the data fit the model, reset the metrics and compile the network.
 
-        The metrics are reset for two reasons: `validate` leaves tensors in them that can only be updated in inference
-        mode, and spawned ranks would share their tensors in shared memory.
+        The metrics are reset for two reasons. After ``validate`` their tensors are inference tensors, which cannot be
+        updated outside inference mode. And spawned ranks would share the tensors in shared memory.
         """
         self.check_data(getattr(self.trainer, "datamodule", None))
         for module in self.modules():
@@ -112,9 +119,10 @@ class NetworkModule(LightningModule):
             compile_parts(self.trainer, [self.network], self.compile_backend)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Seed the random numbers of this training step (dropout, mixup) from (seed, step, rank).
+        """Seed torch's generators for this training step (dropout, mixup) from the run's seed, the step and the rank.
 
-        A resumed run therefore draws the same numbers as an uninterrupted run, without random states in the checkpoint.
+        A resumed run therefore draws the same random numbers as an uninterrupted run, although checkpoints do not
+        contain the states of the generators.
         """
         seed = os.environ.get("PL_GLOBAL_SEED")
         if self.trainer.training and seed is not None:
@@ -123,14 +131,14 @@ class NetworkModule(LightningModule):
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Set the memory format of the images, on the device."""
+        """Convert the images to the memory format ``channels_last`` if it is set, on the device."""
         images, targets = batch
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         return images, targets
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the mean loss of a batch; every subclass implements its own.
+        """Return the mean loss of a batch. Subclasses implement this method.
 
         Args:
             outputs: The network's outputs.
@@ -139,13 +147,13 @@ class NetworkModule(LightningModule):
         raise NotImplementedError
 
     def log_step(self, stage: Literal["train", "val", "test"], outputs: Any, targets: Tensor, loss: Tensor) -> None:
-        """Add a batch to a stage's metrics and log them.
+        """Add a batch to the metrics of training, validation or test, and log them.
 
-        A call of Lightning's ``log`` takes longer than the update of a metric. Lightning reads the metrics of training
-        only at the end of the epoch, so they are logged only with the epoch's first batch.
+        A call of Lightning's ``log`` takes longer than the update of a metric. It is enough to log a training metric
+        with the epoch's first batch, because Lightning computes it only at the end of the epoch.
 
         Args:
-            stage: The stage.
+            stage: Prefix of the metrics' names.
             outputs: The network's outputs.
             targets: The batch's targets.
             loss: Mean loss of the batch.
@@ -164,7 +172,7 @@ class NetworkModule(LightningModule):
             self.log("train_loss_step", loss.detach(), on_step=True, on_epoch=False)
 
     def compared(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits and targets in the form that the metrics take."""
+        """Return logits and targets in the form that the metrics expect."""
         return logits, targets
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -176,11 +184,11 @@ class NetworkModule(LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Add a validation batch to the metrics; its ``logits`` and ``targets`` are for callbacks."""
+        """Add a validation batch to the metrics. Return ``logits`` and ``targets``, which callbacks may read."""
         return self._evaluate("val", batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Add a test batch to the metrics; its ``logits`` and ``targets`` are for callbacks."""
+        """Add a test batch to the metrics. Return ``logits`` and ``targets``, which callbacks may read."""
         return self._evaluate("test", batch)
 
     def _evaluate(self, stage: Literal["val", "test"], batch: Batch) -> dict[str, Tensor]:
@@ -190,7 +198,7 @@ class NetworkModule(LightningModule):
         return {"logits": main_logits(outputs), "targets": targets}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Build the optimizer of the trained parameters, and the scheduler."""
+        """Build the optimizer for the trainable parameters, and the scheduler."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         undecayed = [] if self.decay_norms_and_biases else [parameter for parameter in trained if parameter.ndim < 2]
         if undecayed:
@@ -198,7 +206,8 @@ class NetworkModule(LightningModule):
             groups: list[dict[str, Any]] = [{"params": decayed}, {"params": undecayed, "weight_decay": 0.0}]
             optimizer = self.optimizer_factory(groups if decayed else groups[1:])
         else:
-            optimizer = self.optimizer_factory(trained)  # A user's factory may accept only parameters, and no groups.
+            # A user's factory may not accept parameter groups, so it gets a list of parameters.
+            optimizer = self.optimizer_factory(trained)
         if self.lr_scheduler_factory is None:
             return optimizer
         scheduler = self.lr_scheduler_factory(optimizer)
@@ -214,9 +223,10 @@ class NetworkModule(LightningModule):
 
 
 def _seed_draws(seed: int, device: torch.device) -> None:
-    """Seed the generators of the CPU and of one device.
+    """Seed torch's random generators of the CPU and of one device.
 
-    ``torch.manual_seed`` tries every kind of accelerator, and formats a traceback for each kind that is missing.
+    ``torch.manual_seed`` is slower: it tries every kind of accelerator, and formats a traceback for each kind that is
+    not available.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""The number of samples of a batch."""
+"""Functions that return the number of samples of a batch."""
 
 from typing import Any
 
@@ -7,15 +7,19 @@ from torch.utils._pytree import tree_leaves
 
 
 def count_samples(batch: Any) -> int:
-    """Return the number of rows of the batch's first tensor; 0 without a tensor, as in a batch of a user's own class.
+    """Return the number of samples of a batch: the size of the first dimension of the batch's first tensor.
 
-    Lightning's ``extract_batch_size`` takes the first object that has a length, which may be the name of a file.
+    The result is 0 if no tensor is found, for example because the batch is an object of a user's own class. Lightning's
+    ``extract_batch_size`` raises an error in this case, and warns if the tensors have different sizes.
     """
     return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 0)
 
 
 def samples_of(loader: Any, datamodule: Any) -> int | None:
-    """Return the ``batch_size`` of one process, from its loader or else the data module; None if neither has one."""
+    """Return the ``batch_size`` of a process's loader, or of the data module if the loader has no batch size.
+
+    The result is None if the data module has no batch size either.
+    """
     for holder in (loader, getattr(loader, "batch_sampler", None), datamodule):
         size = getattr(holder, "batch_size", None)
         if isinstance(size, int):

@@ -1,4 +1,4 @@
-"""`ImageSegmenter`, the LightningModule that assigns a class to each pixel."""
+"""`ImageSegmenter`, a LightningModule that trains a network to assign a class to each pixel of an image."""
 
 from typing import Any, Literal
 
@@ -16,34 +16,35 @@ from cnnstrategies.models.network_module import Batch, MeanOverSamples, NetworkM
 
 
 class ImageSegmenter(NetworkModule):
-    """Trains any network to segment images.
+    """LightningModule that trains a network for semantic segmentation: each pixel gets a class.
 
-    Its steps call ``self.network(images)`` once. Batches are ``(images, masks)`` with images (N, C, H, W) and masks
-    (N, H, W) of classes, or ``(images, indices)`` for predict. :meth:`loss` is the mean of the images' losses, and an
-    image's loss is the mean over its pixels, so the loss does not depend on how the images are divided over devices.
+    A step calls ``self.network(images)`` once. A batch is ``(images, masks)`` with images (N, C, H, W) and masks
+    (N, H, W) that have the class of each pixel, or ``(images, indices)`` for predict. The loss of an image is the mean
+    over its pixels, and :meth:`loss` is the mean over the images. The result of training therefore does not depend on
+    how the images are divided among the devices.
 
-    The module logs ``train_loss``, ``val_loss``, ``val_miou`` (intersection of prediction and truth divided by their
-    union, as a mean over the classes) and ``val_pixel_acc``, and the same metrics as ``test_...``. Each sample of each
-    rank counts once.
+    The module logs ``train_loss``, ``val_loss``, ``val_miou`` (mean intersection over union of the classes) and
+    ``val_pixel_acc``, and the ``val_...`` metrics as ``test_...`` when it is tested. These metrics cover the samples of
+    all ranks, and count each sample once.
 
     Args:
         network: Any module that maps images to logits (N, num_classes, H, W), or to a dict with these logits in ``out``
             and auxiliary logits in ``aux``, as torchvision's FCN and DeepLab do.
-        num_classes: Number of classes, background included.
-        optimizer: Builds the optimizer from the parameters; AdamW with its defaults when left out.
-        lr_scheduler: Builds the learning-rate scheduler from the optimizer; none when left out.
+        num_classes: Number of classes, including the background.
+        optimizer: Function that builds the optimizer from the parameters. The default is AdamW with its own defaults.
+        lr_scheduler: Function that builds the learning-rate scheduler from the optimizer. By default there is none.
         lr_interval: Whether the scheduler advances after each epoch or after each optimizer step.
-        ignore_index: Pixels with this value in a mask do not count, neither in the loss nor in the metrics.
+        ignore_index: Value of a mask's pixels that the loss and the metrics ignore.
         aux_weight: Weight of the loss of the auxiliary logits.
-        decay_norms_and_biases: Whether the optimizer's weight decay also applies to normalisations and biases, which
-            are the parameters of one dimension.
-        channels_last: Store images and weights with the channels innermost, which is faster on GPUs with tensor
-            cores and on recent CPUs.
-        compile_backend: Compile the network with this ``torch.compile`` backend, for example ``inductor``; not
-            compiled when left out.
+        decay_norms_and_biases: Whether weight decay is also applied to the parameters of normalisations and to biases.
+            All parameters with one dimension are treated as such.
+        channels_last: Whether to store images and weights in torch's ``channels_last`` memory format, which is faster
+            on GPUs with tensor cores and on recent CPUs.
+        compile_backend: Backend of ``torch.compile``, for example ``inductor``, with which the network is compiled. It
+            is not compiled when left out.
 
     Raises:
-        ConfigurationError: A number is out of range, or the data or the network has another number of classes.
+        ConfigurationError: A number is out of its range, or the data or the network have a different number of classes.
     """
 
     def __init__(
@@ -65,7 +66,8 @@ class ImageSegmenter(NetworkModule):
         )
         if aux_weight < 0:
             raise ConfigurationError(f"aux_weight={aux_weight} is negative; use 0 to turn it off")
-        # Objects cannot be stored in a checkpoint that loads with weights_only=True; a configuration can.
+        # A checkpoint with these objects could not be loaded with weights_only=True, so they are not saved as
+        # hyperparameters. The command line saves their configuration instead.
         self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
         self.ignore_index = ignore_index
         self.aux_weight = aux_weight
@@ -76,15 +78,15 @@ class ImageSegmenter(NetworkModule):
     quality = "miou"
 
     def check_data(self, datamodule: LightningDataModule | None) -> None:
-        """Refuse data with another number of classes, without masks, or with another ``ignore_index``."""
+        """Refuse a data module without masks, or with a different number of classes or ``ignore_index``."""
         super().check_data(datamodule)
         if not isinstance(datamodule, ImageDataModule) or datamodule.ignore_index == self.ignore_index:
             return
         name, ignore_index = type(datamodule).__name__, datamodule.ignore_index
         if ignore_index is None:
             raise ConfigurationError(
-                f"{name} has no masks, which ImageSegmenter needs: use SegmentationFolderDataModule; for classes of "
-                "whole images use ImageClassifier"
+                f"{name} has no masks, which ImageSegmenter needs: use SegmentationFolderDataModule, or "
+                "ImageClassifier to classify whole images"
             )
         raise ConfigurationError(
             f"the model has ignore_index={self.ignore_index}, but {name} has ignore_index={ignore_index}: set "
@@ -92,17 +94,19 @@ class ImageSegmenter(NetworkModule):
         )
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the mean over a batch's images of the cross-entropy, which is itself a mean over an image's pixels.
+        """Return the cross-entropy of a batch: the mean over the pixels of each image, and then over the images.
+
+        If all pixels of an image are ignored, the loss of this image is 0.
 
         Args:
             outputs: The network's outputs: logits (N, num_classes, H, W), or a dict with these logits in ``out``.
-            targets: Classes (N, H, W). An image in which no pixel counts has the loss 0.
+            targets: Class of each pixel (N, H, W).
 
         Returns:
             A scalar.
 
         Raises:
-            ConfigurationError: The logits have another shape.
+            ConfigurationError: The logits do not have this shape.
         """
         total = self._loss(main_logits(outputs), targets)
         if isinstance(outputs, dict) and "aux" in outputs:
@@ -110,11 +114,16 @@ class ImageSegmenter(NetworkModule):
         return total
 
     def loss_weight(self, targets: Tensor) -> int:
-        """Return the weight of this batch's :meth:`loss` in a mean over several batches: its number of images."""
+        """Return the number of images, which is the weight of a batch's :meth:`loss` in a mean over several batches."""
         return len(targets)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Return the ``index`` (N,) of each image in the predict dataset, and ``masks`` (N, H, W) of classes."""
+        """Predict a batch of ``(images, indices)``.
+
+        Returns:
+            A mapping: ``index`` (N,) has the images' positions in the predict dataset, and ``masks`` (N, H, W) the
+            most probable class of each pixel.
+        """
         images, indices = batch
         logits = main_logits(self.network(images))
         check_map(logits, (len(images), self.num_classes, *images.shape[2:]))
@@ -138,11 +147,11 @@ class ImageSegmenter(NetworkModule):
 
 
 def check_map(logits: Any, expected: tuple[int, ...]) -> None:
-    """Refuse logits of another shape: some shapes would train without an error, with another meaning."""
+    """Refuse logits of a wrong shape. For some wrong shapes torch would compute a wrong loss without an error."""
     if isinstance(logits, Tensor) and tuple(logits.shape) == expected:
         return
     returned = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
     raise ConfigurationError(
-        f"the network returned {returned}, and shape {expected} is needed: logits for num_classes={expected[1]}, with "
-        "the height and width of the images"
+        f"the network returned {returned} instead of logits of shape {expected}: use a network that returns logits for "
+        f"num_classes={expected[1]}, with the height and width of the images"
     )

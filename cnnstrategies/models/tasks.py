@@ -1,4 +1,4 @@
-"""The meanings of a classifier's outputs: one class of several, any number of labels, or numbers."""
+"""Learning tasks of `ImageClassifier`: classification, multilabel classification and regression."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,42 +9,65 @@ from typing_extensions import override
 from cnnstrategies.data.module import TaskName
 from cnnstrategies.errors import ConfigurationError
 
-# Number of thresholds at which precision and recall are computed: with a fixed number, memory does not grow with the
-# data.
+# Number of thresholds at which precision and recall are computed. With a fixed number, the memory of the metric does
+# not grow with the number of samples.
 THRESHOLDS = 200
 
 
 class LearningTask:
-    """A task that a network learns; the base class is the task ``classes``, one class of several.
+    """The task ``classes``: each image has one class. Base class of the other tasks.
 
-    A loss is the mean over a batch's images, so that it does not depend on how the images are divided over devices.
+    Every loss is a mean over a batch's images, so that the result of training does not depend on how the images are
+    divided among the devices.
 
     Attributes:
         least: Smallest number of outputs.
-        quality: Name of the metric by which networks are compared.
-        predicted: Name of :meth:`values` in the results of ``predict_step``.
+        quality: Name of the metric by which networks are compared, without ``val_`` or ``test_``.
+        predicted: Key of :meth:`values` in the results of ``predict_step``.
     """
 
     least, quality, predicted = 2, "acc", "probabilities"
 
     def loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None, label_smoothing: float) -> Tensor:
-        """Return the cross-entropy of class indices (N,) or probabilities (N, outputs), times the classes' weights."""
+        """Return the loss of a batch, a scalar; for ``classes`` the cross-entropy.
+
+        Args:
+            outputs: Logits (N, outputs).
+            targets: For ``classes``: class indices (N,) or class probabilities (N, outputs).
+            weights: Weight of each class (outputs,), or None.
+            label_smoothing: Label smoothing, in [0, 1).
+        """
         if weights is None:
             return F.cross_entropy(outputs, targets, label_smoothing=label_smoothing)
-        # torch's own mean divides by the sum of the batch's weights, which depends on how images are divided over
-        # processes.
+        # Divide by the number of images. torch's own weighted mean divides by the sum of the weights in the batch,
+        # which depends on how the images are divided among the processes.
         return F.cross_entropy(outputs, targets, weights, reduction="none", label_smoothing=label_smoothing).mean()
 
     def values(self, outputs: Tensor) -> Tensor:
-        """Return the predictions (N, outputs); for classes their probabilities."""
+        """Return the predictions (N, outputs) for the network's outputs.
+
+        For the task ``classes``, the predictions are the probabilities of the classes.
+        """
         return outputs.softmax(dim=1)
 
     def compared(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits and class indices for the metrics; a mixed image has the class of its larger share."""
+        """Return outputs and targets in the form that the metrics expect.
+
+        For the task ``classes``, these are logits and class indices. An image that mixup or CutMix has mixed from two
+        images counts for the class with the larger weight.
+        """
         return outputs, targets.argmax(dim=1) if targets.ndim == 2 else targets
 
     def metrics(self, outputs: int, training: bool) -> dict[str, Metric]:
-        """Return new metrics by name; for classes accuracy, and top-5 accuracy if there are more than five classes."""
+        """Return new metrics. The keys are the metrics' names.
+
+        For ``classes`` these are the accuracy and, with more than five classes and not for training, the top-5
+        accuracy.
+
+        Args:
+            outputs: Number of the network's outputs.
+            training: Whether the metrics are for training.
+        """
         metrics: dict[str, Metric] = {"acc": MulticlassAccuracy(outputs, average="micro", validate_args=False)}
         if outputs > 5 and not training:
             metrics["acc_top5"] = MulticlassAccuracy(outputs, top_k=5, average="micro", validate_args=False)
@@ -52,13 +75,16 @@ class LearningTask:
 
 
 class Multilabel(LearningTask):
-    """The task ``multilabel``, any number of labels: binary cross-entropy, mean average precision and F1."""
+    """The task ``multilabel``: each image has any number of labels.
+
+    The loss is the binary cross-entropy. The metrics are mean average precision and F1.
+    """
 
     quality = "map"
 
     @override
     def loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None, label_smoothing: float) -> Tensor:
-        check_targets(outputs, targets, "multilabel")  # Targets are zeros and ones; the weights are those of the ones.
+        check_targets(outputs, targets, "multilabel")
         return F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), pos_weight=weights)
 
     @override
@@ -67,19 +93,22 @@ class Multilabel(LearningTask):
 
     @override
     def compared(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # The metrics would mistake logits in [0, 1] for probabilities.
+        # The metrics get probabilities, because they would take logits for probabilities if all were in [0, 1].
         return outputs.sigmoid(), targets.long()
 
     @override
     def metrics(self, outputs: int, training: bool) -> dict[str, Metric]:
-        return {  # Both are means over the labels.
+        return {  # Both metrics are means over the labels.
             "map": MultilabelAveragePrecision(outputs, thresholds=THRESHOLDS, validate_args=False),
             "f1": MultilabelF1Score(outputs, validate_args=False),
         }
 
 
 class Regression(LearningTask):
-    """The task ``regression``, numbers: mean squared error, its root and the mean absolute error."""
+    """The task ``regression``: each image has one or more numbers.
+
+    The loss is the mean squared error. The metrics are the mean absolute error and the root of the mean squared error.
+    """
 
     least, quality, predicted = 1, "mae", "values"
 
@@ -109,9 +138,9 @@ TASKS: dict[TaskName, LearningTask] = {
 
 
 def check_targets(outputs: Tensor, targets: Tensor, task: str) -> None:
-    """Refuse targets that do not have a number for each output."""
+    """Refuse targets that do not have one number for each output."""
     if targets.shape != outputs.shape:
         raise ConfigurationError(
-            f"task={task} needs targets of shape {tuple(outputs.shape)}, a number for each output, and the data gives "
-            f"{tuple(targets.shape)}: use ImageTableDataModule, or task=classes for class indices"
+            f"task={task} needs targets of shape {tuple(outputs.shape)}, one number for each output, but the data has "
+            f"targets of shape {tuple(targets.shape)}: use ImageTableDataModule, or task=classes for class indices"
         )

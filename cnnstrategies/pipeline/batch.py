@@ -16,12 +16,12 @@ from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.pipeline.transport import Transport, broadcast_value
 
 HEADER_BYTES = 1024
-WORD = 8  # bytes
+WORD = 8  # Size in bytes of a header's length, and of an element of the buffer in which tensors are sent.
 ENDED = (1 << 63) - 1  # A rank that has no more batches sends this number in place of a header's length.
 
-Spec = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a row of a tensor
+Spec = tuple[tuple[int, ...], torch.dtype]  # The shape and the dtype of one row of a tensor.
 
-Images = Tensor | tuple[Tensor, ...]  # a tuple if the network takes several tensors
+Images = Tensor | tuple[Tensor, ...]  # The input of the network: a tuple if the network takes several tensors.
 
 
 class BatchHeader(NamedTuple):
@@ -32,7 +32,8 @@ class BatchHeader(NamedTuple):
         shapes: Shape of one image, for each tensor that the network takes.
         dtypes: Dtype of each tensor that the network takes.
         specs: Shape and dtype of a row, for each other tensor of the batch, such as targets.
-        form: Plain data that is sent to all ranks with the batch.
+        form: The structure of the batch, and its values that are not tensors. The strategy makes it; the pipeline only
+            sends it to all ranks.
     """
 
     rows: int
@@ -53,7 +54,8 @@ class Batch:
         image_dtypes: Dtype of each tensor that the network takes.
         rest: All other tensors (N, ...) of the global batch, such as targets. Their rows are in the order in which one
             process alone would load them.
-        forms: Plain data from each replica of the first stage; None from a replica without samples.
+        forms: For each replica of the first stage, the structure of the replica's batch, and its values that are not
+            tensors; None if the replica has no samples.
     """
 
     split: Split
@@ -75,7 +77,7 @@ def share_batch(
     transport: Transport,
     usual: int | None = None,
 ) -> Batch:
-    """Send each rank what it needs of the global batch; see `Pipeline.share`. All ranks must call this.
+    """Send each rank the parts of the global batch that it needs; see `Pipeline.share`. All ranks must call this.
 
     Returns:
         The batch; it has 0 samples if no replica has samples.
@@ -135,7 +137,10 @@ def _row_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _all_headers(header: BatchHeader | None, transport: Transport) -> list[BatchHeader | None]:
-    """Return the headers of the first stage's replicas; None for a replica without samples."""
+    """Gather and return the headers of the first stage's replicas. All ranks must call this.
+
+    The header of a replica without samples is None.
+    """
     try:
         data = b"" if header is None else to_bytes(header)
     except CodecError as error:
@@ -146,7 +151,9 @@ def _all_headers(header: BatchHeader | None, transport: Transport) -> list[Batch
     lengths = [int.from_bytes(entry[:WORD], "little") for entry in table]
     _check_ends(lengths)
     encoded = [entry[WORD : WORD + length] for entry, length in zip(table, lengths, strict=True)]
-    if max(lengths) > HEADER_BYTES - WORD:  # A header is long if its plain data contains file names, for example.
+    # A header can be longer than `HEADER_BYTES`, for example if it contains file names. All headers are then gathered
+    # again with the size of the longest header.
+    if max(lengths) > HEADER_BYTES - WORD:
         table = _gather_bytes(data, max(lengths), transport)
         encoded = [entry[:length] for entry, length in zip(table, lengths, strict=True)]
     return [_read(encoded[rank]) for rank in transport.placement.ranks(0)]
@@ -180,7 +187,13 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _gather_bytes(data: bytes, size: int, transport: Transport) -> list[bytes]:
-    """Return the bytes of every rank, padded with zeros to `size`. All ranks must call this."""
+    """Gather bytes from all ranks, and return each rank's bytes in rank order. All ranks must call this.
+
+    Args:
+        data: This rank's bytes.
+        size: Number of bytes to which each rank's data is padded with zeros.
+        transport: Transport of this rank.
+    """
     local = torch.zeros(size, dtype=torch.uint8)
     if data:
         local[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -193,7 +206,7 @@ def _gather_bytes(data: bytes, size: int, transport: Transport) -> list[bytes]:
     return [table[rank * size : (rank + 1) * size] for rank in range(world)]
 
 
-@functools.lru_cache(maxsize=64)  # Most headers are equal, over all ranks and steps.
+@functools.lru_cache(maxsize=64)  # Most headers are equal to those of other ranks and steps, so few must be decoded.
 def _read(data: bytes) -> BatchHeader | None:
     header: BatchHeader | None = from_bytes(data) if data else None
     return header
@@ -212,7 +225,7 @@ def _send_to_all_ranks(
         split: Division of the batch.
         transport: Transport of this rank.
     """
-    # For each tensor and each replica: first word in the buffer, shape and dtype of the replica's rows.
+    # For each tensor and then for each replica: index of the first buffer element, and shape and dtype of the rows.
     areas: list[list[tuple[int, tuple[int, ...], torch.dtype]]] = [[] for _ in specs]
     words = 0
     for rows in split.rows:
@@ -228,16 +241,17 @@ def _send_to_all_ranks(
         if len(split.rows) == 1:
             dist.broadcast(buffer, transport.placement.ranks(0)[0])
         else:
-            dist.all_reduce(buffer)  # Only one rank has a word that is not zero, so the sum is the word of this rank.
+            # At each index of the buffer, only one rank has a value that is not zero, so the sum is this value.
+            dist.all_reduce(buffer)
     return tuple(split.assemble([_section(buffer, *area) for area in replica_areas]) for replica_areas in areas)
 
 
 def _section(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a view of a section of a buffer of words, with another shape and dtype.
+    """Return a view of a section of a buffer of 64-bit integers, with a different shape and dtype.
 
     Args:
         buffer: The buffer.
-        start: Index of the section's first word.
+        start: Index of the section's first integer.
         shape: Shape of the view.
         dtype: Dtype of the view.
     """
@@ -266,7 +280,7 @@ class OutputGatherer:
         last = placement.stages - 1
         if kind not in self._structures:
             first = next(microbatch for microbatch, size in enumerate(split.sizes) if size)
-            # The structure contains, in place of each tensor, a tensor without storage that has the shape of a row.
+            # In the structure, each tensor is replaced by a tensor without storage that has the shape of one row.
             structure = tree_map_only(Tensor, _row, outputs.get(first))
             source = placement.rank_of(last, first)
             structure = broadcast_value(structure, source, group=self.transport.control)
@@ -285,7 +299,7 @@ class OutputGatherer:
                     continue
                 rows = split.global_rows(*microbatches, device=self.device)
                 if rank == self.transport.rank:
-                    # `cat` keeps the memory format channels_last, but the other ranks expect contiguous tensors.
+                    # `cat` keeps the memory format channels_last, but the other ranks receive into contiguous tensors.
                     piece = torch.cat([parts[m][index] for m in microbatches]).contiguous()
                 else:
                     piece = torch.empty((len(rows), *row.shape), dtype=row.dtype, device=self.device)

@@ -59,7 +59,8 @@ class StageBuffers:
                 )
             if isinstance(layer, BATCH_NORMS) and layer.track_running_stats:
                 count = sum(calls[path] for path in calls if name == path or name.startswith(path + "."))
-                if count:  # Layers that training never calls are only used in evaluation.
+                # A layer that training never calls does not compute statistics, so it needs no recorder.
+                if count:
                     self._records.append(StatisticsRecorder(name, layer, count))
         self._training: list[StatisticsRecorder] = []
         self._table: StatisticsTable | None = None
@@ -69,12 +70,12 @@ class StageBuffers:
         self._before: list[tuple[int, int]] = []
 
     def begin(self, microbatches: int) -> None:
-        """Begin a step: record the statistics of BatchNorm layers in training mode, and the states of other buffers.
+        """Begin a step: from now on, record the means and variances that BatchNorm layers in training mode compute.
 
         Call :meth:`finish` or :meth:`abandon` at the end of the step.
 
         Args:
-            microbatches: Number of microbatches of a full step, over all replicas.
+            microbatches: Number of microbatches over all replicas, including empty microbatches.
         """
         training = [record for record in self._records if record.layer.training]
         if not training:
@@ -106,7 +107,7 @@ class StageBuffers:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Update the running statistics, and copy other buffers from the first replica.
+        """Update the running statistics, and copy other buffers from the first replica to all replicas.
 
         All replicas of the stage must call this at the end of a step.
         """
@@ -122,7 +123,7 @@ class StageBuffers:
             record.restore()
 
     def _copy_others(self) -> None:
-        """Copy the buffers that changed in the first step from the first replica; BatchNorm's buffers are not copied.
+        """Copy the buffers that changed in the first step, except BatchNorm's buffers, from the first replica to all.
 
         Raises:
             ConfigurationError: A buffer has changed that did not change in the first step.
@@ -147,9 +148,9 @@ class StageBuffers:
             self._module.get_buffer(name).copy_(values)
 
     def _states(self) -> list[tuple[int, int]]:
-        """Return the id of each buffer except those of BatchNorm, and the number of writes to it.
+        """Return the id of each buffer, and the number of writes to the buffer, for all buffers except BatchNorm's.
 
-        A buffer has changed if one of the two numbers has changed. Autograd counts the writes.
+        A buffer has changed if its id or its number of writes has changed. Autograd counts the writes.
         """
         return [(id(buffer), writes(buffer)) for buffer in map(self._module.get_buffer, self._others)]
 
@@ -179,7 +180,10 @@ class StatisticsRecorder:
         layer.register_forward_pre_hook(self._before)
 
     def begin(self) -> None:
-        """Save the layer's running statistics, and put the tensors for recording in their place."""
+        """Save the layer's running statistics, and replace them by the tensors of the layer's first call.
+
+        The layer's kernel then writes the mean and variance of the call into these tensors.
+        """
         layer = self.layer
         self._saved = (layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum)
         layer.num_batches_tracked, layer.momentum = None, 1.0
@@ -206,7 +210,13 @@ class StatisticsRecorder:
             self._put(call)
 
     def _put(self, call: int) -> None:
-        """Let the layer's next call write its mean and variance into the tensors for the given call."""
+        """Replace the layer's running statistics by the tensors of a call.
+
+        The layer's kernel then writes the mean and variance of the call into these tensors.
+
+        Args:
+            call: Index of the call among the calls that one forward of the stage makes.
+        """
         for name, place in zip(("running_mean", "running_var"), self.places[call], strict=True):
             put_buffer(self.layer, name, place)
 
@@ -220,7 +230,7 @@ class StatisticsTable:
 
     Args:
         records: Recorders of the layers in training mode.
-        microbatches: Number of microbatches of a step, over all replicas.
+        microbatches: Number of microbatches over all replicas, including empty microbatches.
     """
 
     def __init__(self, records: Sequence[StatisticsRecorder], microbatches: int) -> None:
@@ -231,7 +241,8 @@ class StatisticsTable:
         self._widths = [int(layer.num_features) for layer in self._layers]
         like = self._layers[0].running_mean
         self._layer_of = torch.repeat_interleave(torch.arange(len(records)), torch.tensor(self._widths)).to(like.device)
-        # The layers write the means and variances of the current microbatch here: (calls, 2, channels).
+        # Means and variances of the current microbatch (calls, 2, channels). The layers write into views of this
+        # tensor.
         self._current = like.new_zeros(self._calls, 2, sum(self._widths))
         self._recorded = like.new_zeros(microbatches, *self._current.shape)
         stop = 0
@@ -243,14 +254,17 @@ class StatisticsTable:
         self.clear()
 
     def clear(self) -> None:
-        """Clear the table for a new step."""
+        """Set all entries of the table to zero, before a new step."""
         self._recorded.zero_()
         self._counts: list[tuple[tuple[int, ...], ...]] = [
             ((0,) * len(self._layers),) * self._calls for _ in range(self.microbatches)
         ]
 
     def record(self, microbatch: int) -> None:
-        """Store the means and variances that the layers have written in the forward of a microbatch."""
+        """Copy the means, the variances and the numbers of values of a microbatch into the table.
+
+        Call this directly after the microbatch's forward, in which the layers have written the means and variances.
+        """
         self._recorded[microbatch].copy_(self._current)
         self._counts[microbatch] = tuple(
             tuple(record.counts[call] if call < len(record.counts) else 0 for record in self._records)
@@ -265,8 +279,8 @@ class StatisticsTable:
         Args:
             group: Group of the stage's replicas, which must all call this; None if the stage has one replica.
         """
-        recorded = self._recorded.double()  # (microbatches, calls, 2, channels)
-        counts = numbers_on(tuple(self._counts), recorded.device)  # (microbatches, calls, layers)
+        recorded = self._recorded.double()  # Shape: (microbatches, calls, 2, channels).
+        counts = numbers_on(tuple(self._counts), recorded.device)  # Shape: (microbatches, calls, layers).
         if group is not None:
             joined = torch.cat([counts.flatten(), recorded.flatten()])
             dist.all_reduce(joined, group=group)
@@ -292,7 +306,8 @@ class StatisticsTable:
         weight = numbers_on(tuple(momentum or 0.0 for momentum in momenta), updates.device)
         if None not in momenta:
             return weight
-        # If a layer's momentum is None, its running statistics are the average over all updates.
+        # If a layer's momentum is None, its running statistics are the average over all updates. The weight of an
+        # update is then 1 divided by the number of updates so far.
         averages = numbers_on(tuple(momentum is None for momentum in momenta), updates.device) > 0
         tracked = torch.stack([layer.num_batches_tracked for layer in self._layers])
         return torch.where(averages, 1.0 / (tracked + updates).clamp(min=1).double(), weight)
@@ -301,15 +316,15 @@ class StatisticsTable:
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def numbers_on(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
-    """Return nested tuples of numbers as a tensor on a device, from a cache.
+    """Return nested tuples of numbers as a tensor on a device.
 
-    The cache avoids copying the numbers to the device again, because the host waits for such a copy.
+    Results are cached, because the host would have to wait for each copy from the host to the device.
     """
     return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
 def _union(counts: Tensor, statistics: Tensor) -> Tensor:
-    """Combine the means and variances of M microbatches into those of the whole batch.
+    """Combine the means and variances of M microbatches into the mean and the variance of the whole batch.
 
     Args:
         counts: Number of values in each microbatch (M, K, W), for K calls and W channels.

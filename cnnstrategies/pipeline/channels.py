@@ -18,12 +18,15 @@ from cnnstrategies.pipeline.stage import IMAGES, StageGraph
 from cnnstrategies.pipeline.timetable import Kind, Task
 from cnnstrategies.pipeline.transport import BACKWARD, FORWARD, REACHED, Pending, Transport
 
-# Largest number of microbatches whose gradients are being sent to a rank at the same time.
+# Largest number of microbatches whose gradients are being sent to a rank at the same time. If the number is larger, the
+# sender waits for the oldest send.
 MOST_GRADIENT_SENDS = 2
-# In evaluation: largest number of microbatches whose outputs are being sent at the same time.
+# In evaluation, largest number of microbatches whose outputs are being sent at the same time. If the number is larger,
+# the sender waits for the oldest send.
 MOST_EVALUATION_SENDS = 4
 
-# Sort key of a message: turn and kind of the task that sends the message, sending rank, receiving rank.
+# Sort key of a message: the turn (see `timetable.turns`) and the kind of the task that sends the message, the sending
+# rank, and the receiving rank.
 Order = tuple[int, Kind, int, int]
 
 
@@ -39,7 +42,7 @@ class Channels:
         turn: Function that returns the turn of a task; see :func:`.timetable.turns`. All ranks use the same function.
         transport: Transport of this rank.
         ask_for_all: Whether to ask for the gradients of all floating-point outputs. This is needed if a forward runs
-            without autograd and is recomputed later: it does not yet know which outputs require a gradient.
+            without autograd and is recomputed later, because it then does not show which outputs require a gradient.
     """
 
     def __init__(
@@ -147,8 +150,8 @@ class Channels:
         Returns:
             For each receiving stage, the sent tensors whose gradients the stage will send back in training.
         """
-        # Tensors in the form in which they are sent, by their id and memory format. If several stages receive a tensor,
-        # the tensor is converted only once.
+        # Tensors that are ready to be sent. Keys are the id of the original tensor, and the memory format in which it
+        # is sent. If several stages receive a tensor, the tensor is converted only once.
         copies: dict[tuple[int, torch.memory_format], Tensor] = {}
         roots: dict[int, list[Tensor]] = {}
         sends = []
@@ -166,23 +169,29 @@ class Channels:
                     copies[key] = on_the_wire(tensor, spec.memory_format)
                 wires.append(copies[key])
             if known_header is header:
-                # Do not wait for this send here: its receiver may first need messages that this rank sends later.
+                # Do not wait for this send here, because its receiver may first need messages that this rank sends
+                # later.
                 sends += self.transport.send_object((header, wires), rank, content)
             else:
                 sends += [self._prepare(order, self.transport.send(wire, rank, FORWARD, content)) for wire in wires]
             roots[target] = header.with_gradient(tensors)
         self._sends[microbatch] = sends
-        # In evaluation only: in training, two ranks could wait for each other here, because one would wait until the
-        # other receives activations, and the other until the first receives gradients.
+        # Wait in evaluation only. In training, two ranks could wait for each other here forever: one rank until the
+        # other rank receives its activations, and the other rank until the first rank receives its gradients.
         if not training and len(self._sends) > MOST_EVALUATION_SENDS:
             self._wait_for_sends(next(iter(self._sends)))
         return roots
 
     def roots(self, values: dict[str, Any]) -> dict[int, list[Tensor]]:
-        """Return what :meth:`send_forward` returns, but for a recomputed forward, whose outputs are not sent again.
+        """Return the outputs of a recomputed forward whose gradients the receiving stages will send back.
+
+        Nothing is sent, because :meth:`send_forward` sent the outputs of the first forward.
 
         Args:
             values: The recomputed outputs by name.
+
+        Returns:
+            For each receiving stage, the tensors whose gradients the stage will send back.
         """
         roots = {}
         for target, names in self.graph.names_to.items():
@@ -204,7 +213,8 @@ class Channels:
             gradients[target] = [
                 tensor if has_gradient else None for tensor, has_gradient in zip(tensors, reached.tolist(), strict=True)
             ]
-        self._wait_for_sends(microbatch)  # Gradients have arrived, so the sends of the activations have ended.
+        # The gradients have arrived, so the receivers have the activations, and this call does not block.
+        self._wait_for_sends(microbatch)
         return gradients
 
     def send_backward(self, microbatch: int, leaves: dict[int, list[Tensor]]) -> None:
@@ -220,7 +230,7 @@ class Channels:
             content = f"the gradients of microbatch {microbatch}"
             sends = []
             if tensors:
-                # The receiver must know which gradients do not exist. If they were replaced by zeros, weight decay
+                # The receiver must know which tensors have no gradient. If it used zeros as gradients, weight decay
                 # would change parameters that it does not change when the network runs on one device.
                 reached = torch.tensor([tensor.grad is not None for tensor in tensors])
                 sends.append(self._prepare(order, self.transport.send(reached, rank, REACHED, content)))
@@ -235,7 +245,7 @@ class Channels:
                     send.wait()
 
     def finish(self) -> None:
-        """Wait until all sends have ended."""
+        """Wait until all sends of this rank have ended."""
         for microbatch in list(self._sends):
             self._wait_for_sends(microbatch)
         for under_way in self._gradient_sends.values():
@@ -246,9 +256,9 @@ class Channels:
         assert not self._receives, "the tasks have used all received messages"
 
     def forget_headers(self) -> None:
-        """Forget all headers, so that the next message with each size key contains a header again.
+        """Forget the headers of all sent and received messages. All ranks must call this.
 
-        All ranks must call this.
+        The next message with each size key then contains a header again.
         """
         self._received_headers.clear()
         self._sent_headers.clear()
@@ -290,7 +300,9 @@ class Channels:
             content = f"the activations of microbatch {sender.microbatch}"
             if key not in self._received_headers:
                 if due:
-                    self.begin(before=order)  # This receive waits, and other ranks may need earlier messages first.
+                    # The receive of a first message blocks. Earlier messages must begin before it, because other ranks
+                    # may need them before they can send this message.
+                    self.begin(before=order)
                     self._receives[sender] = self._receive_first(key, content)
                 return due
             specs, tag = self._received_headers[key].tensors, FORWARD
@@ -306,7 +318,7 @@ class Channels:
         for spec in specs:
             tensor = spec.empty(self.device)
             transfer = self.transport.receive(on_the_wire(tensor, spec.memory_format), rank, tag, content)
-            transfer.tensor = tensor  # The transfer itself may use a permuted view of this tensor.
+            transfer.tensor = tensor  # `wait` must return this tensor, but the transfer may use a permuted view of it.
             self._receives[sender].append(self._prepare(order, transfer))
         return True
 
@@ -379,10 +391,10 @@ class TensorHeader:
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
     def with_gradient(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of a message whose gradients the receiver sends back.
+        """Return only those tensors of a message for which the receiver sends a gradient back.
 
         Args:
-            tensors: All tensors of the message.
+            tensors: All tensors of the message, in the order of the leaves.
         """
         return [tensor for tensor, spec in zip(tensors, self.tensors, strict=True) if spec.needs_gradient]
 
@@ -395,7 +407,11 @@ class TensorHeader:
         return TensorHeader(leaves, self.tree)
 
     def unpack(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Return the values of a message, with its tensors in place of their descriptions."""
+        """Rebuild the nested containers of a message, and return its values.
+
+        Args:
+            tensors: The message's tensors, in the order of their descriptions, which they replace.
+        """
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
         values: tuple[Any, ...] = tree_unflatten(leaves, self.tree)
@@ -443,9 +459,9 @@ def memory_format_of(tensor: Tensor) -> torch.memory_format:
 
 
 def on_the_wire(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """Return a tensor in the form in which it is sent: contiguous, with its elements in the order of a memory format.
+    """Return a contiguous tensor for a transfer. Its elements are in the order of a memory format.
 
-    The result is a view of the tensor. If the tensor has another memory format, the result is a view of a copy.
+    If the tensor has this memory format, the result is a view of the tensor; otherwise it is a view of a copy.
     """
     formatted = tensor.detach().contiguous(memory_format=memory_format)
     return formatted if memory_format == torch.contiguous_format else formatted.movedim(1, -1)

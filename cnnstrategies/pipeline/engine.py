@@ -26,10 +26,10 @@ from cnnstrategies.quantities import Duration, as_timedelta
 from cnnstrategies.runtime.allocation import reuse_freed_memory
 
 TIMEOUT = timedelta(minutes=10)
-# Under gloo, receives begin this number of turns before the rank needs their messages. This is enough for all messages
-# that a stage that runs ahead may send. Under gloo, a receive that only begins when its message arrives is slow: the
-# receive holds the lock of the connection, and gloo's thread waits for the lock in a loop, which takes milliseconds if
-# there are too few cores.
+# Under gloo, a receive begins this number of turns (see `timetable.turns`) before the task that needs its message. This
+# is early enough for all messages that a stage that runs ahead may send. Under gloo, a receive that only begins when
+# its message arrives is slow: the receive holds the lock of the connection, and gloo's thread waits for the lock in a
+# loop, which takes milliseconds if there are too few cores.
 # Under NCCL, receives do not begin early. A receive occupies the device until its message arrives, but the host may
 # have to wait at any moment until the device has completed all its work; see `Channels.exchange`.
 AHEAD = 4
@@ -170,8 +170,9 @@ class Pipeline:
         if int(changed):
             self.reducer.close()
             self.reducer = GradientReducer(trainable, self.reducer.group, self.reducer.bucket_bytes)
+            # The ranks must send new headers, because a header says which values need a gradient.
             for channels in self.channels.values():
-                channels.forget_headers()  # A header says which values need a gradient, and this may have changed.
+                channels.forget_headers()
 
     def _trainable(self) -> list[nn.Parameter]:
         return [p for name, p in self.module.named_parameters() if p.requires_grad and name in self.blueprint.used]
@@ -183,7 +184,7 @@ class Pipeline:
         form: Any = None,
         usual: int | None = None,
     ) -> Batch:
-        """Send each rank what it needs of a global batch. All ranks must call this before each step.
+        """Send each rank the parts of a global batch that it needs. All ranks must call this before each step.
 
         A step is a call of :meth:`train` or :meth:`evaluate`.
 
@@ -192,9 +193,10 @@ class Pipeline:
                 network takes several. Ignored in other stages.
             rest: In the first stage, this replica's targets (n, ...) and other tensors with one row per sample. Ignored
                 in other stages.
-            form: Plain data that is sent to all ranks with the batch.
-            usual: Average number of samples of a replica in a full step, equal on all ranks. If a batch is smaller, it
-                is divided into fewer microbatches instead of very small ones.
+            form: In the first stage, the structure of this replica's batch, and its values that are not tensors. It is
+                sent to all ranks, and must consist of plain data.
+            usual: Average number of samples that a replica has in a batch of the usual size, equal on all ranks. If a
+                batch is smaller, it is divided into fewer microbatches instead of very small microbatches.
         """
         with self.transport.collective("sharing a batch"):
             return share_batch(images, rest, form, self.transport, usual)
@@ -240,11 +242,12 @@ class Pipeline:
                 way, such as an average of the weights. By default, the network that is trained.
         """
         module, network = copy or (self.module, self.blueprint.network)
-        # If a tensor has several names, all names are listed, because stage and network may list different names first.
+        # If a tensor has several names, all its names are listed here, because without duplicates the stage and the
+        # network may list it under different names.
         stage_tensors = dict(
             (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         )
-        # Only dtypes are read from the whole network's tensors, because tensors of other stages may be without storage.
+        # Only dtypes are read from the whole network's tensors, because tensors of other stages may have no storage.
         network_tensors = dict((*network.named_parameters(), *network.named_buffers()))
         merged = {}
         for stage, names in enumerate(self.blueprint.state):
@@ -345,7 +348,8 @@ class Pipeline:
         """
         batch = self.share(images, *(() if targets is None else (targets,)))
         gradients, _ = self.train(batch, loss, more=more)
-        shared = self.reducer.group is not None  # With several replicas, the next step reuses the gradients' storage.
+        # If the stage has several replicas, the next step overwrites the returned gradients, so they are cloned here.
+        shared = self.reducer.group is not None
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
                 if parameter.grad is not None:
@@ -362,7 +366,7 @@ class Pipeline:
         """
         self.transport.check_peers()
         if self.placement.world_size > 1:
-            # Without the barrier, a rank could close a connection before the other rank has read all its messages.
+            # Without the barrier, a rank could close a connection before its peer has read all messages.
             dist.barrier(group=self.transport.control)
         self.reducer.close()
         if self.reducer.group is not None:
@@ -374,12 +378,15 @@ class Pipeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the pipeline. After an error nothing is closed, because other ranks may have ended."""
+        """Close the pipeline if the ``with`` block has ended without an error.
+
+        After an error the connections stay open, because closing them would wait for ranks that may have ended.
+        """
         if kind is None:
             self.close()
 
     def _kind(self, batch: Batch) -> Hashable:
-        """Return a key. Batches with equal keys have outputs with equal structures and dtypes."""
+        """Return a key of a batch. If two batches have equal keys, their outputs have equal structures and dtypes."""
         kind = self.device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         return self.module.training, batch.image_shapes, batch.image_dtypes, autocast

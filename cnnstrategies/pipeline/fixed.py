@@ -21,10 +21,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.errors import ConfigurationError
 
-_PLAIN = (int, float, str, bytes, type(None))  # bool is a subclass of int
+# Attributes with values of these types must not change while a forward runs. bool is included as a subclass of int.
+_PLAIN = (int, float, str, bytes, type(None))
 SHAPE_METHODS = ("size", "dim", "numel", "is_contiguous")
 SHAPE_ATTRIBUTES = ("shape", "ndim", "dtype", "device", "is_cuda")
-# Numbers that follow from shapes are determined twice: with this number of samples, and with one sample less.
+# A number that follows from shapes is determined twice: with this number of samples, and with one sample less. If the
+# two results differ, the number depends on the number of samples, and the network is refused.
 SAMPLES = 3
 
 
@@ -56,7 +58,7 @@ def check_contexts(began: Mapping[str, Any], where: str) -> None:
 
 
 def contexts() -> dict[str, Any]:
-    """Return the current state of grad mode, inference mode and autocast, by the names that error messages use."""
+    """Return the current state of grad mode, inference mode and autocast. Keys are the names for error messages."""
     return {
         "torch.no_grad or torch.enable_grad": torch.is_grad_enabled(),
         "torch.inference_mode": torch.is_inference_mode_enabled(),
@@ -126,7 +128,10 @@ def _random_states() -> dict[str, Any]:
 
 
 def _attributes(network: nn.Module) -> dict[str, Any]:
-    """Return the attributes of all modules that are numbers, strings or None. Keys are dotted paths."""
+    """Return all attributes of the network's modules whose value is a number, a string or None.
+
+    Keys are the attributes' dotted paths.
+    """
     return {
         f"{path}.{name}".lstrip("."): value
         for path, module in network.named_modules()
@@ -157,13 +162,13 @@ class UndecidedError(Exception):
     """
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
-        super().__init__(f"it branches on a shape ({node.name}), and no images are known")
+        super().__init__(f"its code branches on a shape ({node.name}), and no example images are available")
         self.graph = graph
         self.node = node
 
 
-# The numbers of each network and mode (True for training). Each rank determines them itself, from images of equal
-# shapes.
+# Numbers that the forwards of networks derive from shapes. Keys are the network, and then the mode (True for training).
+# Each rank determines the numbers itself. They are equal on all ranks, because all ranks use images of equal shapes.
 known: "WeakKeyDictionary[nn.Module, dict[bool, Decided]]" = WeakKeyDictionary()
 
 
@@ -205,12 +210,12 @@ def number(network: nn.Module, undecided: UndecidedError, images: Any) -> Any:
 
 
 def sample_shapes(images: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the shape of one sample, for each tensor of images that a network takes."""
+    """Return the shape of one sample, for each tensor in the input of a network."""
     return tuple(tuple(tensor.shape[1:]) for tensor in tree_leaves(images))
 
 
 def hold_to(graph: fx.Graph, decided: Decided, name: str) -> None:
-    """Insert a check into a graph, which refuses images with shapes for which the graph was not traced.
+    """Insert a check into a graph. The check refuses images of shapes for which the graph was not traced.
 
     Args:
         graph: The graph.
@@ -259,7 +264,7 @@ def preserved(network: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for module, name, buffer, value in buffers:
-                setattr(module, name, buffer)  # A forward may replace a buffer by another tensor.
+                setattr(module, name, buffer)  # The forward may have replaced the buffer by a different tensor.
                 buffer.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-BUCKET_BYTES = 25 * 2**20  # Size of a bucket; DistributedDataParallel also uses this size by default.
+BUCKET_BYTES = 25 * 2**20  # Default size of a bucket in bytes. It is also the default of DistributedDataParallel.
 
 
 class Bucket:
@@ -34,7 +34,7 @@ class Bucket:
         offset = 0
         for parameter in parameters:
             part = self.flat[offset : offset + parameter.numel()]
-            # The view has the memory format of the parameter, as a gradient that autograd allocates would have.
+            # Autograd allocates a gradient in the memory format of its parameter, so the view has this format as well.
             dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
             strides = parameter.stride() if dense else parameter.contiguous().stride()
             self.views.append(part.as_strided(parameter.shape, strides))
@@ -102,7 +102,11 @@ class GradientReducer:
         self._keeps = False
 
     def overlap(self) -> None:
-        """In the next backward, start the reduction of a bucket as soon as all gradients of the bucket are ready."""
+        """Overlap the reductions with the next backward.
+
+        The reduction of a bucket then starts as soon as all gradients of the bucket are ready. Call this before the
+        last backward of a batch.
+        """
         self._overlapping = True
 
     def finish(self, keep: bool = False) -> list[Tensor | None]:
@@ -129,7 +133,10 @@ class GradientReducer:
         return gradients
 
     def abandon(self) -> None:
-        """Restore ``grad`` as it was before :meth:`begin`, and discard this batch's and all kept gradients."""
+        """Restore ``grad`` as it was before :meth:`begin`.
+
+        Discard the gradients of the current batch, and all gradients that :meth:`finish` kept from earlier batches.
+        """
         if self._kept is not None:
             for parameter, kept in zip(self.parameters, self._kept, strict=True):
                 parameter.grad = kept
@@ -145,13 +152,16 @@ class GradientReducer:
         ]
 
     def close(self) -> None:
-        """Remove the hooks from the parameters, because a hook keeps this object alive."""
+        """Remove the hooks from the parameters. Each hook keeps this object alive as long as the parameter exists."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._buckets = [], []
 
     def ready(self, parameter: nn.Parameter, bucket: Bucket) -> None:
-        """Hook that autograd calls when a backward has added to a parameter's gradient."""
+        """Note that a parameter has a gradient, and start the reductions of buckets that are complete.
+
+        Autograd calls this hook when a backward has added to the parameter's gradient.
+        """
         if self._kept is not None:
             self._reached.add(parameter)
             if self._overlapping:
@@ -159,11 +169,11 @@ class GradientReducer:
                 self._launch(incomplete=False)
 
     def _launch(self, incomplete: bool) -> None:
-        """Start the reductions of the next buckets, in order.
+        """Start the reductions of the buckets that have not been started, in the same order on all replicas.
 
         Args:
-            incomplete: Whether to reduce buckets whose gradients are not all computed. If not, the first such bucket
-                and all later buckets are left for the next call.
+            incomplete: Whether to also reduce buckets that still lack gradients. Otherwise the reductions stop before
+                the first incomplete bucket, and a later call starts the remaining reductions.
         """
         while len(self._works) < len(self._buckets):
             bucket = self._buckets[len(self._works)]
@@ -178,7 +188,7 @@ class GradientReducer:
             self._works.append(work)
 
     def _grouped(self) -> list[list[nn.Parameter]]:
-        """Return the parameters of each bucket. Parameters of a bucket have the same dtype."""
+        """Divide the parameters into buckets, last parameters first. All parameters of a bucket have the same dtype."""
         groups: list[list[nn.Parameter]] = []
         size = 0
         for parameter in reversed(self.parameters):

@@ -31,8 +31,9 @@ class Split:
 
     Attributes:
         rows: Number of samples of each replica of the first stage.
-        runs: For each microbatch of a full step, the replica of the first stage that runs it.
-        usual: Average number of samples of a replica in a full step; None if this step counts as full.
+        runs: For each microbatch, including empty microbatches, the replica of the first stage that runs it.
+        usual: Average number of samples that a replica has in a batch of the usual size; None if this batch counts as
+            a batch of the usual size.
     """
 
     rows: tuple[int, ...]
@@ -41,7 +42,7 @@ class Split:
 
     @property
     def microbatches(self) -> int:
-        """Number of microbatches of a full step, over all replicas."""
+        """Number of microbatches over all replicas, including microbatches that are empty in this batch."""
         return len(self.runs)
 
     @property
@@ -51,7 +52,10 @@ class Split:
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """For each microbatch, its first row and the row after its last row, as indices into the replica's samples."""
+        """Range of the rows of each microbatch: the first row, and the row after the last row.
+
+        Both are indices into the samples of the replica that runs the microbatch in the first stage.
+        """
         sizes = []
         for replica, rows in enumerate(self.rows):
             filled = self._filled(rows, self.runs.count(replica) or 1)
@@ -66,11 +70,11 @@ class Split:
         return tuple(bounds)
 
     def _filled(self, rows: int, microbatches: int) -> int:
-        """Return the number of microbatches that get samples of a replica.
+        """Return the number of a replica's microbatches that get samples. The others stay empty.
 
         Args:
             rows: Number of the replica's samples.
-            microbatches: Number of the replica's microbatches in a full step.
+            microbatches: Number of the replica's microbatches, including empty microbatches.
         """
         full_batch = (self.usual or 0) * len(self.rows)
         if self.samples >= full_batch:
@@ -78,7 +82,7 @@ class Split:
         size = -(-full_batch // self.microbatches)
         filled = -(-rows // size)
         if size > 1 and filled and rows // filled == 1:
-            filled -= 1  # BatchNorm refuses a microbatch of one sample, so another microbatch takes the sample.
+            filled -= 1  # BatchNorm refuses a microbatch of one sample, so no microbatch gets only one sample.
         return min(microbatches, max(1, filled))
 
     @cached_property
@@ -88,15 +92,21 @@ class Split:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Row of each sample in the global batch (N,): first the samples of replica 0, then those of replica 1, etc."""
+        """Index of each sample's row in the global batch, as a tensor (N,).
+
+        The samples of replica 0 come first, then the samples of replica 1, and so on.
+        """
         return torch.tensor(list(chain(*turns(self.rows))), dtype=torch.int64)
 
     def global_rows(self, *microbatches: int, device: torch.device = CPU) -> Tensor:
-        """Return the indices (n,) of the microbatches' rows in the global batch, one microbatch after the other."""
+        """Return the indices of the microbatches' rows in the global batch, as a tensor (n,).
+
+        The indices are in the order of the ``microbatches``, and within a microbatch in the order of its samples.
+        """
         return rows_on(self, microbatches, device)
 
     def assemble(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the rows of the global batch (N, ...), in the order of the global batch.
+        """Join the rows of all replicas, and return the rows of the global batch (N, ...) in their order.
 
         Args:
             parts: The rows (n, ...) of each replica of the first stage.
@@ -113,9 +123,9 @@ class Split:
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def rows_on(split: Split, microbatches: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the result of :meth:`Split.global_rows` from a cache.
+    """Return the indices of the microbatches' rows in the global batch; see :meth:`Split.global_rows`.
 
-    The cache avoids copying the indices to the device again, because the host waits for such a copy.
+    Results are cached, because the host would have to wait for each copy from the host to the device.
     """
     rows = []
     for microbatch in microbatches:
@@ -141,6 +151,7 @@ def default_microbatches(replicas: Sequence[int], samples: int | None = None) ->
     microbatches = PER_STAGE_AND_REPLICA * len(replicas) * widest
     if samples is not None:
         microbatches = min(microbatches, replicas[0] * (samples // NORMALISED_TOGETHER))
-        # With a multiple of the widest stage's replicas, all its replicas run equal numbers of microbatches.
+        # The number is rounded down to a multiple of the largest number of replicas. In the stage with that number of
+        # replicas, all replicas then run equal numbers of microbatches.
         microbatches = max(widest, microbatches // widest * widest)
     return microbatches

@@ -57,11 +57,11 @@ class Blueprint:
     used: frozenset[str]
 
     def of(self, network: nn.Module) -> "Blueprint":
-        """Return this division for another network that has the same structure."""
+        """Return the same division for a different network, which must have the same structure."""
         return replace(self, network=network)
 
     def build(self, stage: int) -> "StageModule":
-        """Return the module of one stage, which shares parameters and buffers with the network."""
+        """Return the module of one stage. The module shares its parameters and buffers with the network."""
         return StageModule(self, stage)
 
 
@@ -87,9 +87,10 @@ class StageModule(TracedModule):
         present = {name for name, _ in (*self.named_parameters(), *self.named_buffers())}
         for name in sorted(names - present):
             _put_attribute(self, network, name)
-        # The generated code of both graphs reads the modules from `self`, so both modes use the same modules.
+        # torch.fx generates a `forward` for each graph. Both functions read the layers from `self`, so training and
+        # evaluation use the same layers.
         self._run = {training: type(fx.GraphModule(self, graph)).forward for training, graph in graphs.items()}
-        # Only this module's own mode is set. Its submodules are those of the network, so they have the right modes.
+        # The submodules are shared with the network and have its modes, so only the mode of this module is set.
         self.training = network.training
 
     def forward(self, *inputs: Any) -> Any:
@@ -121,7 +122,9 @@ def divide(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
     training = trace(network, True)
     positions = [cut if isinstance(cut, int) else find_cut(training, cut) for cut in cuts]
     if sorted(set(positions)) != positions:
-        raise ConfigurationError(f"cuts={list(cuts)}: list each cut once, in the order in which the network runs")
+        raise ConfigurationError(
+            f"cuts={list(cuts)}: list each cut once, in the order in which the network runs the modules"
+        )
     evaluation = trace(network, False)
     stage_of: dict[fx.Node, int] = {}
     owner: dict[str, int] = {}
@@ -172,11 +175,18 @@ def _stages_by_state(traced: fx.GraphModule, owner: dict[str, int]) -> dict[fx.N
 
 
 def _divide_graph(traced: fx.GraphModule, stage_of: dict[fx.Node, int], stages: int) -> tuple[StageGraph, ...]:
-    """Return the graphs of all stages, given the stage of each node."""
+    """Divide a traced network's graph, and return one graph for each stage.
+
+    Args:
+        traced: The traced network.
+        stage_of: Stage of each node that computes something.
+        stages: Number of stages.
+    """
     placeholder = next(node for node in traced.graph.nodes if node.op == "placeholder")
     output = next(node for node in traced.graph.nodes if node.op == "output")
     place = {placeholder: 0, **stage_of, output: stages - 1}
-    # Stages that use the result of each node, except the node's own stage. The nodes are in the order of computation.
+    # Keys are the nodes in the order of computation. Values are the stages that use the node's result, except the stage
+    # that computes it.
     users = {node: {place[user] for user in node.users if user in place} - {place[node]} for node in place}
     return tuple(_stage_graph(traced, place, users, stage) for stage in range(stages))
 
@@ -196,7 +206,8 @@ def _stage_graph(
     changed = {origin for node in stage_nodes for origin in _origins(traced, changed_in_place(traced, node))}
     for name, argument in [(name, graph.placeholder(name)) for name in inputs]:
         node = by_name[name]
-        # Received tensors are autograd leaves. Leaves cannot be changed in place, so such a change is made to a copy.
+        # Received tensors are autograd leaves, which cannot be changed in place. If the stage changes a received tensor
+        # in place, the graph therefore copies the tensor first.
         copies[node] = graph.call_function(copy_value, (argument,)) if node in changed else argument
 
     def copied(node: fx.Node) -> fx.Node:
@@ -233,7 +244,7 @@ def check_backend(backend: str | None) -> None:
 
 
 def copy_value(value: Any) -> Any:
-    """Return a value in which all tensors are replaced by copies."""
+    """Return a copy of nested containers in which all tensors are replaced by copies."""
     return tree_map(lambda leaf: torch.clone(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
@@ -242,7 +253,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _origins(traced: fx.GraphModule, node: fx.Node | None) -> Iterator[fx.Node]:
-    """Yield a node, and the nodes whose results may share storage with the node's result.
+    """Yield a node, and then the earlier nodes whose results may share storage with the node's result.
 
     The result of a node may be a view of the node's first argument, so the search goes from first argument to first
     argument. It ends at a module with parameters, because such a module returns a new tensor.
@@ -256,7 +267,7 @@ def _origins(traced: fx.GraphModule, node: fx.Node | None) -> Iterator[fx.Node]:
 
 
 def _put_module(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Add a module to a stage under a dotted path."""
+    """Add a module to a stage at a dotted path. Modules on the path that do not exist are created."""
     *parents, name = path.split(".")
     _submodule(root, parents).add_module(name, module)
 
@@ -277,7 +288,12 @@ def _put_attribute(root: nn.Module, network: nn.Module, path: str) -> None:
 
 
 def _submodule(root: nn.Module, parents: Sequence[str]) -> nn.Module:
-    """Return the submodule with the given path, and create the missing modules on the path."""
+    """Return the submodule of a stage at a path. Modules on the path that do not exist are created.
+
+    Args:
+        root: The stage.
+        parents: Names of the modules on the path, from the outermost to the innermost.
+    """
     for name in parents:
         if not hasattr(root, name):
             root.add_module(name, TracedModule())

@@ -44,9 +44,10 @@ class Held:
 
     Attributes:
         leaves: For each stage that sent inputs, the inputs whose gradients must be sent back.
-        roots: For each stage that received outputs, the edges of the autograd graph at which the gradients of the
-            outputs enter; None for an output that requires no gradient. In the last stage, the edge of the loss, under
-            the key None. The outputs themselves are not held, so that their memory is free.
+        roots: For each stage that received outputs, the outputs' gradient edges: the places in the autograd graph
+            where a backward pass for the outputs starts. The edge is None if an output requires no gradient. In the
+            last stage, the key None has the gradient edge of the loss. The outputs themselves are not held, so that
+            their memory is free.
         arguments: Arguments of the stage, if activations are recomputed; otherwise None.
         random: State of the random number generators before the forward, if activations are recomputed; otherwise None.
     """
@@ -167,8 +168,8 @@ class Step:
         if again:
             held.arguments, held.random = arguments, RandomState(pipeline.device)
         tracked = self.tracks(again)
-        # Autocast caches converted weights. Those that are converted without autograd must not be cached, because the
-        # recomputation would use them and the weights would get no gradients.
+        # Autocast caches converted weights. Weights that are converted without autograd must not be cached, because the
+        # recomputation would use the cached weights, and the network's weights would get no gradients.
         enabled, dtype = self._autocast
         with (
             torch.set_grad_enabled(tracked),
@@ -239,9 +240,9 @@ class Step:
     def overlaps(self, microbatch: int) -> bool:
         """Whether the replicas of the stage may sum their gradients while their last backwards run.
 
-        They may if all replicas run their last backwards at about the same time. Otherwise an early replica could wait
-        in its last backward for a late replica that has not begun its last backward. The late replica may in turn need
-        a message that the early replica sends only after its last backward, and both would wait forever.
+        This is possible if all replicas run their last backwards at about the same time. Otherwise an early replica
+        could wait in its last backward for a late replica that has not begun its last backward. The late replica may in
+        turn need a message that the early replica sends only after its last backward, and both would wait forever.
 
         Args:
             microbatch: The microbatch of this rank's last backward.
@@ -249,12 +250,16 @@ class Step:
         placement, stage = self.pipeline.placement, self.pipeline.place.stage
         runs, sizes = placement.runs[stage], self.batch.split.sizes
         later = [replica for replica, size in zip(runs[microbatch + 1 :], sizes[microbatch + 1 :], strict=True) if size]
-        # No other replica may have two backwards left: it would have to send the gradients of the first of them before
-        # it begins its last backward and takes part in the sum.
+        # No other replica may have two backwards left. Such a replica would first have to send the gradients of the
+        # earlier backward, and only its last backward takes part in the sum.
         return len(set(later)) == len(later) and not any(sizes[microbatch + placement.replicas[stage] :])
 
     def part_of_loss(self, outputs: Any, microbatch: int) -> Tensor:
-        """Return a microbatch's part of the loss of the global batch, multiplied by the scale."""
+        """Return a microbatch's part of the global batch's loss, multiplied by the scale.
+
+        The parts of all microbatches add up to the loss of the global batch. The part is also added to ``loss_sum``,
+        without the scale.
+        """
         assert self.loss is not None
         with self.clocked("loss"):
             part = self.loss.part(outputs, microbatch)
@@ -271,7 +276,10 @@ class Step:
         return self.batch.image_shapes, self.batch.image_dtypes, self._autocast, torch.is_grad_enabled()
 
     def _size(self, microbatch: int) -> Hashable:
-        """Return the size key of a microbatch: microbatches with equal keys have values of equal shapes and dtypes."""
+        """Return the size key of a microbatch.
+
+        If two microbatches have equal size keys, their inputs and outputs have equal shapes and dtypes in every stage.
+        """
         return self.batch.split.sizes[microbatch], *self._kind
 
     def _images(self, microbatch: int) -> Images | None:
@@ -286,7 +294,7 @@ class Step:
 
     @contextmanager
     def clocked(self, kind: str) -> Iterator[None]:
-        """Notify the clocks of a kind when the context begins and ends.
+        """Start the clocks of a kind of span when the context begins, and stop them when the context ends.
 
         Args:
             kind: Kind of the span, or ``loss``.
@@ -318,7 +326,7 @@ class Step:
     def _now(self) -> float:
         if self.pipeline.device.type == "cuda":
             torch.cuda.synchronize(self.pipeline.device)
-        return time.time()  # The clock is the same for all ranks on a machine.
+        return time.time()  # All ranks on a machine share this clock, so the times of their spans can be compared.
 
 
 def check_rows(outputs: Any, samples: int) -> None:
@@ -342,9 +350,9 @@ def _detached(leaf: Any) -> Any:
 
 
 def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
-    """Return the edges of the autograd graph at which the gradients of tensors enter.
+    """Return each tensor's gradient edge: the place in the autograd graph where a backward pass for the tensor starts.
 
-    An edge does not hold its tensor, so the tensor's memory can be freed. The edge is None if the tensor requires no
-    gradient.
+    A gradient edge does not hold its tensor, so the tensor's memory can be freed. The edge is None if the tensor
+    requires no gradient.
     """
     return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]

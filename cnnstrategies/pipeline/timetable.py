@@ -161,7 +161,7 @@ class Placement:
 
     @cached_property
     def runs(self) -> list[tuple[int, ...]]:
-        """For each stage, the replica that runs each microbatch."""
+        """For each stage, a tuple with the index of the replica that runs each microbatch."""
         return [rotation(self.shares_of(stage), self.microbatches) for stage in range(self.stages)]
 
     def shares_of(self, stage: int) -> tuple[float, ...]:
@@ -190,7 +190,8 @@ class Placement:
     def _places(self) -> list[RankPlace]:
         places = [RankPlace(stage, replica) for stage, count in enumerate(self.replicas) for replica in range(count)]
         if self.order == "replicas":
-            # With equal shares, the replicas that run a microbatch have equal indices modulo this number in all stages.
+            # With equal shares, the replicas that run the same microbatch have equal indices modulo this divisor in all
+            # stages. Sorting by the remainder makes ranks neighbours that send each other activations.
             divisor = math.gcd(*self.replicas)
             places.sort(key=lambda place: (place.replica % divisor, place.replica // divisor, place.stage))
         return places
@@ -234,8 +235,9 @@ def turns(replicas: Sequence[int], microbatches: int, schedule: str, run_ahead: 
         raise ConfigurationError(f"schedule={schedule!r} is not known; use {' or '.join(SCHEDULES)}")
     last = len(replicas) - 1
     first_turns = [stage + (run_ahead and stage == last) for stage in range(len(replicas))]
-    ranks = [*accumulate(reversed(replicas))][::-1]  # for each stage, the number of ranks from this stage to the last
-    # For each stage, the number of turns from the forward of a microbatch to its backward.
+    # For each stage, the number of ranks in this stage and in all later stages.
+    ranks = [*accumulate(reversed(replicas))][::-1]
+    # For each stage, the turn of a microbatch's backward minus the turn of the microbatch's forward.
     delays = [2 * count - 1 + 2 * (run_ahead and stage < last) for stage, count in enumerate(ranks)]
     if schedule == "gpipe":
         delays = [delay + 2 * microbatches for delay in delays]

@@ -37,7 +37,10 @@ class DependsOnValuesError(Exception):
 
 
 class TracedValue(fx.Proxy):
-    """A placeholder for a value while a network is traced. ``int()`` and ``float()`` work if it follows from shapes."""
+    """A proxy for a value while torch.fx traces a network.
+
+    If the value follows from shapes, ``int()`` and ``float()`` return it as a number. Otherwise they raise an error.
+    """
 
     tracer: "LeafTracer"
 
@@ -62,8 +65,8 @@ class LeafTracer(fx.Tracer):
     """
 
     def __init__(self, whole: Collection[nn.Module], numbers: Sequence[Any]) -> None:
-        # Functions of einops become one node each. They could not be traced, because they check that their arguments
-        # are tensors, and placeholders are not.
+        # Functions of einops become one node each. Their code cannot be traced, because it checks that the arguments
+        # are tensors, and proxies are not tensors.
         super().__init__(autowrap_modules=(math, *([sys.modules["einops"]] if "einops" in sys.modules else [])))
         self._contexts = contexts()
         self._whole = whole
@@ -72,7 +75,10 @@ class LeafTracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """Create one placeholder for all tensors that the network takes. Other arguments have their default values."""
+        """Create one input of the graph for all tensors that the network takes.
+
+        Other arguments of the network's forward have their default values. torch.fx calls this when a trace begins.
+        """
         assert isinstance(self.root, nn.Module)
         names = network_inputs(self.root)
         if len(names) == 1:
@@ -87,11 +93,14 @@ class LeafTracer(fx.Tracer):
         return super().create_node(*args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Return the placeholder for a node's result."""
+        """Return the proxy for a node's result. torch.fx calls this for each node."""
         return TracedValue(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Return the value of a condition on which the network's code branches."""
+        """Return the value of a condition on which the network's code branches, such as the condition of an ``if``.
+
+        The errors are those of :meth:`number`.
+        """
         return bool(self.number(obj))
 
     def number(self, value: fx.Proxy) -> Any:
@@ -99,17 +108,17 @@ class LeafTracer(fx.Tracer):
 
         Raises:
             DependsOnValuesError: The number does not follow from shapes.
-            UndecidedError: The number follows from shapes, but it is not known. Only numbers that the network's own
-                forward needs are ever known, not those that the code of a submodule needs.
+            UndecidedError: The number follows from shapes, but it is not known. Numbers that the code of a submodule
+                needs are never known; only the network's own forward can need known numbers.
         """
         if not is_of_shapes(value.node):
-            raise DependsOnValuesError(f"it branches on a value ({value.node.name})")
+            raise DependsOnValuesError(f"its code branches on the value of a tensor ({value.node.name})")
         for known_number in () if self.module_stack else self._numbers:
             return known_number
         raise UndecidedError(self.graph, value.node)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module becomes one node, so that its code is not traced."""
+        """Whether a module becomes one node of the graph. The module's code is then not traced."""
         if m in self._whole:
             return True
         if isinstance(m, CONTAINERS):
@@ -153,11 +162,11 @@ def decide_by_shapes(network: nn.Module, example: Callable[[int], Any]) -> bool:
 
     Args:
         network: The network.
-        example: Function that returns example images for a number of samples, as the network takes them; None if no
-            example images are available. It is only called if the forward needs a number.
+        example: Function from a number of samples to example images in the form that the network takes. It returns None
+            if no example images are available. It is called only if the forward needs a number that is not known yet.
 
     Returns:
-        Whether all numbers are known; False if the forward needs a number and there are no example images.
+        Whether all numbers are known. This is False if the forward needs a number and no example images are available.
     """
     known.pop(network, None)
     images: Any = None
@@ -175,10 +184,10 @@ def decide_by_shapes(network: nn.Module, example: Callable[[int], Any]) -> bool:
 
 
 def _undecided(network: nn.Module, training: bool, numbers: Sequence[Any]) -> UndecidedError | None:
-    """Trace a network with the known numbers.
+    """Trace a network with the known numbers, to find the next number that the network's forward needs.
 
     Returns:
-        The error for the next number that the forward needs; None if the numbers suffice.
+        The error that describes the next number; None if the forward needs only the known numbers.
     """
     try:
         _trace(network, training, numbers)
@@ -210,7 +219,7 @@ def _trace(network: nn.Module, training: bool, numbers: Sequence[Any]) -> fx.Gra
 def network_inputs(network: nn.Module) -> list[str]:
     """Return the names of the tensors that a network's forward takes.
 
-    They are the arguments without a default. If all arguments have a default, it is the first argument.
+    These are the arguments without a default. If all arguments have a default, only the first argument is returned.
 
     Raises:
         ConfigurationError: An argument without a default is keyword-only.
@@ -230,7 +239,7 @@ def network_inputs(network: nn.Module) -> list[str]:
 
 
 def _where(network: nn.Module, error: Exception) -> tuple[nn.Module, str]:
-    """Return the innermost module whose code raised an error, and a text with its name and the line of code."""
+    """Return the innermost module whose code raised an error, and a text that names the module and the line of code."""
     names = {module: name for name, module in network.named_modules()}
     culprit, place = network, type(network).__name__
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -246,7 +255,7 @@ def _where(network: nn.Module, error: Exception) -> tuple[nn.Module, str]:
 def ordered_nodes(traced: fx.GraphModule) -> list[fx.Node]:
     """Return the nodes that compute something, in topological order.
 
-    These are all nodes except placeholders, nodes that read an attribute, and the output node.
+    These are all nodes except the inputs of the graph, nodes that read an attribute, and the output node.
     """
     return [node for node in traced.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
 
@@ -272,7 +281,7 @@ def cut_positions(traced: fx.GraphModule) -> list[int]:
 
 
 def find_cut(traced: fx.GraphModule, name: str) -> int:
-    """Return the position of the cut after a module or a node.
+    """Return the position of the cut after a module or a node; see :func:`cut_positions`.
 
     Args:
         traced: The traced network.
@@ -312,7 +321,12 @@ def module_paths(node: fx.Node) -> list[str]:
 
 
 def changed_in_place(traced: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """Return the node whose result ``node`` changes in place; None if ``node`` does not change anything in place."""
+    """Return the node whose result a node changes in place. Return None if ``node`` does not change anything in place.
+
+    Args:
+        traced: The traced network.
+        node: The node that may make the change.
+    """
     first = node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
         return None
@@ -329,7 +343,7 @@ def changed_in_place(traced: fx.GraphModule, node: fx.Node) -> fx.Node | None:
 
 
 def state_names(traced: fx.GraphModule, node: fx.Node) -> Iterator[str]:
-    """Yield the names of the parameters and buffers that a node uses, in the form of a state dict's keys."""
+    """Yield the names of the parameters and buffers that a node uses. The network's state dict has the same names."""
     if node.op == "call_module":
         prefix = str(node.target)
         module = traced.get_submodule(prefix)
@@ -353,7 +367,10 @@ def mode(network: nn.Module, training: bool) -> Iterator[None]:
 
 
 def _uses_of_state(traced: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[int, list[int]]:
-    """Return the indices of the nodes that use each parameter or buffer. Keys are the ids of the tensors."""
+    """Return, for each parameter and buffer, the indices of the nodes that use it.
+
+    Keys are the ids of the parameters and buffers. Indices refer to ``nodes``.
+    """
     uses: dict[int, list[int]] = {}
     for index, node in enumerate(nodes):
         for name in state_names(traced, node):

@@ -1,4 +1,4 @@
-"""Send tensors and objects between ranks in the background. If a rank is lost, the errors name it."""
+"""Send tensors and objects between ranks in the background. If a rank is lost, the error messages name the rank."""
 
 import os
 import sys
@@ -23,19 +23,22 @@ from cnnstrategies.codec import decode, encode, from_bytes, to_bytes
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.timetable import Placement
 
-# Tags of messages. A message with the tag REACHED says which values have a gradient.
+# Tags of messages. A message with the tag REACHED says which tensors have a gradient.
 FORWARD, BACKWARD, OBJECT, REACHED = 1, 2, 3, 4
 ENDS_WELL = -1  # A rank that ends without an error sends this number in place of the number of a lost rank.
-# Time-out of the group in which `RankWatch` waits during the whole run. After a time-out, gloo would close the group.
+# Time-out of the group in which `RankWatch` waits for a message during the whole run. It is longer than any run,
+# because gloo closes a group after a time-out.
 FOREVER = timedelta(days=365)
-NAMING = 2.0  # Seconds to wait for the name of a lost rank. All ranks learn it within this time.
+# After a transfer has failed, seconds to wait until `RankWatch` knows which rank is lost, so that the error message can
+# name the rank.
+NAMING = 2.0
 
 
 def new_group(ranks: Iterable[int], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup | None:
     """Create a process group of some ranks. All ranks of the default group must call this.
 
     Returns:
-        The group; None on ranks that do not belong to it.
+        The group; None on ranks that do not belong to the group.
     """
     group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
     return group if isinstance(group, dist.ProcessGroup) else None
@@ -81,18 +84,21 @@ def broadcast_value(value: Any, source: int, device: torch.device = CPU, group: 
 
 
 def _bytes_as_tensor(data: Any) -> Tensor:
-    """Return bytes as a uint8 tensor. The tensor shares the memory of the data if the data is a writable buffer."""
+    """Return bytes as a uint8 tensor. If the data is a writable buffer, the tensor shares the buffer's memory."""
     if isinstance(data, bytes):
         data = bytearray(data)
     return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
 
 
 class PeerError(RuntimeError):
-    """A rank did not answer, or its connection broke. The text names both ranks and what was sent or received."""
+    """A rank did not respond, or its connection broke. The error message names the ranks and the transfer."""
 
 
 class Pending:
-    """A send or receive of a tensor, which begins with :meth:`begin`. If it fails, the error names both ranks."""
+    """A send or receive of a tensor. The transfer begins with :meth:`begin`.
+
+    If the transfer fails, the error message names both ranks.
+    """
 
     def __init__(
         self,
@@ -113,7 +119,7 @@ class Pending:
         return self
 
     def wait(self) -> Tensor:
-        """Wait until the transfer has ended, if it has begun, and return the tensor.
+        """Return the tensor. If the transfer has begun, first wait until it has ended.
 
         On a GPU only the current stream waits, not the host.
         """
@@ -148,10 +154,12 @@ class Transport:
         self.place = placement.place(self.rank)
         self.has_tags = dist.get_backend() == "gloo"
         self.control: dist.ProcessGroup | None = dist.group.WORLD
-        self._groups: dict[int, dist.ProcessGroup | None] = {}  # Groups by tag; for other tags `control` is used.
+        # Group for each tag. Messages with a tag that is not a key use the group `control`.
+        self._groups: dict[int, dist.ProcessGroup | None] = {}
         self._watch: RankWatch | None = None
         if not self.has_tags:
-            # Suppresses a warning of torch that a group sends its messages one after the other. This is intended here.
+            # torch warns that a group sends its messages one after the other. This is intended here, so the warning is
+            # suppressed.
             os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
             ranks = range(placement.world_size)
             self.control = new_group(ranks, timeout, backend="gloo")
@@ -206,12 +214,13 @@ class Transport:
         return [self.send(part, target, OBJECT, content).begin() for part in parts if part.numel()]
 
     def receive_object(self, source: int, content: str, allocate: Callable[[int], Tensor] | None = None) -> Any:
-        """Receive what another rank sends with :meth:`send_object`. Tensors are received on the CPU.
+        """Receive the nested containers that another rank sends with :meth:`send_object`. All tensors are on the CPU.
 
         Args:
             source: Sending rank.
             content: Description of the value, for error messages.
-            allocate: Function that allocates a uint8 tensor with a number of bytes; by default in memory.
+            allocate: Function that allocates a uint8 tensor with a number of bytes. By default, the tensor is allocated
+                in CPU memory.
         """
         allocate = allocate or partial(torch.empty, dtype=torch.uint8)
 
@@ -225,7 +234,7 @@ class Transport:
 
     @contextmanager
     def collective(self, action: str) -> Iterator[None]:
-        """Return a context for a collective operation. If it fails, the error names this rank and the action.
+        """Return a context for a collective operation. If the operation fails, the error message names this rank.
 
         Args:
             action: What the ranks do, for example "sharing a batch".
@@ -243,7 +252,8 @@ class Transport:
         """
         try:
             yield
-        except (RuntimeError, ValueError) as error:  # torch raises a ValueError after all groups were aborted.
+        # If all groups were aborted before, torch raises a ValueError instead of a RuntimeError.
+        except (RuntimeError, ValueError) as error:
             lost = self._watch.lost(NAMING) if self._watch is not None else None
             if lost is None and isinstance(error, ValueError):
                 raise
@@ -257,7 +267,8 @@ class Transport:
         groups = [*self._groups.values(), *([] if self.control is dist.group.WORLD else [self.control])]
         for group in groups:
             dist.destroy_process_group(group)
-        self._groups, self.control = {}, None  # A group's threads end with the last reference to the group.
+        # The threads of a group only end when nothing refers to the group, so the references are dropped.
+        self._groups, self.control = {}, None
 
     @property
     def me(self) -> str:
@@ -298,7 +309,7 @@ class RankWatch:
         """Return a text that names the lost rank.
 
         Args:
-            seconds: Longest time to wait until a lost rank is known.
+            seconds: Longest time in seconds to wait until a rank is known to be lost.
 
         Returns:
             The text; None if no rank is known to be lost.
@@ -325,12 +336,12 @@ class RankWatch:
         self._lost = lost
         self._known.set()
         print(f"{self._describe(self._me)}: {self._describe(lost)} has ended", file=sys.stderr, flush=True)
-        with suppress(RuntimeError):  # The previous rank may also have ended.
+        with suppress(RuntimeError):  # The send fails if the previous rank has also ended.
             self.tell(lost)
         abort_all_groups()
 
     def tell(self, news: int) -> None:
-        """Send a number to the previous rank.
+        """Tell the previous rank which rank is lost, or that this rank ends without an error.
 
         Args:
             news: Number of the lost rank; :data:`ENDS_WELL` if this rank ends without an error.

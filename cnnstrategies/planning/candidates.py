@@ -60,19 +60,24 @@ class Job:
 
     @property
     def memory(self) -> int | None:
-        """Bytes that a device may hold; None if unlimited."""
+        """Largest number of bytes that a device may hold. None if neither the user nor the cluster sets a limit."""
         return min((limit for limit in (self.memory_limit, self.cluster.memory) if limit is not None), default=None)
 
     @property
     def network(self) -> Bottleneck:
-        """Name of the bottleneck if the network limits a step: ``nic`` with several machines, ``link`` with one."""
+        """Name of the bottleneck of a step that communication limits.
+
+        The name is ``nic`` if the cluster has several machines, and ``link`` if it has one machine.
+        """
         return "nic" if len(self.cluster.hosts) > 1 else "link"
 
     def equal(self, batches: int = 1) -> tuple[int, ...]:
-        """Return the number of samples of each device in the largest batch, with equal shares.
+        """Return each device's number of samples in a batch if all devices have equal shares.
+
+        If gradient accumulation divides a step into several batches, the numbers are those of the largest batch.
 
         Args:
-            batches: Number of batches into which a step is divided by gradient accumulation.
+            batches: Number of batches in a step.
         """
         return deal(-(-self.samples // batches), [1] * self.cluster.devices)
 
@@ -83,7 +88,7 @@ class Job:
         times. The numbers stay equal if other shares would gain too little.
 
         Args:
-            step: Returns the seconds of a step. Its argument is the number of samples of each device.
+            step: Function that returns the seconds of a step. Its argument is the number of samples of each device.
             state: Bytes that a device holds in addition to the activations of its samples.
         """
         counts, most, whole = self.equal(), inf, self.profile.costs
@@ -109,7 +114,7 @@ class Job:
         return self.profile.at(counts[device]), self.cluster.speeds[device]
 
     def _seconds(self, counts: Sequence[int]) -> list[float]:
-        """Return the seconds in which each device computes its samples."""
+        """Return the seconds that each device takes for the forward and backward of its samples."""
         times = {count: self.profile.at(count).time for count in set(counts)}
         return [times[count] / speed for count, speed in zip(counts, self.cluster.speeds, strict=True)]
 

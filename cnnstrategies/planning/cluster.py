@@ -16,10 +16,14 @@ from cnnstrategies.old_names import HOST, is_now, renamed
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.quantities import size_in_bytes
 
-SERVER_RATE = 1e9  # Bytes of gradients per second that a server adds up and applies, on a CPU core from about 2020.
-SERVER_MESSAGE = 5e-5  # CPU seconds for one message of a parameter server, independent of its size.
-GBIT = 1e9 / 8  # bytes per second
-DEFAULT_US = {"inside": 10.0, "interconnect": 50.0}  # Latency in microseconds.
+# Default number of bytes of gradients per second that a parameter server adds up and applies, with a CPU core from
+# about 2020.
+SERVER_RATE = 1e9
+# Default CPU time in seconds that the sender or the receiver spends on a message of a parameter server, of any size.
+SERVER_MESSAGE = 5e-5
+GBIT = 1e9 / 8  # Bytes per second of a connection with a rate of 1 Gbit/s.
+# Default latency in microseconds, for the two kinds of connections of a machine.
+DEFAULT_US = {"inside": 10.0, "interconnect": 50.0}
 
 
 @dataclass(frozen=True)
@@ -59,27 +63,27 @@ class Cluster:
 
     @staticmethod
     def flat(devices: int, link: Link) -> "Cluster":
-        """Return a cluster of machines with one device each, and with equal connections between all machines."""
+        """Return a cluster in which each machine has one device, and in which all connections are equal."""
         return Cluster((Host(1, link, link),) * devices)
 
     @cached_property
     def devices(self) -> int:
-        """Number of devices of all machines."""
+        """Number of devices of all machines together."""
         return len(self.host_of)
 
     @cached_property
     def host_of(self) -> tuple[int, ...]:
-        """Index of the machine of each device."""
+        """For each device, the index of the device's machine in ``hosts``."""
         return tuple(index for index, host in enumerate(self.hosts) for _ in range(host.devices))
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """Speed of each device."""
+        """Speed of each device, as a multiple of the speed of the device on which the profile was measured."""
         return tuple(self.hosts[host].speed for host in self.host_of)
 
     @cached_property
     def memory(self) -> int | None:
-        """Bytes of memory of the device with the least memory; None if the memory of all devices is unlimited."""
+        """Bytes of memory of the device with the least memory. None if no machine has a limit."""
         return min((host.memory for host in self.hosts if host.memory is not None), default=None)
 
     def link(self, device: int, peer: int) -> Link:
@@ -90,18 +94,21 @@ class Cluster:
         return slower(first.interconnect, second.interconnect)
 
     def ring(self, first: int, count: int) -> Link:
-        """Return the slowest connection between neighbours in a row of devices.
+        """Return the slowest connection between neighbours in a ring of devices with consecutive numbers.
 
         Args:
-            first: First device of the row.
-            count: Number of devices, at least 2.
+            first: First device of the ring.
+            count: Number of devices in the ring, at least 2.
         """
         return slower(*(self.link(device, peer) for device, peer in itertools.pairwise(range(first, first + count))))
 
 
 @functools.lru_cache(maxsize=1024)
 def slower(*links: Link) -> Link:
-    """Return a connection with the smallest bandwidth, the largest latency and the largest work of all ``links``."""
+    """Return a connection that is as slow as the slowest given connection in each respect.
+
+    It has the smallest bandwidth, the largest latency, and the largest CPU time per message of all ``links``.
+    """
     return Link(
         min(link.bandwidth for link in links), max(link.latency for link in links), max(link.work for link in links)
     )
@@ -156,7 +163,7 @@ def _mapping(where: str, content: Any, known: Mapping[str, Read]) -> dict[str, A
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ";"
-            _refuse(where, f"unknown key {name!r}{hint} accepted: {', '.join(known)}")
+            _refuse(where, f"unknown key {name!r}{hint} use one of: {', '.join(known)}")
         values[name] = known[name](f"{where}{name}: ", value)
     return values
 
@@ -240,6 +247,10 @@ def _count(where: str, value: Any) -> int:
 
 
 def _size(where: str, value: Any) -> int:
-    """Return a size with a unit, such as 16 GiB, as a number of bytes."""
+    """Return the number of bytes of a size with a unit, such as 16 GiB.
+
+    Raises:
+        ConfigurationError: The value is not a size.
+    """
     size: int = size_in_bytes(value, where.removesuffix(": "))
     return size

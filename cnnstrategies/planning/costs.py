@@ -15,8 +15,8 @@ class NodeCost:
         forward: Seconds of the forward.
         backward: Seconds of the backward, including the accumulation of the parameters' gradients.
         parameter_bytes: Bytes of the node's parameters.
-        saved_bytes: Bytes of the tensors that the node makes and that autograd keeps until a backward: that of this
-            node or that of a node that uses the tensors.
+        saved_bytes: Bytes of the tensors that the node makes and that autograd keeps, either until the node's own
+            backward or until the backward of a later node that uses the tensors.
     """
 
     name: str
@@ -50,7 +50,8 @@ class Link:
     Attributes:
         bandwidth: Bytes per second.
         latency: Seconds from the start of a message to the arrival of its first byte.
-        work: Seconds that the sender and the receiver each spend on a message, of any size, instead of computing.
+        work: Seconds that the sender and the receiver each spend on a message of any size. In this time they do not
+            compute.
     """
 
     bandwidth: float
@@ -58,7 +59,10 @@ class Link:
     work: float = 0.0
 
     def time(self, size: float) -> float:
-        """Return the seconds until a message of ``size`` bytes has arrived; 0 for 0 bytes, which are not sent."""
+        """Return the seconds until a message of ``size`` bytes has arrived.
+
+        If ``size`` is 0, the time is 0, because no message is sent.
+        """
         return self.latency + size / self.bandwidth if size else 0.0
 
     def all_reduce_time(self, size: float, members: int) -> float:
@@ -78,9 +82,9 @@ class GraphCosts:
     """The costs of a network in topological order.
 
     Attributes:
-        nodes: Costs of the nodes. A cut at position c separates nodes ``[0, c)`` from ``[c, len(nodes))``.
+        nodes: Costs of the nodes. A cut before node c separates nodes ``[0, c)`` from ``[c, len(nodes))``.
         values: Values that pass between nodes.
-        cut_positions: Positions at which a cut is possible, ascending, each in ``[1, len(nodes) - 1]``.
+        cut_positions: Indices of the nodes before which a cut is possible, ascending, each in ``[1, len(nodes) - 1]``.
         microbatch_size: Number of samples for which the costs hold. It is a mean, and not always a whole number, if
             microbatches differ by one sample.
         input_bytes: Bytes of the network's inputs.
@@ -94,12 +98,12 @@ class GraphCosts:
 
     @cached_property
     def sent_bytes(self) -> tuple[int, ...]:
-        """For each position, the bytes of the values that a cut at the position would send to later stages."""
+        """For each node, the number of bytes that a cut directly before the node would send to later stages."""
         return self._crossing([value.bytes for value in self.values])
 
     @cached_property
     def sent_gradient_bytes(self) -> tuple[int, ...]:
-        """For each position, the bytes of the gradients that a cut at the position would send to earlier stages."""
+        """For each node, the number of bytes of gradients that a cut directly before the node would send back."""
         return self._crossing([value.gradient_bytes for value in self.values])
 
     @cached_property
@@ -109,16 +113,22 @@ class GraphCosts:
 
     @cached_property
     def kept_bytes(self) -> int:
-        """Bytes that the whole network keeps until the backward."""
+        """Bytes of the inputs, and of all tensors that autograd keeps until a backward, for the whole network."""
         return self.input_bytes + sum(node.saved_bytes for node in self.nodes)
 
     @cached_property
     def parameter_bytes(self) -> int:
-        """Bytes of all parameters."""
+        """Bytes of all parameters of the network."""
         return sum(node.parameter_bytes for node in self.nodes)
 
     def _crossing(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return, for each position, the sum of the sizes of the values that pass the position."""
+        """Return, for each node, the total size of the values that cross a cut directly before the node.
+
+        A value crosses the cut if an earlier node makes the value, and this node or a later node uses it.
+
+        Args:
+            sizes: Size of each value, in the order of ``values``.
+        """
         change = [0] * (len(self.nodes) + 1)
         for value, size in zip(self.values, sizes, strict=True):
             change[value.producer + 1] += size
@@ -149,7 +159,7 @@ class Profile:
     nodes_have_names: bool = True
 
     def at(self, samples: float) -> GraphCosts:
-        """Return the costs for a number of samples."""
+        """Return the costs of the network for a number of samples, which need not be a whole number."""
         return _scaled(self, samples)
 
 

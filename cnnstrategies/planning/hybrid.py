@@ -38,7 +38,7 @@ def hybrids(job: Job) -> Iterator[Hybrid]:
     known: list[Layout] = []
     for microbatches in _microbatches(job):
         costs = job.profile.at(job.samples / microbatches)
-        # No layout can have a shorter step time than this, because all devices would compute all the time.
+        # No layout can have a shorter step time than this ideal time, in which all devices compute all the time.
         least = microbatches * costs.time / sum(job.cluster.speeds)
         if least > 1.03 * best:
             continue
@@ -57,12 +57,13 @@ def hybrids(job: Job) -> Iterator[Hybrid]:
 
 
 def _microbatches(job: Job) -> list[int]:
-    """Return the numbers of microbatches to try."""
+    """Return the numbers of microbatches for which layouts are searched, the most promising number first."""
     if job.microbatches is not None:
         return [job.microbatches]
     devices, most = job.cluster.devices, job.samples
     if not job.profile.fixed:
-        # If only one batch size was measured, the time per sample of much smaller batches is unknown.
+        # If only one batch size was measured, the time per sample of much smaller batches is unknown, so the number of
+        # microbatches is limited.
         most = min(most, max(devices, round(SMALLEST_SHARE * most / job.profile.costs.microbatch_size)))
     # With two stages, the first stage has at most this number of replicas. If the number of microbatches is a multiple
     # of it, the replicas have equal numbers of microbatches.
@@ -72,7 +73,7 @@ def _microbatches(job: Job) -> list[int]:
 
 
 def _best(predictor: Predictor, known: list[Layout]) -> Layout | None:
-    """Return the best layout; None if no layout fits into memory.
+    """Return the best layout. Return None if no layout fits into memory.
 
     The first `SEARCHES` calls search among all layouts. Later calls only choose among the layouts that were found,
     which is faster.
@@ -111,7 +112,7 @@ def _candidate(predictor: Predictor, layout: Layout, microbatches: int) -> Hybri
 
 
 def _bottleneck(predictor: Predictor, layout: Layout, step: float) -> Bottleneck:
-    """Return what limits the step: computation, filling and draining the pipeline, or the network."""
+    """Return what limits the step most: computation, filling and draining the pipeline, or communication."""
     problem = predictor.problem
     work, first = 0.0, 0
     for start, end, count in problem.stages(layout):

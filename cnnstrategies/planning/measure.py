@@ -27,7 +27,7 @@ from cnnstrategies.planning.costs import GraphCosts, NodeCost, Profile, Value, f
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 # The second measured batch is smaller by this factor, so that most microbatches have a size between the two batches.
 SMALLER = 4
-USUAL_STATES = 2  # Adam's state has this multiple of the parameters' size.
+USUAL_STATES = 2  # Size of Adam's state as a multiple of the parameters' size.
 
 
 def profile(
@@ -65,7 +65,8 @@ def profile(
     order = ordered_nodes(traced)
     with preserved(traced), mode(traced, training=True), _preserved_generator(apart_on):
         for parameter in traced.parameters():
-            # If gradients exist, a backward adds to them, as it does for all microbatches of a step except the first.
+            # In all microbatches of a step except the first, gradients exist, and the backward adds to them. The
+            # gradients are created here so that every measured backward also adds to existing gradients.
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         counted = _sweep(traced, order, microbatch, count=True)
         sweeps: list[_Sweep] = []
@@ -100,7 +101,8 @@ def profile(
     values = []
     input_bytes = sum(tensor.nbytes for tensor in tree_leaves(microbatch))
     for image in (node for node in traced.graph.nodes if node.op == "placeholder"):
-        # The first stage has the input images, and sends them to other stages that use them.
+        # Node 0 is always in the first stage, which has the input images. The first stage sends the images to other
+        # stages that use them, so the images count as a value that node 0 makes for later nodes.
         later = tuple(sorted(position[user] for user in image.users if position.get(user, 0) > 0))
         if later:
             values.append(Value(0, later, input_bytes, 0))
@@ -113,7 +115,7 @@ def profile(
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Run a function and wait for the device; return the seconds that both took, and the function's result."""
+    """Run a function, and wait until the device has finished. Return the elapsed seconds and the function's result."""
     _synchronize(device)
     start = time.perf_counter()
     result = function()
@@ -129,7 +131,7 @@ class _Sweep:
         forward: Seconds of each node's forward.
         backward: Seconds of each node's backward.
         saved_bytes: Bytes of the tensors that each node makes and that autograd saves.
-        sizes: Bytes of all outputs of each node, and bytes of the outputs that require a gradient.
+        sizes: For each node, the bytes of all its outputs, and the bytes of the outputs that require a gradient.
     """
 
     forward: dict[fx.Node, float] = field(default_factory=dict)
@@ -164,8 +166,8 @@ def _sweep(
             environment[node] = microbatch
         elif node.op == "get_attr":
             environment[node] = interpreter.fetch_attr(str(node.target))
-    # Node that made each storage, by the storage's address; None for parameters, buffers and inputs. All storages are
-    # kept until the sweep ends, so that no address is used twice.
+    # Keys are addresses of storages. Values are the nodes that made the storages; None for parameters, buffers and
+    # inputs. All storages are kept until the sweep ends, so that no address is used twice.
     owner: dict[int, fx.Node | None] = {
         _address(tensor): None for tensor in (*traced.parameters(), *traced.buffers(), *tree_leaves(microbatch))
     }
@@ -278,7 +280,10 @@ def _preserved_generator(device: torch.device | None) -> AbstractContextManager[
 
 
 def _parameter_bytes(traced: fx.GraphModule, order: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """Return the bytes of each node's parameters. If several nodes share a parameter, it counts for the first node."""
+    """Return the number of bytes of each node's parameters.
+
+    If several nodes share a parameter, the parameter counts only for the first of these nodes.
+    """
     parameters = dict(traced.named_parameters(remove_duplicate=False))
     seen: set[nn.Parameter] = set()
     owned: dict[fx.Node, int] = {}
@@ -302,7 +307,7 @@ def _synchronize(device: torch.device) -> None:
 def measure_profile(
     traced: fx.GraphModule, images: Images, size: int, device: torch.device, precision: str, channels_last: bool
 ) -> Profile:
-    """Measure a network with two batch sizes: the samples of one device in a step, and a fourth of them.
+    """Measure a network with two batch sizes: a device's number of samples in a step, and a fourth of this number.
 
     If the network does not fit on the device, one node at a time is moved to the device and measured.
 
@@ -341,7 +346,8 @@ def measure_profile(
             stack.enter_context(torch.autocast(kind, dtype))
         with contextlib.suppress(torch.OutOfMemoryError):
             return measured(device)
-        gc.collect()  # Tensors that the exception's traceback held must also be freed on the device.
+        # The exception's traceback referred to tensors on the device. Collect them, so that their memory is free.
+        gc.collect()
         return measured(CPU, apart_on=device)
 
 

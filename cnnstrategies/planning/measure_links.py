@@ -13,12 +13,12 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import Link
 
-# Sizes of messages are in bytes.
+# Sizes in bytes of the two messages whose times are measured.
 SMALL = 1024
 LARGE = 8 * 2**20
 WARM_UP = 4
 ROUNDS = 12
-# A training run measures its links with smaller messages and fewer rounds, because its network may be slow.
+# A training run measures its links with smaller messages and fewer rounds, because its connections may be slow.
 MEDIUM = 2**20
 FEW_ROUNDS = 4
 # The large message is assumed to take longer than the small one by at least this fraction of its own time, because a
@@ -57,7 +57,8 @@ def measure_local_link(device: torch.device, backend: str) -> Link:
 
 def _ping_pong(rank: int, folder: str, device: torch.device, backend: str) -> None:
     torch.set_num_threads(1)
-    # The processes use the loopback interface. The variables stay changed, because this process ends afterwards.
+    # Both processes use the loopback interface. The environment variables are not restored, because this process ends
+    # after the measurement.
     os.environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
     if device.type == "cuda":
         device = torch.device("cuda", rank)
@@ -94,7 +95,7 @@ def measure_cluster(nodes: int, device: torch.device) -> Cluster:
 
 
 def _between(rank: int, peer: int, device: torch.device) -> Link:
-    """Measure the link between rank 0 and another rank; on all other ranks, return a meaningless link."""
+    """Measure the link between rank 0 and another rank. On all other ranks, return a link with meaningless values."""
     if rank not in (0, peer):
         return Link(1.0, 0.0)
     small, large = round_trips(rank == 0, peer if rank == 0 else 0, (SMALL, MEDIUM), device, FEW_ROUNDS)
@@ -102,7 +103,7 @@ def _between(rank: int, peer: int, device: torch.device) -> Link:
 
 
 def _link(small: float, large: float, size: int) -> Link:
-    """Return the link, computed from round trips. A message takes half the time of a round trip.
+    """Compute a link's bandwidth and latency from two round trips. A message takes half the time of its round trip.
 
     Args:
         small: Seconds of a round trip with `SMALL` bytes.

@@ -12,8 +12,8 @@ from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job
 from cnnstrategies.planning.cluster import slower
 from cnnstrategies.planning.costs import GraphCosts
 
-PART = 2**22  # Largest number of bytes of a layer that one message holds.
-STALENESS = 2  # The staleness in the recipe parameter_server_ssp.
+PART = 2**22  # Largest size of a message in bytes. The values of a larger layer are sent in several messages.
+STALENESS = 2  # Staleness in the mode ssp. The recipe `parameter_server_ssp` has the same value.
 
 
 class ParameterServer:
@@ -28,7 +28,8 @@ class ParameterServer:
         self.workers = cluster.devices
         self.servers = len(cluster.hosts)
         self.most = max(host.devices for host in cluster.hosts)
-        # With several machines, the workers' pushes and the server's replies leave a machine through one connection.
+        # With several machines, the workers' pushes and the server's replies leave a machine through one connection, so
+        # they share its bandwidth.
         self.one_port = self.servers > 1
         self.link = slower(*(host.interconnect for host in cluster.hosts)) if self.one_port else cluster.hosts[0].inside
         # Fraction of a worker's pushes that goes to servers on other machines.
@@ -45,7 +46,8 @@ class ParameterServer:
         equal = job.equal()
         mean = job.profile.at(job.samples / self.workers)
         free, waits = self._asynchronous(mean)
-        # With ssp, no worker can be far ahead of the slowest worker, so in the long run all are as slow as that worker.
+        # With ssp, no worker can be far ahead of the slowest worker, so in the long run all workers are as slow as the
+        # slowest worker.
         bounded = max(free, mean.time / min(job.cluster.speeds))
         dealt = job.dealt(lambda counts: self._synchronous(counts)[0], 2 * mean.parameter_bytes)
         rows: list[tuple[str, dict[str, Any], Sequence[int], float, Bottleneck]] = [
@@ -87,7 +89,7 @@ class ParameterServer:
                 node = costs.nodes[index]
                 now += node.backward / speed + self._message_time(node.parameter_bytes)
                 # A large layer is sent in several messages. While the last messages still arrive, the server applies
-                # the first ones and sends the new weights back.
+                # the gradients of the first messages and sends the new weights back.
                 pushes += [(now, index)] * parts_of(node.parameter_bytes)
             arrived = self._arrival_times(costs, pushes)
             ends.append(now)
@@ -101,7 +103,7 @@ class ParameterServer:
         return step, "server" if applied > moved else self.job.network
 
     def _arrival_times(self, costs: GraphCosts, pushes: Sequence[tuple[float, int]]) -> list[float]:
-        """Return the time at which the new weights of each layer have arrived at the workers.
+        """Return, for each layer, the time in seconds at which the layer's new weights have arrived at the workers.
 
         Args:
             costs: Costs of the network.
@@ -111,7 +113,8 @@ class ParameterServer:
         arrived = [0.0] * len(costs.nodes)
         pushed = server = free = 0.0
         # Messages that wait to be sent, in order of time: (time, whether the message goes back to workers, layer).
-        # Workers send gradients through the port of the workers, servers send new weights through that of the servers.
+        # Workers send gradients through the port of the workers, and servers send new weights through the port of the
+        # servers.
         waiting = [(ready, False, index) for ready, index in pushes]
         heapq.heapify(waiting)
         while waiting:
@@ -135,11 +138,11 @@ class ParameterServer:
         return size * self.most * self.leaving / self.link.bandwidth
 
     def _server_time(self, size: int) -> float:
-        """Return the seconds in which a server applies the gradients of all workers to its part of a layer."""
+        """Return the seconds that a server takes to apply all workers' gradients to the server's part of a layer."""
         return (size / self.job.cluster.server_rate + self._message_time(size)) * self.workers / self.servers
 
     def _message_time(self, size: int) -> float:
-        """Return the CPU seconds in which the messages of a layer are sent or received."""
+        """Return the CPU time in seconds that sending or receiving the messages of a layer takes."""
         return parts_of(size) * self.job.cluster.server_message
 
     def _asynchronous(self, costs: GraphCosts) -> tuple[float, Bottleneck]:

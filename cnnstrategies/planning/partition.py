@@ -18,24 +18,25 @@ from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.problem import Problem
 
 ALL_LAYOUTS = 800  # If at most this number of layouts is possible, all layouts are considered.
-# Largest number of sets of cuts that the model compares to choose starting layouts. Each number of stages that is tried
-# gets an equal part of it.
+# Largest number of sets of cuts that are compared by the formula of `problem.py` to choose starting layouts. This
+# number is divided equally among the numbers of stages that are tried.
 MOST_STARTS = 6400
 STAGES = 16  # Largest number of stages that is tried if the user does not set the number.
-PROPOSALS = 24  # Number of layouts that are passed to the simulator because they are the best by the model.
-SEARCHES = 12  # Number of layouts at which local searches by the model begin.
+PROPOSALS = 24  # Number of layouts that are simulated because they are the best by the formula of `problem.py`.
+SEARCHES = 12  # Number of layouts at which local searches that use the formula of `problem.py` begin.
 MOST_MOVED_CUTS = 3  # Largest number of cuts that a local search moves at once.
-STEPS = 50  # Largest number of steps of a local search.
+STEPS = 50  # Largest number of moves that one local search makes.
 SMALL = 8  # With at most this number of devices, every layout that may be the best is simulated.
 SIMULATED_PER_STEP = 12  # On a larger cluster: largest number of layouts that one step of a local search simulates.
 MOST_SIMULATED = 60  # On a larger cluster: largest number of simulations in total.
-# On a larger cluster, a layout is only simulated if its time by the model is at most this multiple of the best
-# simulated time. The factor is larger than 1 because the model is less accurate than the simulator.
+# On a larger cluster, a layout is only simulated if its step time by the formula of `problem.py` is at most this
+# multiple of the best simulated step time. The factor is larger than 1 because the formula is less accurate than the
+# simulator.
 SLACK = 1.2
 # Distances by which a local search moves cuts, as differences of indices into the cut positions.
 MOVES = (-8, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 8)
 
-# Cost of a layout: first the bytes beyond the memory limit, then the seconds of a step.
+# Cost of a layout: first the bytes by which it exceeds the memory limit, then the seconds of a step.
 Cost = tuple[float, float]
 
 
@@ -44,8 +45,8 @@ def best_layout(problem: Problem, cost: Callable[[Layout], Cost], model: Callabl
 
     Args:
         problem: Network, cluster and constraints.
-        cost: Returns the simulated cost of a layout.
-        model: Returns the cost of a layout by the model.
+        cost: Function that returns the simulated cost of a layout.
+        model: Function that returns the cost of a layout by the model, that is, by the formula of `problem.py`.
 
     Returns:
         The best layout that the search visited; None if the network has too few cut positions.
@@ -89,7 +90,7 @@ class _Search:
         self.least: Cost = (math.inf, math.inf)
 
     def best_by_model(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
-        """Return the ``count`` layouts with the least cost by the model."""
+        """Return the ``count`` layouts with the least cost by the model, that is, by the formula of `problem.py`."""
         ranked = heapq.nsmallest(
             count, ((self.model(layout), layout.cuts, layout.replicas, layout) for layout in layouts)
         )
@@ -117,10 +118,14 @@ class _Search:
         return chosen
 
     def simulate_promising(self, layouts: Iterable[Layout]) -> None:
-        """Simulate the layouts that may be better than the best simulated layout, smallest lower bound first."""
+        """Simulate those layouts that may be better than the best layout simulated so far.
+
+        The layout with the smallest lower bound of the step time is simulated first.
+        """
         new = {layout for layout in layouts if layout not in self.costs}
         if self.is_large:
-            # On a large cluster a simulation takes long, so only the best layouts by the model are simulated.
+            # On a large cluster a simulation takes long, so only the layouts are simulated that are the best by the
+            # formula of `problem.py`.
             excess, time = self.least
             new = {
                 layout
@@ -134,7 +139,7 @@ class _Search:
             self.least = min(self.least, self.costs[layout])
 
     def by_model(self, layouts: set[Layout]) -> dict[Layout, Cost]:
-        """Return the cost of each layout by the model."""
+        """Return the cost of each layout by the model, that is, by the formula of `problem.py`."""
         return {layout: self.model(layout) for layout in layouts}
 
     def by_simulation(self, layouts: set[Layout]) -> dict[Layout, Cost]:
@@ -163,7 +168,10 @@ class _Search:
 
 
 def _counts(problem: Problem) -> Sequence[int]:
-    """Return the numbers of stages to try. The number of devices and of cut positions limits them."""
+    """Return the numbers of stages for which layouts are searched.
+
+    A layout cannot have more stages than devices, and needs a cut position between any two stages.
+    """
     job, most = problem.job, min(problem.cluster.devices, len(problem.costs.cut_positions) + 1)
     if job.replicas is not None:
         wanted: Sequence[int] = [len(job.replicas)]
@@ -192,7 +200,7 @@ def _layouts(problem: Problem) -> Iterator[Layout]:
 
 
 def _starts(problem: Problem) -> Iterator[Layout]:
-    """Yield layouts with all sets of cuts from :func:`_cuts`.
+    """Yield layouts at which a search can begin. Their cuts are all sets of cuts from :func:`_cuts`.
 
     If the job does not set the replicas, the number of replicas of a stage follows from the stage's time.
     """

@@ -11,7 +11,8 @@ from cnnstrategies.planning.problem import Problem
 from cnnstrategies.planning.simulate import Simulation, simulate
 from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
 
-# Running ahead costs the memory of one more microbatch. It must save at least this fraction of the step time.
+# A stage that runs ahead needs the memory of one more microbatch. Stages therefore only run ahead if this saves at
+# least the following fraction of the step time.
 WORTH_RUNNING_AHEAD = 0.01
 LONGEST = 5000  # Largest number of tasks in a simulation. The time of a step with more tasks is extrapolated.
 
@@ -30,7 +31,7 @@ class Predictor:
         self._known: dict[tuple[int, ...], list[StageCost]] = {}
 
     def fixed_layout(self) -> Layout | None:
-        """Return the layout with the cuts that the user gave; None if the user gave no cuts."""
+        """Return the layout with the cuts that the user gave. Return None if the user gave no cuts."""
         cuts = self.job.cuts
         if cuts is None:
             return None
@@ -59,7 +60,7 @@ class Predictor:
         return 0.0, self._time_of(layout, self._may_run_ahead(layout))
 
     def _excess(self, memory: float) -> float:
-        """Return the bytes by which ``memory`` exceeds the limit of a device."""
+        """Return the number of bytes by which ``memory`` exceeds a device's memory limit, or 0 if it does not."""
         return 0.0 if self.job.memory is None else max(0.0, memory - self.job.memory)
 
     def memory(self, layout: Layout) -> float:
@@ -85,7 +86,7 @@ class Predictor:
         return self.job.memory is None or max(self.stage_memory(layout, True)) <= self.job.memory
 
     def simulate(self, layout: Layout, run_ahead: bool, microbatches: int | None = None) -> Simulation:
-        """Simulate a step, however many tasks it has.
+        """Simulate a step with all its tasks, even if their number exceeds `LONGEST`.
 
         Args:
             layout: Cuts and replicas.
@@ -116,7 +117,7 @@ class Predictor:
         return self._known[cuts]
 
     def stages(self, layout: Layout) -> list[StageCost]:
-        """Return the costs of the layout's stages. The time of recomputing a forward is added to the backward."""
+        """Return the costs of the layout's stages. If forwards are recomputed, their time is added to the backwards."""
         stages = self._costs_of(layout.cuts)
         if self.job.activation_checkpointing == "never":
             return stages

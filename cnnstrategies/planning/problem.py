@@ -37,12 +37,12 @@ class Problem:
         self.costs = job.profile.at(job.samples / job.microbatches)
         self.recomputes = job.activation_checkpointing != "never"
         forwards = 2 if self.recomputes else 1
-        # Element i of each list is a sum over the nodes before node i.
+        # In each of these lists, element i is the sum over the nodes before node i.
         self._time = self._sums(lambda node: forwards * node.forward + node.backward)
         self._drain = self._sums(lambda node: node.backward)
         self._parameters = self._sums(lambda node: node.parameter_bytes)
         self._saved = self._sums(lambda node: node.saved_bytes)
-        # Keys are the arguments of `_stage`, values are its results.
+        # Cached results of `_stage`. Keys are the arguments of `_stage`.
         self._known: dict[tuple[int, int, int, int], tuple[float, float]] = {}
 
     def _sums(self, cost: Callable[[NodeCost], float]) -> list[float]:
@@ -54,7 +54,11 @@ class Problem:
         return self._time[end] - self._time[start]
 
     def stages(self, layout: Layout) -> Iterator[tuple[int, int, int]]:
-        """Yield three numbers for each stage: its first node, the node after its last node, and its replicas."""
+        """Yield three numbers for each stage.
+
+        They are the index of the stage's first node, the index after the stage's last node, and the stage's number of
+        replicas.
+        """
         bounds = (0, *layout.cuts, len(self.costs.nodes))
         return zip(bounds[:-1], bounds[1:], layout.replicas, strict=True)
 
@@ -193,9 +197,9 @@ class Problem:
     def filled(self, cuts: tuple[int, ...], unit: int = 1) -> Layout:
         """Return a layout with the cuts, and with replicas that balance the times of the stages.
 
-        Each stage begins with ``unit`` devices. The stage that is slowest at the moment gets the next ``unit`` devices,
-        until fewer are left. No stage gets more replicas than there are microbatches. The layout may have fewer devices
-        than the cluster.
+        Each stage begins with ``unit`` devices. Then the stage that is currently slowest gets ``unit`` more devices.
+        This is repeated until fewer than ``unit`` devices are left. No stage gets more replicas than there are
+        microbatches. The layout may have fewer devices than the cluster.
         """
         bounds = (0, *cuts, len(self.costs.nodes))
         times = [self.time(start, end) for start, end in itertools.pairwise(bounds)]

@@ -35,7 +35,7 @@ class _Row:
 
 
 def read_profile(file: Path, batch: int) -> Profile:
-    """Return the profile in a CSV file.
+    """Read a profile from a CSV file, and return it.
 
     A row must come after the rows of its inputs. Rows with the operation ``Input`` are the network's inputs. Times are
     assumed to be proportional to the number of samples, and every output is assumed to be kept until the backward. A
@@ -57,7 +57,7 @@ def read_profile(file: Path, batch: int) -> Profile:
             consumers[name].append(position)
     values = []
     for row in rows:
-        # The first stage has the input images, and sends them to other stages that use them.
+        # Node 0 is always in the first stage, which has the input images, so the images are not sent to node 0.
         users = tuple(position for position in consumers[row.name] if position > 0)
         if users:
             values.append(Value(index.get(row.name, 0), users, row.output, 0 if row.is_input else row.output))

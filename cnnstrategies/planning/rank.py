@@ -39,16 +39,19 @@ class Ranking:
 
     @property
     def best(self) -> Candidate:
-        """The first candidate that does not change the training result; if none fits, the first one that does."""
+        """The first candidate whose training result is that of DDP.
+
+        If no such candidate fits into memory, the first candidate whose training result differs.
+        """
         return (self.same or self.changing)[0]
 
     @property
     def hybrid(self) -> Hybrid | None:
-        """The best hybrid pipeline; None if the ranking contains no pipeline."""
+        """The best candidate that uses the hybrid pipeline. None if the ranking contains no such candidate."""
         return next((row for row in (*self.same, *self.changing) if isinstance(row, Hybrid)), None)
 
     def rate(self, row: Candidate) -> float:
-        """Return the samples per second that a candidate trains."""
+        """Return the number of samples that training with a candidate processes per second."""
         return self.job.samples / row.step
 
     def price(self, row: Candidate) -> float:
@@ -105,7 +108,11 @@ def _in_order(rows: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _reasons(same: Sequence[Candidate]) -> list[str]:
-    """Return a note that explains why the first candidate is not the fastest; an empty list if it is."""
+    """Explain why the first candidate is not the fastest candidate.
+
+    Returns:
+        A list with one note for the user. The list is empty if the first candidate is the fastest.
+    """
     quickest = min(same, key=lambda row: row.step, default=None)
     if quickest is None or quickest is same[0]:
         return []
@@ -132,7 +139,7 @@ def data_parallel(job: Job) -> Iterator[Candidate]:
         plain = _priced(job, family, Effect.NONE if family == "ddp" else Effect.LEARNING, equal, factor)
         yield plain
         if family == "ddp" and job.memory is not None and plain.memory > job.memory:
-            # With BatchNorm, `effect` is LEARNING, because smaller batches are normalised.
+            # If the network has BatchNorm, `effect` is LEARNING, because BatchNorm then normalises smaller batches.
             for count in ACCUMULATED:
                 if job.samples >= count * devices:
                     options = {"accumulate_grad_batches": count}

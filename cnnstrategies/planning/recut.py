@@ -61,7 +61,8 @@ def recut(job: Job, layout: Layout, samples: int, seconds: Sequence[float], loss
     best = predictor.search()
     assert best is not None, "the network has enough cut positions, since the current layout was possible"
     gain = predictor.time(layout) / predictor.time(best) - 1
-    if not GAIN < gain < inf:  # The gain is infinite or not a number if a layout does not fit into memory.
+    # If one of the two layouts does not fit into memory, the gain is infinite or not a number, and is not usable.
+    if not GAIN < gain < inf:
         return None
     return Recut([costs.nodes[cut - 1].name for cut in best.cuts], gain, planned)
 

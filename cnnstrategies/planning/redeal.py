@@ -58,7 +58,9 @@ def redeal(
     while True:
         dealt = _soonest(placement, times, bounds)
         if dealt is None or slowest(dealt.shares) >= least_time:
-            return None  # The gain is too small whatever the simulation says, and the simulation can take long.
+            # The gain is too small even if no rank ever waits. Returning here saves the simulation, which can take
+            # long.
+            return None
         then = timetable(dealt)
         full = [r for r in everyone if in_flight(then[r]) > max(most[r], in_flight(now[r]))]
         if not full:

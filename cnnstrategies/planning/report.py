@@ -140,7 +140,8 @@ def write_overlay(file: Path, ranking: Ranking) -> None:
                 "fit does not know the node names of this profile, so it measures its own profile to choose the cuts."
             )
         if "shares" in options:
-            options["placement"] = "stages"  # This placement numbers the ranks in the order of the shares.
+            # The shares are listed stage by stage, so the ranks must be numbered stage by stage as well.
+            options["placement"] = "stages"
         options |= {"schedule": job.schedule, "activation_checkpointing": job.activation_checkpointing}
     if row.family in CLASSES and options:
         strategy = f"cnnstrategies.strategies.{CLASSES[row.family]}"

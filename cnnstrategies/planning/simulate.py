@@ -10,7 +10,7 @@ from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.stage_costs import BUCKET_BYTES, StageCost, StageMessage, all_reduce, reduced_at
 
-# The fields of a `Span`: rank, kind, stage, microbatch, start and end.
+# A tuple with the fields of a `Span`: rank, kind, stage, microbatch, start and end.
 Record = tuple[int, str, int, int | None, float, float]
 
 
@@ -180,7 +180,7 @@ class _Run:
                 )
 
     def reduce(self, bucket_bytes: int) -> None:
-        """Add the reductions of gradients to the records."""
+        """Simulate the reductions of gradients over the replicas of each stage, and add them to the records."""
         last: dict[tuple[int, int], Record] = {}
         for record in self.records:
             if record[1] == "backward":
@@ -202,7 +202,7 @@ class _Run:
         return sum(self.cluster.link(rank, other).work for other in others if other != rank)
 
     def _route(self, source: int, target: int) -> tuple[int, int, Link]:
-        """Return the outgoing port, the incoming port and the connection between two ranks."""
+        """Return the sender's outgoing port, the receiver's incoming port, and the connection between the two ranks."""
         hosts = self.cluster.host_of
         ends = (source, target)
         if hosts[source] != hosts[target]:

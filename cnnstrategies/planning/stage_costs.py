@@ -9,9 +9,9 @@ from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, NodeCost
 
-Time = Callable[[float], float]  # Returns the seconds that an operation takes for a number of bytes.
-BUCKET_BYTES = 25 * 2**20  # Size of a gradient bucket, in the pipeline and in DistributedDataParallel.
-FIRST_BUCKET_BYTES = 2**20  # Size of the first gradient bucket of DistributedDataParallel.
+Time = Callable[[float], float]  # A function from a number of bytes to the seconds that an operation takes.
+BUCKET_BYTES = 25 * 2**20  # Size in bytes of a gradient bucket, in the pipeline and in DistributedDataParallel.
+FIRST_BUCKET_BYTES = 2**20  # Size in bytes of the first gradient bucket of DistributedDataParallel.
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def all_reduce(cluster: Cluster, first: int, count: int) -> Time:
 def buckets(
     gradients: Iterable[tuple[float, int]], size: int = BUCKET_BYTES, first: int | None = None
 ) -> list[BucketCost]:
-    """Return the buckets that are filled with gradients in the order in which the backward computes them.
+    """Divide gradients into buckets, in the order in which the backward computes the gradients.
 
     Args:
         gradients: For each gradient, the seconds from the start of the backward until it is ready, and its bytes; in
@@ -73,7 +73,7 @@ def reduced_at(parts: Sequence[BucketCost], backward: float, time: Time) -> floa
     Args:
         parts: Buckets in the order of the backward.
         backward: Seconds of the backward.
-        time: Returns the seconds in which a number of bytes is reduced.
+        time: Function that returns the seconds in which a number of bytes is reduced.
     """
     end = 0.0
     for part in parts:
@@ -115,20 +115,21 @@ class StageCost:
         """
         if not self.gradients:
             return []
-        # The seconds of recomputing the forward, which precedes the backward of the nodes.
+        # If the forward is recomputed, this takes place before the backward of the nodes and delays it by this time in
+        # seconds.
         late = self.backward - self.gradients[-1][0]
         scale = backward / self.backward if self.backward else 1.0
         return buckets((((late + ready) * scale, count) for ready, count in self.gradients), size, first)
 
     @property
     def time(self) -> float:
-        """Seconds of forward and backward."""
+        """Seconds of the stage's forward and backward for one microbatch."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True)
 class StageMessage:
-    """The sizes of what two stages send to each other for one microbatch.
+    """The sizes of the messages that two stages send to each other for one microbatch.
 
     Attributes:
         bytes: Size of the values that the earlier stage sends to the later stage.
@@ -140,7 +141,12 @@ class StageMessage:
 
 
 def stage_costs(costs: GraphCosts, cuts: Sequence[int]) -> list[StageCost]:
-    """Return the costs of each stage of a network that is divided at the cuts."""
+    """Return the costs of each stage of a divided network.
+
+    Args:
+        costs: Costs of the network's nodes.
+        cuts: Index of the first node of each stage except stage 0, ascending.
+    """
     received = [costs.input_bytes] + [0] * len(cuts)
     for (_, consumer), message in messages(costs, cuts).items():
         received[consumer] += message.bytes
@@ -162,7 +168,7 @@ def stage_costs(costs: GraphCosts, cuts: Sequence[int]) -> list[StageCost]:
 
 
 def _gradients(nodes: Sequence[NodeCost]) -> tuple[tuple[float, int], ...]:
-    """Return when the gradients of each node are ready and how many bytes they have, the last node first.
+    """Return, for each node, the time when its gradients are ready, and their number of bytes. The last node is first.
 
     The times are in seconds from the start of the last node's backward.
     """

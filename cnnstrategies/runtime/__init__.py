@@ -1,1 +1,1 @@
-"""The machine's part in every run: processes, seeds, memory, files and loggers."""
+"""Functions close to the operating system that all runs use: processes, seeds, memory, files and loggers."""

@@ -1,8 +1,9 @@
-"""Settings of a process's memory: the heap of the C library, and Python's garbage collector.
+"""Settings of memory management: heap of the C library, and Python's garbage collector.
 
-libzmq allocates memory for each received message. With glibc's defaults the memory of a slice is often mapped, zeroed
-by the kernel page by page, and returned to the kernel. This measurement is a push and a pull of 100 MB by 2 workers to
-2 servers, with slices of 2 MiB; the cases took turns in one run. Median (range) of a round in milliseconds:
+libzmq allocates memory for each received message. With glibc's defaults, the kernel often has to map and zero this
+memory page by page, and glibc returns it to the kernel afterwards. In the following measurement 2 workers push 100 MB
+to 2 servers and pull 100 MB, in slices of 2 MiB. The variants were run in turn. The numbers are the median (and range)
+of the time of such a round, in milliseconds:
 
 - Six runs with one I/O thread. Neither function: 205 (181 to 209) over TCP, 179 (156 to 188) over ipc. Only
   `keep_freed_memory` in the servers: 161 (151 to 182) and 126 (121 to 137). Also `reuse_freed_memory` in the workers:
@@ -11,9 +12,10 @@ by the kernel page by page, and returned to the kernel. This measurement is a pu
   164 (156 to 170) over TCP, 120 (105 to 130) over ipc. With it: 148 (133 to 154) and 113 (108 to 119). Over ipc the
   difference is within the noise.
 
-A pipeline's first stage frees the activations of several microbatches one after the other. While all blocks are small,
-glibc returns the top of its heap to the kernel each time. ResNet-20 on two stages, microbatches of 8 images of 32 x 32:
-4,780 page faults and 110 ms in a step of the first stage; 40 page faults and 102 ms with `reuse_freed_memory`.
+The first stage of a pipeline frees the activations of several microbatches one after the other. As long as all blocks
+are small, glibc returns the top of its heap to the kernel each time. With ResNet-20 on two stages and microbatches of 8
+images of 32 x 32 pixels, a step of the first stage had 4,780 page faults and took 110 ms. With `reuse_freed_memory` it
+had 40 page faults and took 102 ms.
 """
 
 import contextlib
@@ -22,18 +24,19 @@ import gc
 
 import torch
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h of glibc
-_LARGEST_STEP = 32 << 20  # the largest threshold that glibc accepts, in bytes
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # These constants are from glibc's malloc.h.
+_LARGEST_STEP = 32 << 20  # Largest value in bytes that glibc accepts for M_MMAP_THRESHOLD.
 
 
 def keep_freed_memory() -> None:
-    """Make a server keep the memory of freed messages for the next messages; nothing happens without glibc.
+    """Make a server process keep the memory of freed messages for later messages. Without glibc this has no effect.
 
-    Call this function before the process has other threads. It allows one arena, because glibc returns an empty arena
-    of a thread to the kernel as a whole. The server keeps as much memory as it has needed at once: the pushes of a
-    step.
+    Call this before the process starts other threads. The number of malloc arenas is set to one, because glibc returns
+    a thread's arena to the kernel when the arena is empty. The process keeps its peak memory, which a server needs for
+    the pushes of one step.
 
-    The garbage collector skips all objects that exist at the call: they belong to imported modules, which stay.
+    The function also excludes all existing objects from garbage collection (``gc.freeze``). They belong to imported
+    modules, which exist until the process ends.
     """
     gc.freeze()
     with contextlib.suppress(OSError, AttributeError):
@@ -44,10 +47,11 @@ def keep_freed_memory() -> None:
 
 
 def reuse_freed_memory() -> None:
-    """Make a user's process reuse the memory of slices and activations, without changing the process's settings.
+    """Make glibc reuse the memory of slices and activations in a user's process, without changing malloc's options.
 
-    After glibc has freed a large block it takes blocks of that size from the heap, and keeps up to twice as much free
-    memory there. Training reaches this state when it frees a large activation. This function reaches it at once, with a
-    block that is never touched.
+    When glibc has freed a large block, it adapts its thresholds: it then takes blocks up to this size from the heap,
+    and keeps up to twice as much free memory in the heap. Training has this effect as soon as it frees a large
+    activation. This function has the effect immediately. It allocates and frees a large block without writing to it, so
+    that the block does not use physical memory.
     """
     torch.empty(_LARGEST_STEP - (1 << 20), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Compilation of a module's parts, unless the strategy compiles the network."""
+"""Compilation of submodules with torch.compile."""
 
 from collections.abc import Iterable
 
@@ -10,9 +10,16 @@ from cnnstrategies.strategies.protocol import facts_of
 
 
 def compile_parts(trainer: Trainer, parts: Iterable[nn.Module], backend: str) -> None:
-    """Compile parts of a module in their places, unless the strategy compiles the network itself."""
-    # A forked rank replaces torch's thread pool when it first uses the pool. With a compiled network, backward starts
-    # several threads, and simultaneous first uses can end the process ("Invalid thread pool!"). This is a first use.
+    """Compile submodules in place, unless the strategy itself compiles the network.
+
+    Args:
+        trainer: The trainer with its strategy.
+        parts: The submodules to compile.
+        backend: Backend of ``torch.compile``.
+    """
+    # In a forked rank, torch creates a new thread pool when the pool is first used. The backward pass of a compiled
+    # network uses the pool from several threads at the same time, and if that is the first use, the process can abort
+    # ("Invalid thread pool!"). This call makes sure that the pool exists before.
     torch.set_num_threads(torch.get_num_threads())
     if not facts_of(trainer.strategy).compiles_network:
         for part in parts:

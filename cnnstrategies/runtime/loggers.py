@@ -1,4 +1,4 @@
-"""Loggers that continue the files of an earlier start of the run."""
+"""Logger that appends to the file of an earlier start of the same run."""
 
 import csv
 import os
@@ -15,11 +15,12 @@ KEPT = ".metrics.csv.kept"
 
 
 class KeptCSVLogger(loggers.CSVLogger):
-    """Lightning's CSVLogger, except that existing lines are kept. Runs with a name use it in place of Lightning's.
+    """Lightning's CSVLogger, changed to keep the lines of an existing file. Runs with a name use this class.
 
-    Its name differs from Lightning's because jsonargparse accepts only short names that belong to one class.
+    The class is not called ``CSVLogger``, because jsonargparse accepts a class name without a module only if it is
+    unique.
 
-    At every moment the lines are in ``metrics.csv`` or in a file beside it, also when the process is killed.
+    If the process is killed at any time, the existing lines are either in ``metrics.csv`` or in a file next to it.
     """
 
     @property
@@ -32,7 +33,7 @@ class KeptCSVLogger(loggers.CSVLogger):
             if file.exists():
                 os.replace(file, kept)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Lightning warns that it removes existing files.
+                warnings.simplefilter("ignore")  # Hide Lightning's warning that existing log files will be deleted.
                 writer = super().experiment
             if kept.exists():
                 names, lines = _read(kept)
@@ -43,9 +44,9 @@ class KeptCSVLogger(loggers.CSVLogger):
         return existing
 
     def drop_lines_from(self, step: int) -> None:
-        """Remove the lines of `step` and later steps, which a run that resumes there writes again.
+        """Remove the lines of ``step`` and of later steps. A run that is resumed at this step writes them again.
 
-        Call this method on one rank.
+        Call this on only one rank.
         """
         file = Path(self.log_dir) / "metrics.csv"
         if file.exists():
@@ -54,7 +55,7 @@ class KeptCSVLogger(loggers.CSVLogger):
 
 
 def _read(file: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the names of the columns and the complete lines; the last line of the file may be cut short."""
+    """Return the names of a CSV file's columns, and a mapping from these names to values for each complete line."""
     with open(file, newline="", encoding="utf-8") as text:
         reader = csv.DictReader(text)
         lines = [line for line in reader if None not in line.values() and line.get("step", "").isdigit()]

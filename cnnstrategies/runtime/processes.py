@@ -1,4 +1,4 @@
-"""The processes of one run, and how they end together."""
+"""Start and end of a run's processes, and detection of the rank that failed first."""
 
 import atexit
 import contextlib
@@ -19,22 +19,23 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-REFUSED = "CNNSTRATEGIES_REFUSED"  # Environment variable: path of a link that exists once a rank has failed.
-STARTER = "CNNSTRATEGIES_STARTER"  # Environment variable: id of the process that starts the ranks of this machine.
-PREFIX = "cnnstrategies_"  # first part of the link's name
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Environment variable: path of a symbolic link that the first failing rank of this machine creates.
+REFUSED = "CNNSTRATEGIES_REFUSED"
+STARTER = "CNNSTRATEGIES_STARTER"  # Environment variable: id of the process that started the ranks of this machine.
+PREFIX = "cnnstrategies_"  # Prefix of the symbolic link's name.
+PR_SET_PDEATHSIG = 1  # This constant and the next are from linux/prctl.h.
 PR_SET_NAME = 15
 
 
 def end_with_parent(parent: int | None) -> None:
-    """Make the kernel kill this process when its parent dies; nothing happens outside Linux.
+    """Make the kernel kill this process when its parent process ends. On systems other than Linux this has no effect.
 
-    Rank 0 ends the ranks that it has started, unless rank 0 itself is killed. A rank that still waits for rank 0 to
-    appear would then wait for the process group's time-out of 30 minutes.
+    Rank 0 normally ends the ranks that it has started, but it cannot if it is killed. Ranks that are waiting to connect
+    to rank 0 would then wait for the process group's time-out of 30 minutes.
 
     Args:
-        parent: The parent's process id; None if it is not known. A parent that ended while this process was importing
-            is noticed by its id.
+        parent: Process id of the parent, or None if it is not known. If the parent has ended before this call, this
+            process has a different parent now and is killed immediately.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -43,53 +44,62 @@ def end_with_parent(parent: int | None) -> None:
 
 
 def end_group_at_exit() -> None:
-    """Make torch's default process group end before the interpreter ends, if there is a group then.
+    """Register a function that destroys torch's default process group, if it exists, when the interpreter exits.
 
-    Otherwise the group's threads would run while the interpreter is finalized. Memory that they free at that time can
-    abort a process whose work is done, with ``terminate called without an active exception``; this happens in one run
-    in many on busy processors. Lightning ends only groups of NCCL, and torch ends none.
+    Without this, the threads of the group still run during the finalization of the interpreter. When they free memory
+    then, the process can abort with ``terminate called without an active exception`` although its work is done. This
+    happens rarely, and mostly on busy CPUs. Lightning destroys only NCCL groups, and torch destroys none.
     """
     atexit.register(_end_group)
 
 
 def leave_group_at_exit() -> None:
-    """Undo :func:`end_group_at_exit`: after a failure the group's end would wait for messages of a lost rank."""
+    """Undo :func:`end_group_at_exit`. After a failure, destroying the group would wait for a rank that was lost."""
     atexit.unregister(_end_group)
 
 
 def _end_group() -> None:
-    import torch.distributed as dist  # The command line imports this module before torch.
+    # The command line imports this module before it imports torch, which takes seconds.
+    import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def name_process(name: str) -> None:
-    """Set the name that ps and top show for this process: at most 15 characters. Nothing happens outside Linux."""
+    """Set the name under which ps and top show this process.
+
+    The name is cut to 15 bytes. On systems other than Linux nothing happens.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a child of this process is stopped, by SIGSTOP for instance."""
+    """Whether a child of this process is stopped, for example by SIGSTOP."""
     try:
         return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
-        return False  # It has ended.
+        return False  # The child has ended.
 
 
 def started_processes(launcher: Any) -> list[Any]:
-    """Return the processes that a launcher has started, as programs or by multiprocessing; an empty list if none."""
+    """Return the processes that a launcher has started, as programs or by multiprocessing.
+
+    The list is empty if the launcher has not started any.
+    """
     return getattr(launcher, "procs", None) or []
 
 
 def killed_rank(launcher: Any, seconds: float = 0.5) -> str | None:
-    """Return words for a rank that was killed, or that is a stopped program; None if there is no such rank.
+    """Return a text about a rank that was ended by a signal or is stopped. Return None if no such rank is found.
+
+    For forked and spawned ranks only SIGKILL counts, because torch itself sends SIGTERM to the other ranks when a rank
+    fails.
 
     Args:
-        launcher: Lightning's launcher, with the ranks that it has started. If one forked or spawned rank fails, torch
-            ends the other ranks by SIGTERM, and half a minute later by SIGKILL.
-        seconds: How long to wait: other ranks can lose their connection to a rank a moment before that rank has ended.
+        launcher: Lightning's launcher, which has started the ranks.
+        seconds: Longest time to wait. The connection to a rank can break shortly before the rank's process has ended.
     """
     ranks = started_processes(launcher)
     for rank, process in enumerate(ranks):
@@ -102,43 +112,44 @@ def killed_rank(launcher: Any, seconds: float = 0.5) -> str | None:
             if (code := process.poll()) is not None and code < 0:
                 return ended_by(rank, code)
             if code is None and is_stopped(process.pid):
-                return f"rank {rank} is stopped, as by SIGSTOP"
+                return f"rank {rank} is stopped, for example by SIGSTOP"
         if time.monotonic() > deadline or all(process.poll() is not None for process in processes):
             return None
         time.sleep(0.05)
 
 
 def ended_by(rank: int, code: int) -> str:
-    """Return words for the end of a rank by a signal, such as "rank 1 was ended by SIGTERM".
+    """Return a text about a rank that was ended by a signal, such as "rank 1 was ended by SIGTERM".
 
     Args:
         rank: The rank.
-        code: Its exit code: the signal's number, negated.
+        code: Exit code of the rank's process, which is the negative number of the signal.
     """
     name = signal.Signals(-code).name
-    return f"rank {rank} was ended by {name}{', as the system does when memory is short' * (code == -signal.SIGKILL)}"
+    hint = ", which the system sends when memory runs out" * (code == -signal.SIGKILL)
+    return f"rank {rank} was ended by {name}{hint}"
 
 
 def starter_variable(name: str) -> str | None:
-    """Return an environment variable set by the process that has started this rank as a program.
+    """Return the value of an environment variable that a rank has inherited from the process that started the rank.
 
-    None in a process that was not started as a rank.
+    The result is None in a process that was not started as a rank.
     """
     return os.environ.get(name) if "LOCAL_RANK" in os.environ else None
 
 
 @contextlib.contextmanager
 def one_refusal() -> Iterator[None]:
-    """Let the ranks that this process starts as programs agree on the first rank that fails.
+    """Set the environment variables with which the ranks of this machine agree on the rank that failed first.
 
-    The ranks inherit the path of a link, which the first rank that fails creates, and the number of this process, with
-    which they end.
+    The ranks inherit the path of a symbolic link, which the first failing rank creates (see :func:`first_to_fail`),
+    and the id of this process.
     """
     if starter_variable(REFUSED):
         yield
         return
     place = Path(tempfile.gettempdir())
-    for old in place.glob(f"{PREFIX}*_*"):  # Links that killed runs have left.
+    for old in place.glob(f"{PREFIX}*_*"):  # Delete links that killed runs have left.
         number = old.name.removeprefix(PREFIX).partition("_")[0]
         if old.is_symlink() and number.isdigit() and not Path(f"/proc/{number}").exists():
             with contextlib.suppress(OSError):
@@ -153,30 +164,40 @@ def one_refusal() -> Iterator[None]:
 
 
 def forget_failure() -> None:
-    """Remove the link that :func:`first_to_fail` has made, in the process that has started the ranks."""
+    """Remove the symbolic link that :func:`first_to_fail` has created.
+
+    In any other process than the one that starts the ranks, the function does nothing.
+    """
     if os.environ.get(STARTER) == str(os.getpid()):
         Path(os.environ[REFUSED]).unlink(missing_ok=True)
 
 
 def first_to_fail(code: int) -> bool:
-    """Whether this rank is the first on its machine that fails, so that it reports the cause."""
+    """Record that this rank fails, and return whether it is the first failing rank of this machine.
+
+    The first failing rank reports the cause of the failure.
+
+    Args:
+        code: Exit code with which the rank will end.
+    """
     if (path := os.environ.get(REFUSED)) is None:
         return True
     try:
-        os.symlink(f"{os.getpid()} {code}", path)  # A link appears together with its content, unlike a file.
+        os.symlink(f"{os.getpid()} {code}", path)  # Unlike a file, a symbolic link is created with its content at once.
     except FileExistsError:
         return os.readlink(path).split()[0] == str(os.getpid())
     return True
 
 
 def failed_elsewhere(launcher: Any, seconds: float = 10.0) -> int:
-    """Wait until the rank that failed first has reported its error and has ended by itself; return its exit code.
+    """Wait until the rank that failed first has reported its error and ended, and return the exit code of this rank.
 
-    Lightning kills the ranks as soon as one of them has ended, which can be before the first one has reported.
+    Without waiting, Lightning would kill all ranks as soon as any rank has ended, possibly before the rank that failed
+    first has reported its error.
 
     Args:
-        launcher: Lightning's launcher, with the ranks that it has started.
-        seconds: Longest wait.
+        launcher: Lightning's launcher, which has started the ranks.
+        seconds: Longest time to wait.
     """
     process, code = map(int, os.readlink(os.environ[REFUSED]).split())
     for started in started_processes(launcher):
@@ -191,18 +212,18 @@ def failed_elsewhere(launcher: Any, seconds: float = 10.0) -> int:
 
 
 def failed_before() -> bool:
-    """Whether another rank of this machine has failed first, so that this rank has only lost its connection."""
+    """Whether another rank of this machine failed before this rank. This rank then need not report its own error."""
     path = os.environ.get(REFUSED, "")
     return os.path.islink(path) and os.readlink(path).split()[0] != str(os.getpid())
 
 
 def cannot_be_sent(error: BaseException) -> bool:
-    """Whether an error was raised while an object was pickled for a spawned process."""
+    """Whether an error was raised while multiprocessing pickled an object for a spawned process."""
     return any(frame.f_code is reduction.dump.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 class _ThreadedSpawn(popen_spawn_posix.Popen):
-    """A spawned process that receives its pickled task from a thread."""
+    """Spawned process to which a thread sends the pickled task."""
 
     _fds: list[int]
 
@@ -233,10 +254,11 @@ def _send(pipe: int, data: memoryview) -> None:
 
 @contextlib.contextmanager
 def spawned_by_a_thread() -> Iterator[None]:
-    """Spawn processes without waiting for them, so that their parent sees at once if a process dies or stops.
+    """Make multiprocessing spawn processes without waiting for them, so that their parent notices if one ends early.
 
-    multiprocessing itself waits until the new process has read its task, which the process does after its imports. If
-    the process is killed or stopped before, multiprocessing waits forever, because it holds the pipe's other end.
+    Normally multiprocessing waits until the new process has read its pickled task, which happens after its imports. If
+    the process is killed or stopped before that, multiprocessing waits forever, because it holds the read end of the
+    pipe open.
     """
     kind: Any = context.SpawnProcess
     before = kind._Popen  # noqa: SLF001

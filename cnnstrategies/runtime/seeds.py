@@ -1,10 +1,10 @@
-"""Seeds that depend on several numbers."""
+"""Computation of a seed from several numbers."""
 
 import hashlib
 
 
 def mixed_seed(*numbers: int) -> int:
-    """Return a seed for a tuple of numbers; similar tuples such as (0, 1) and (1, 0) have unrelated seeds.
+    """Return a hash of several numbers as a seed. Similar numbers, such as (0, 1) and (1, 0), have unrelated seeds.
 
     Returns:
         An integer in [0, 2**63).

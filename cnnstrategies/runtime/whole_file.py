@@ -1,4 +1,4 @@
-"""Files that are either complete or absent."""
+"""Atomic writing of files: a file is either complete or does not exist."""
 
 import errno
 import os
@@ -17,18 +17,18 @@ DISK_ERRORS = {
 
 @contextmanager
 def whole_file(path: Path, remedy: str) -> Iterator[BinaryIO]:
-    """Write a file under a temporary name, flush it to the disk and rename it.
+    """Write a file atomically: write it under a temporary name, flush it to the disk, and rename it.
 
-    Whenever the process or the machine stops, the file at the path is either the previous file or the new file.
+    If the process or the machine stops at any time, the path has either the previous file or the complete new file.
 
     Args:
-        path: Path of the file; its directory is made if necessary.
-        remedy: The message's last part: what to do if the disk is full or cannot be written to.
+        path: Path of the file. Its directory is created if it does not exist.
+        remedy: End of the error message: what to do if the disk is full or cannot be written to.
 
     Raises:
         ConfigurationError: The disk is full, or cannot be written to.
     """
-    # The temporary name is always the same, so that the next write overwrites the rest of a killed one.
+    # The temporary name is fixed, so that the next call overwrites the temporary file of a killed process.
     partial = path.with_name(f".{path.name}.partial")
     with writing(path, remedy):
         try:
@@ -50,11 +50,14 @@ def whole_file(path: Path, remedy: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def writing(path: Path, remedy: str) -> Iterator[None]:
-    """Turn errors of the disk into a :class:`ConfigurationError` of one line; see :func:`whole_file`."""
+    """Convert disk errors, such as a full disk, to a :class:`ConfigurationError` with a one-line error message.
+
+    The arguments are those of :func:`whole_file`.
+    """
     try:
         yield
     except BaseException as error:
-        for link in causes(error):  # torch wraps the system's errors in errors of its own.
+        for link in causes(error):  # torch raises errors of its own, whose cause is the operating system's error.
             if isinstance(link, OSError) and link.errno in DISK_ERRORS:
                 raise ConfigurationError(f"cannot write {path}: {os.strerror(link.errno)}; {remedy}") from error
         raise

@@ -1,4 +1,4 @@
-"""A test of a user's own module: does a strategy train the same model as one device?"""
+"""Tests whether a strategy trains a user's module to the same result as one device."""
 
 from cnnstrategies.verifying.runs import verify
 from cnnstrategies.verifying.verdict import Verdict

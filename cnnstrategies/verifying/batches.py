@@ -1,4 +1,4 @@
-"""The batches that the ranks load: saved in files, and given to one device as global batches."""
+"""Saving the batches that the ranks load, and joining them to the global batches for a run on one device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,15 +14,15 @@ from cnnstrategies.strategies.hybrid_pipeline.batches import NoBatch
 
 
 class BatchKeeper(Precision):
-    """Saves each batch as it comes from the loader, before the module's hooks and the strategy get it.
+    """Precision plugin that saves each batch as the loader returns it.
 
-    It is a precision plugin because Lightning gives a batch to this plugin first, on every rank and under every
-    strategy.
+    Lightning passes each batch to the precision plugin before the module's hooks and the strategy can change it, on
+    every rank and under every strategy.
     """
 
-    folder: Path | None = None  # folder of the files; None if batches are not saved
-    count = 0  # number of saved batches
-    generator = torch.empty(0, dtype=torch.uint8)  # state of torch's random generator at the last batch
+    folder: Path | None = None  # Folder of the files; None if batches are not saved.
+    count = 0  # Number of saved batches.
+    generator = torch.empty(0, dtype=torch.uint8)  # State of torch's random generator when the last batch arrived.
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -34,16 +34,16 @@ class BatchKeeper(Precision):
 
 
 class DoubleBatchKeeper(BatchKeeper, DoublePrecision):
-    """Saves each batch like :class:`BatchKeeper`, and trains in float64."""
+    """Precision plugin for float64 that saves each batch like :class:`BatchKeeper`."""
 
 
 class GlobalBatches:
-    """The global batches of a run: the ranks' batches joined in rank order.
+    """Loader of a run's global batches, each of which is joined from the batches of all ranks in rank order.
 
     Args:
         folders: Folder of each rank's batches, in rank order.
-        ends: Number of batches that a rank had loaded at the end of each epoch except the last.
-        length: Number of batches of an epoch, on which schedules may depend; None if not known.
+        ends: For each epoch except the last: number of batches that a rank has loaded since the start of the run.
+        length: Number of batches in an epoch, on which schedules may depend; None if the number is not known.
     """
 
     def __init__(self, folders: Sequence[Path], ends: Sequence[int], length: int | None) -> None:
@@ -61,7 +61,8 @@ class GlobalBatches:
 
     def __len__(self) -> int:
         if self._length is None:
-            raise TypeError("the ranks' loaders have no length")  # Lightning recognises such a loader by this error.
+            # Lightning expects a TypeError from a loader of unknown length.
+            raise TypeError("the ranks' loaders have no length")
         return self._length
 
 
@@ -69,11 +70,12 @@ def joined(parts: Sequence[Any]) -> Any:
     """Join the batches of several ranks into one batch.
 
     Args:
-        parts: Batches of the same structure: tensors with samples as their first dimension, lists with an item for each
-            sample (names, or the boxes of each image), and mappings and tuples of these.
+        parts: Batches of the ranks, with equal structures. A batch consists of tensors with samples as their first
+            dimension, lists with an item for each sample (such as file names, or the boxes of each image), and mappings
+            and tuples of such tensors and lists.
 
     Raises:
-        ConfigurationError: A batch contains a value of another kind.
+        ConfigurationError: A batch contains a value of an unsupported type.
     """
     return parts[0] if len(parts) == 1 else _joined(parts, [_count(part) for part in parts])
 
@@ -93,13 +95,17 @@ def _joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
     if isinstance(first, (str, int, float, type(None))) and all(part == first for part in parts):
         return first
     raise ConfigurationError(
-        f"a batch has a {type(first).__name__}, which verify cannot join with those of other ranks: use batches of "
-        "tensors, lists, tuples and mappings"
+        f"a batch contains a {type(first).__name__}, which verify cannot join over the ranks: use batches of tensors, "
+        "lists, tuples and mappings"
     )
 
 
 def _count(batch: Any) -> int:
-    """Return the number of samples of a batch: items of a list of mappings, or else rows of the first tensor."""
+    """Return the number of samples of a batch.
+
+    If the batch contains a list of mappings, such as the boxes of each image, this is the length of the list, and
+    otherwise the size of the first dimension of the first tensor.
+    """
     for listed in _lists(batch):
         if listed and all(isinstance(item, Mapping) for item in listed):
             return len(listed)
@@ -107,7 +113,12 @@ def _count(batch: Any) -> int:
 
 
 def _have_items(lists: Sequence[Any], counts: Sequence[int]) -> bool:
-    """Whether lists have an item for each sample, and not tensors with a row for each sample."""
+    """Whether lists contain one item for each sample, rather than tensors with all samples.
+
+    Args:
+        lists: Corresponding lists of the ranks' batches.
+        counts: Number of samples of each rank's batch.
+    """
     if all(isinstance(item, (str, int, float)) for item in lists[0]):
         return True
     pairs = list(zip(lists, counts, strict=True))
@@ -125,7 +136,13 @@ def _lists(batch: Any) -> Iterator[Any]:
 
 
 def samples(folder: Path) -> tuple[int, set[bytes]]:
-    """Return the number of samples that a rank has loaded, and the distinct samples, as their first tensor's bytes."""
+    """Return the number of samples that a rank has loaded, and the set of distinct samples.
+
+    A sample is represented by the bytes of its row in the batch's first tensor.
+
+    Args:
+        folder: Folder of the rank's batches.
+    """
     count, seen = 0, set()
     for file in folder.glob("*.pt"):
         for sample in next(_tensors(torch.load(file, weights_only=False)), torch.empty(0)):

@@ -1,4 +1,4 @@
-"""Records of a run for the comparison: its batches, its state at the end or after each step, and its logged values."""
+"""Recording of a run for the comparison: batches, checkpoints at the end or after each step, and logged values."""
 
 import json
 import math
@@ -20,21 +20,23 @@ from cnnstrategies.callbacks.start_panel import differences
 from cnnstrategies.models.samples import samples_of
 from cnnstrategies.verifying.batches import BatchKeeper, GlobalBatches
 
-DROPPING = ("drop", "stochasticdepth")  # parts of the class names of layers that drop values at random
-DROPS = ("p", "drop_prob", "dropout")  # names of such layers' attributes with the probability
-RATES = ("drop_rate", "dropout_rate", "dropout_p")  # names of these attributes in networks that call functions instead
+DROPPING = ("drop", "stochasticdepth")  # Parts of the class names of dropout layers, in lower case.
+DROPS = ("p", "drop_prob", "dropout")  # Attributes of dropout layers that may hold the dropout probability.
+# Attributes that may hold the dropout probability in modules that call a function instead of a dropout layer.
+RATES = ("drop_rate", "dropout_rate", "dropout_p")
 END, NOTES = "end.ckpt", "notes.json"
 
 
 @dataclass(frozen=True)
 class RunRole:
-    """The role of a run in the comparison.
+    """One of the two runs that are compared: under the strategy, or on one device.
 
     Attributes:
         folder: Folder of the run's files.
-        of: Folder of the run whose batches this run trains on; None if this run loads its own batches.
-        single: Whether the run trains in float32, for a module that cannot be trained in float64.
-        every_step: Whether the run also saves its state after each step.
+        of: For the run on one device: folder of the run under the strategy, whose batches it trains on. None for the
+            run under the strategy.
+        single: Whether the run trains in float32 (single precision) instead of float64.
+        every_step: Whether the run also saves a checkpoint after each step.
     """
 
     folder: Path
@@ -44,26 +46,29 @@ class RunRole:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """The recorder's notes; empty if the run has not reached its end."""
+        """Values that the recorder has saved. The keys are the values' names.
+
+        The mapping is empty if the run has not reached its end.
+        """
         file = self.folder / NOTES
         return dict(json.loads(file.read_text())) if file.exists() else {}
 
     def batches(self) -> GlobalBatches:
         """Return the global batches of the run under the strategy."""
-        assert self.of is not None, "this run has loaded its own batches"
+        assert self.of is not None, "the run under the strategy loads its own batches"
         folders = sorted((file.parent for file in self.of.glob("*/0.pt")), key=lambda folder: int(folder.name))
         notes = RunRole(self.of).notes
         return GlobalBatches(folders, notes["ends"], notes["batches"])
 
 
 class Recorder(Checkpoint):
-    """Records what a run has done.
+    """Callback that saves the batches, the checkpoints and the logged values of a run.
 
-    It is a ``Checkpoint`` because Lightning calls such callbacks after all others.
+    The class derives from ``Checkpoint``, because Lightning calls checkpoint callbacks after all other callbacks.
 
     Args:
-        role: The run's role.
-        turned_off: Lines of :func:`settle`.
+        role: The run to record.
+        turned_off: Result of :func:`settle`.
     """
 
     def __init__(self, role: RunRole, turned_off: Sequence[str]) -> None:
@@ -101,7 +106,7 @@ class Recorder(Checkpoint):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the state and the notes; Lightning has called all other hooks of the last step before."""
+        """Save a checkpoint and the notes. When Lightning calls this, all other hooks of the last step have run."""
         trainer.save_checkpoint(self._role.folder / END)
         if not trainer.is_global_zero:
             return
@@ -115,23 +120,23 @@ class Recorder(Checkpoint):
         (self._role.folder / NOTES).write_text(json.dumps(self._notes))
 
     def _changed(self, module: LightningModule) -> int:
-        """Return the number of parameters that have changed since the start."""
+        """Return the number of parameter tensors that have changed since the start of training."""
         return sum(not torch.equal(self._begun[name], value) for name, value in module.named_parameters())
 
 
 def _keeper(trainer: Trainer) -> BatchKeeper:
     plugin = trainer.precision_plugin
-    assert isinstance(plugin, BatchKeeper), "verify gives each trainer this plugin"
+    assert isinstance(plugin, BatchKeeper), "verify passes this plugin to each trainer"
     return plugin
 
 
 def settle(module: nn.Module) -> list[str]:
-    """Turn off what several processes do differently from one device by design.
+    """Turn off layers whose results differ by design between several processes and one device.
 
-    Layers that drop values at random drop nothing, and batch normalisation uses its running statistics.
+    Dropout is turned off, and batch normalisation uses its running statistics.
 
     Returns:
-        A line for each kind of layer that was changed.
+        A line of text for each kind of layer that was changed.
     """
     drops = norms = 0
     for layer in module.modules():
@@ -150,12 +155,12 @@ def settle(module: nn.Module) -> list[str]:
         lines.append(f"dropout is off (layers: {drops}), because each process would draw its own random numbers")
     if norms:
         lines.append(
-            f"batch normalisation uses its running statistics (layers: {norms}), because each process would use those "
-            "of its own batch"
+            f"batch normalisation uses its running statistics (layers: {norms}), because each process would use the "
+            "statistics of its own batch"
         )
     return lines
 
 
 def _keep_mode(layer: nn.Module, mode: bool = True) -> nn.Module:
-    """Ignore a change of the mode, in place of ``nn.Module.train``."""
+    """Replace ``nn.Module.train`` of a layer by a method that does not change the layer's mode."""
     return layer

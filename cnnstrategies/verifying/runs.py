@@ -1,4 +1,4 @@
-"""``verify``: training on the same batches on one device and under a strategy, and the comparison of the two runs."""
+"""``verify``: train a module under a strategy and on one device with the same batches, and compare the two runs."""
 
 import itertools
 import multiprocessing
@@ -23,26 +23,26 @@ from cnnstrategies.verifying.batches import BatchKeeper, DoubleBatchKeeper, samp
 from cnnstrategies.verifying.recorder import END, Recorder, RunRole, settle
 from cnnstrategies.verifying.verdict import ComparedRow, Verdict, compared, differences, row_of
 
-# A refusal, as the last line of a traceback or within the output of a rank.
+# Pattern for the error message of a ConfigurationError or NotHereError in a run's output, up to an empty line.
 REFUSAL = re.compile(r"^cnnstrategies\.[\w.]+\.(?:ConfigurationError|NotHereError): (.*?)(?=\n\n|\Z)", re.M | re.S)
 EXCEPTION = re.compile(r"^[\w.]+(?:Error|Exception)\w*: .*", re.MULTILINE)
-LAST_LINES = 30  # lines of a failed run's output in the error message
-# Only the training: no validation, and no output that stays.
+LAST_LINES = 30  # Number of lines of a failed run's output that the error message contains.
+# Arguments of `Trainer` that turn off validation, the progress bar and the model summary.
 QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
     "limit_val_batches": 0,
     "num_sanity_val_steps": 0,
 }
-MANY_EPOCHS = 1000  # Lightning's default
+MANY_EPOCHS = 1000  # Lightning's default for `max_epochs`.
 FORKS = (
-    "verify needs a strategy whose processes can be forked, which this strategy does not offer; use ddp, "
-    "hybrid_pipeline or parameter_server"
+    "verify needs a strategy that can fork its processes, and this strategy cannot; use ddp, hybrid_pipeline or "
+    "parameter_server"
 )
 
 
 class TrainingError(RuntimeError):
-    """One of the two runs has failed; the message is the end of the run's output."""
+    """Error of a failed run. The error message contains the last lines of the run's output."""
 
 
 def verify(
@@ -56,29 +56,29 @@ def verify(
     plugins: Sequence[Any] = (),
     **trainer: Any,
 ) -> Verdict:
-    """Train a module for some steps under a strategy and on one device, on the same batches, and compare the results.
+    """Train a module for some steps under a strategy and on one device, with the same batches, and compare the results.
 
-    Both runs start from the module as it is, in forked processes and with the module's own hooks, optimizers and
-    schedules. They train in float64, or in float32 if the module cannot be trained in float64. Dropout is off, and
-    batch normalisation uses its running statistics. The run on one device trains on the global batches, which are
-    joined from the batches that the ranks have loaded. Call this function before the process has trained a network or
-    used a GPU.
+    Both runs start from the module's current weights, in forked processes, and use the module's own hooks, optimizers
+    and schedules. They train in float64, or in float32 if the module cannot be trained in float64. Dropout is turned
+    off, and batch normalisation uses its running statistics. The run on one device trains on the global batches, which
+    are joined from the batches that the ranks have loaded. Call this function before the process has trained a network
+    or used a GPU, because it forks.
 
     Args:
-        module: The module as for ``Trainer.fit``; it is not changed.
+        module: The module, as you would pass it to ``Trainer.fit``. It is not changed.
         data: The data module, or the training loader.
-        strategy: The registered name of a strategy, or a strategy whose processes are forked.
+        strategy: The registered name of a strategy, or a strategy object that forks its processes.
         devices: Number of the strategy's processes.
         steps: Number of optimizer steps.
-        callbacks: The user's callbacks; callbacks that save checkpoints are left out.
-        plugins: Plugins of the trainer, without a precision plugin.
-        **trainer: Further arguments of ``Trainer`` for both runs, such as ``gradient_clip_val``.
+        callbacks: The user's callbacks. Callbacks that save checkpoints are left out.
+        plugins: Plugins of the trainer. A precision plugin is not allowed.
+        **trainer: Other arguments of ``Trainer`` for both runs, such as ``gradient_clip_val``.
 
     Returns:
-        What is equal and what differs.
+        The result of the comparison: a row for each kind of value, with the differences.
 
     Raises:
-        ConfigurationError: The strategy refuses the module, with the strategy's message.
+        ConfigurationError: The strategy refuses the module. The error message is that of the strategy.
         TrainingError: The training fails under the strategy or on one device.
     """
     if isinstance(strategy, str):
@@ -100,7 +100,7 @@ def verify(
             "logger": DummyLogger(),
             **QUIET,
             **trainer,
-            # Schedules may depend on the user's number of epochs; it must be large enough for the steps.
+            # Schedules may depend on the user's `max_epochs`. It is raised if it would end the run before `steps`.
             "max_epochs": max(trainer.get("max_epochs") or MANY_EPOCHS, steps),
         }
         if alone:
@@ -120,12 +120,12 @@ def verify(
 
 
 def forked(name: str) -> str:
-    """Return the registered name of a strategy's variant whose processes are forked.
+    """Return the registered name of a strategy's variant that forks its processes.
 
-    Processes that are started as programs would run the user's script again.
+    Other variants start each process as a new program, which would run the user's script again.
 
     Raises:
-        ConfigurationError: The strategy has no such variant.
+        ConfigurationError: No variant of the strategy forks its processes.
     """
     for variant in (name, f"{name}_fork", name.replace("ddp", "ddp_fork", 1), name.replace("auto", "ddp_fork")):
         if variant in StrategyRegistry and "_fork" in variant:
@@ -134,7 +134,11 @@ def forked(name: str) -> str:
 
 
 def verdict_of(train: Callable[[RunRole], None]) -> Verdict:
-    """Make the runs that a verdict needs, and compare them."""
+    """Run the training under the strategy and on one device, compare the runs, and return the verdict.
+
+    Args:
+        train: Function that trains the module in one of the two roles.
+    """
     notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="cnnstrategies_verify_") as folder:
         try:
@@ -142,7 +146,7 @@ def verdict_of(train: Callable[[RunRole], None]) -> Verdict:
         except TrainingError as error:
             reference, tested = _runs(train, Path(folder, "float32"), single=True)
             reason = (EXCEPTION.findall(str(error)) or str(error).splitlines())[-1]
-            notes.append(f"compared in float32, which is less exact, because float64 failed: {reason}")
+            notes.append(f"compared in float32, which is less precise, because the run in float64 failed: {reason}")
         reference_notes, tested_notes = reference.notes, tested.notes
         rows = _rows(reference, tested, END, reference_notes["parameters"])
         notes += reference_notes["turned off"]
@@ -178,14 +182,14 @@ def _runs(
 
 
 def _run(train: Callable[[RunRole], None], role: RunRole) -> None:
-    """Train in the process of a run, with the output in a file."""
+    """Train in the forked process of a run, and redirect its output to the file ``printed``."""
     file = os.open(role.folder / "printed", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(file, stream)
     try:
         train(role)
     except Exception:
-        os.write(2, traceback.format_exc().encode())  # In a notebook, `sys.stderr` is not this stream.
+        os.write(2, traceback.format_exc().encode())  # In a notebook, `sys.stderr` is not file descriptor 2.
         os._exit(1)
 
 
@@ -195,7 +199,13 @@ def _rows(reference: RunRole, tested: RunRole, file: str, parameters: Sequence[s
 
 
 def _steps(reference: dict[str, Any], tested: dict[str, Any], run: RunRole) -> ComparedRow:
-    """Return the row on steps and samples, from both runs' notes and from the batches of the strategy's ``run``."""
+    """Return the verdict's row with the number of steps and the number of samples.
+
+    Args:
+        reference: Notes of the run on one device.
+        tested: Notes of the run under the strategy.
+        run: The run under the strategy, whose batches are counted.
+    """
     loaded = [samples(file.parent) for file in run.folder.glob("*/0.pt")]
     count, different = sum(count for count, _ in loaded), len(set().union(*(seen for _, seen in loaded)))
     text = f"{tested['steps']} on {count} samples, {different} of them different, loaded by {len(loaded)} of "
@@ -206,8 +216,12 @@ def _steps(reference: dict[str, Any], tested: dict[str, Any], run: RunRole) -> C
 
 
 def _logged(reference: dict[str, Any], tested: dict[str, Any]) -> ComparedRow:
-    """Return the row on logged values; values of rank 0's batches alone, as under DDP, are named and not compared."""
-    dtype = torch.float32  # the precision of Lightning's table and of torchmetrics
+    """Return the verdict's row for the logged values.
+
+    Values that are logged without a reduction over the ranks cover only the batches of rank 0. The row lists the names
+    of such values, and does not compare them.
+    """
+    dtype = torch.float32  # The dtype of Lightning's logged values and of torchmetrics.
     unreduced = {name for name in tested["unreduced"] if name in reference["logged"] and tested["devices"] > 1}
     reduced = [
         {name: value for name, value in notes["logged"].items() if name not in unreduced}
@@ -216,7 +230,8 @@ def _logged(reference: dict[str, Any], tested: dict[str, Any]) -> ComparedRow:
     row = row_of("logged", list(differences(reduced[0], reduced[1], dtype)))
     all_values = differences(reference["logged"], tested["logged"], dtype)
     named = sorted({difference.name for difference in all_values if not difference.is_equal} & unreduced)
-    text = f"; only of rank 0's batches: {', '.join(named)} (sync_dist=True logs the mean)" if named else ""
+    text = f"; not compared, because they cover only rank 0's batches: {', '.join(named)} (set sync_dist=True)"
+    text = text if named else ""
     return ComparedRow(row.name, row.text + text, row.equal)
 
 
@@ -227,11 +242,16 @@ def _explanation(
     reference_notes: dict[str, Any],
     tested_notes: dict[str, Any],
 ) -> list[str]:
-    """Return lines on the step after which the runs first differ, and on possible causes; makes both runs again."""
+    """Make both runs again with a checkpoint after each step, to find the first step after which they differ.
+
+    Returns:
+        Lines for the user: the first difference, and possible causes.
+    """
     causes = [f"unlike one device: {line}" for line in tested_notes["unlike one device"]]
     if reference_notes["draws"]:
         causes.append(
-            "the step or a hook of its batch draws random numbers (as mixup does), and each process draws its own"
+            "the training step or a batch hook draws random numbers (as for mixup), and each process draws different "
+            "numbers"
         )
     reference, tested = _runs(train, folder, single=single, every_step=True)
     parameters = reference_notes["parameters"]
@@ -244,7 +264,8 @@ def _explanation(
                 return [f"first difference after step {step}: {row.name}: {row.text}", *causes]
     if all(row.equal for row in _rows(reference, tested, END, parameters)):
         return [
-            "with a checkpoint after each step the runs are equal: without it, weights are used before they arrive",
+            "with a checkpoint after each step the runs are equal: without checkpoints, weights are used before they "
+            "have arrived",
             *causes,
         ]
     return ["first difference after the last step", *causes]

@@ -1,4 +1,4 @@
-"""The comparison of two runs: what is equal, and what differs by how much."""
+"""Comparison of the results of two runs."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,19 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Differences that are taken for rounding, by the precision of the runs.
-RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative to a tensor's largest value
-ABSOLUTE = {torch.float64: 1e-11, torch.float32: 1e-6}
+# Tolerances; the keys are the dtypes of the runs. A difference up to the sum of both tolerances counts as a rounding
+# error.
+RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-4}  # Relative to the largest absolute value of the tensor.
+ABSOLUTE = {torch.float64: 1e-11, torch.float32: 1e-6}  # Absolute difference between two elements.
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of a tensor or number between the two runs.
+    """Difference between the two runs in one tensor or number.
 
     Attributes:
         name: Path of the tensor or number in the checkpoint.
-        size: Largest absolute difference of the values; infinite if only one run has it, or if the shapes differ.
-        allowed: Largest difference that is taken for rounding.
+        size: Largest absolute difference between elements. It is infinite if only one of the runs has this tensor, or
+            if the shapes differ.
+        allowed: Largest difference that counts as a rounding error.
     """
 
     name: str
@@ -30,13 +32,13 @@ class Difference:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the values are equal up to rounding."""
+        """Whether the values are equal up to rounding errors."""
         return self.size <= self.allowed
 
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A line of a verdict: a name, a text, and whether the two runs agree."""
+    """Row of a verdict for one kind of value: name of the kind, a text for the user, and whether the runs agree."""
 
     name: str
     text: str
@@ -45,11 +47,11 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer to the question whether a strategy trains the same model as one device.
+    """Result of ``verify``: whether a strategy trains the same model as one device.
 
     Attributes:
         rows: A row for each kind of value that was compared.
-        notes: What was turned off for the comparison, and what may explain a difference.
+        notes: Lines on layers that were turned off for the comparison, and on possible causes of a difference.
     """
 
     rows: tuple[ComparedRow, ...]
@@ -57,7 +59,7 @@ class Verdict:
 
     @property
     def equal(self) -> bool:
-        """Whether all rows are equal."""
+        """Whether the two runs agree in all rows."""
         return all(row.equal for row in self.rows)
 
     def __str__(self) -> str:
@@ -74,7 +76,7 @@ def compared(reference: Path, tested: Path, parameters: Sequence[str], dtype: to
         reference: Checkpoint of the run on one device.
         tested: Checkpoint of the run under the strategy.
         parameters: Names of the parameters; all other tensors of the module are buffers.
-        dtype: Precision of the runs.
+        dtype: Dtype in which the runs have trained.
 
     Returns:
         A row for each kind of value that the checkpoints contain.
@@ -91,18 +93,26 @@ def compared(reference: Path, tested: Path, parameters: Sequence[str], dtype: to
 
 
 def row_of(kind: str, values: Sequence[Difference]) -> ComparedRow:
-    """Return the row on all values of a kind, with the largest rounding or else the difference furthest beyond it."""
+    """Return the row for all values of a kind, such as the weights.
+
+    If all values are equal, the row's text has the largest difference. Otherwise it has the difference that exceeds the
+    allowed difference by the largest factor.
+    """
     unequal = [difference for difference in values if not difference.is_equal]
     if not unequal:
         largest = max([difference.size for difference in values] + [0.0])
         return ComparedRow(kind, f"equal: {len(values)} compared, largest difference {largest:.1e}")
     worst = max(unequal, key=lambda difference: difference.size / difference.allowed)
-    by = "is in only one of the runs, or has another shape" if math.isinf(worst.size) else f"by {worst.size:.1e}"
-    return ComparedRow(kind, f"{len(unequal)} of {len(values)} differ, most of all {worst.name} {by}", equal=False)
+    how = "only in one run, or of different shapes" if math.isinf(worst.size) else f"by {worst.size:.1e}"
+    text = f"{len(unequal)} of {len(values)} differ, most strongly {worst.name} ({how})"
+    return ComparedRow(kind, text, equal=False)
 
 
 def differences(reference: Any, tested: Any, dtype: torch.dtype, name: str = "") -> Iterator[Difference]:
-    """Yield the difference of each tensor and number in two trees of mappings and lists; other values are skipped."""
+    """Yield the difference of each tensor and number in two nested structures of mappings, lists and tuples.
+
+    Values of other types, such as strings, are skipped.
+    """
     if isinstance(reference, Mapping) and isinstance(tested, Mapping):
         for key in {**reference, **tested}:
             yield from differences(reference.get(key), tested.get(key), dtype, f"{name}.{key}" if name else str(key))

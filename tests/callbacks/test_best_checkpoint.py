@@ -18,7 +18,7 @@ from cnnstrategies.models.metric_names import worth_showing
 
 
 class Lit(LightningModule):
-    """Someone's own module, which logs a made-up value after each epoch."""
+    """A user's module that logs made-up values after each epoch."""
 
     def __init__(self, logs: dict[str, list[float]], train_loss: bool = True):
         super().__init__()
@@ -56,7 +56,7 @@ def saved(name="best"):
     return torch.load(f"saved/{name}.ckpt", weights_only=True)
 
 
-def test_the_best_is_by_accuracy_else_loss_else_the_last(recwarn):
+def test_the_best_checkpoint_is_by_accuracy_or_loss_or_the_last(recwarn):
     for logs, epoch in (
         ({"val_acc": [0.1, 0.9, 0.5], "val_loss": [3.0, 2.0, 1.0]}, 1),
         ({"val_loss": [2.0, 1.0, 3.0]}, 1),
@@ -74,7 +74,7 @@ def test_the_best_of_a_run_is_known_when_it_is_resumed():
     (resumed := BestCheckpoint("saved")).load_state_dict(saved("each")["callbacks"][resumed.state_key])
     assert (resumed.monitor, resumed.mode) == ("val_loss", "min"), "before the first validation"
     fit({"val_loss": [1.0, 2.0, 1.5]}, BestCheckpoint("saved"), ckpt_path="saved/each.ckpt")
-    assert saved()["epoch"] == 0, "1.5 is no better than 1.0"
+    assert saved()["epoch"] == 0, "1.5 is not better than 1.0"
 
 
 def test_a_monitor_that_is_not_logged_is_named_with_what_is():
@@ -82,7 +82,7 @@ def test_a_monitor_that_is_not_logged_is_named_with_what_is():
         ConfigurationError, match=r"does not log 'val_accuracy'; did you mean 'val_acc'.* train_loss, val_acc"
     ):
         fit({"val_acc": [0.0]}, BestCheckpoint("saved", monitor="val_accuracy"), epochs=1)
-    with pytest.raises(ConfigurationError, match="does not log 'val_acc'; logged: train_loss"):
+    with pytest.raises(ConfigurationError, match="does not log 'val_acc'; it logs: train_loss"):
         fit({}, BestCheckpoint("saved", monitor="val_acc"), epochs=1, num_sanity_val_steps=0)
 
 
@@ -92,11 +92,11 @@ def test_summary_and_curves_take_whatever_was_logged():
     assert worth_showing(["train_loss", "val_f1", "valid/error"]) == ["val_f1", "valid/error"]
     usual = {"train_loss": 2.0, "val_loss": 1.0, "val_acc": 0.5, "val_acc_top5": 0.9, "train_loss_step": 2.0}
     assert choose_panels({0: usual}) == {"Loss": ["train_loss", "val_loss"], "Accuracy": ["val_acc"]}
-    own = {"train/loss": 2.0, "valid/accuracy": 40.0}
-    assert choose_panels({0: own}) == {"Loss": ["train/loss"], "Accuracy": ["valid/accuracy"]}
+    other_names = {"train/loss": 2.0, "valid/accuracy": 40.0}
+    assert choose_panels({0: other_names}) == {"Loss": ["train/loss"], "Accuracy": ["valid/accuracy"]}
     assert choose_panels({0: {}, 1: {"f1": 0.5, "samples_per_s": 3.0}}) == {"Metrics": ["f1"]}
     assert choose_panels({0: {"samples_per_s": 3.0}}) == {}
-    draw_curves({0: own, 1: own}, Path("own.png"))
+    draw_curves({0: other_names, 1: other_names}, Path("own.png"))
     assert Path("own.png").stat().st_size > 5000
 
 

@@ -1,4 +1,4 @@
-"""What the processes have loaded first is what the panel says, or a warning says what else."""
+"""If the first batches of the processes do not fit together, a warning or an error says so."""
 
 import random
 from pathlib import Path
@@ -78,34 +78,36 @@ LOADERS = {
     ),
     "a batch of another size": (
         lambda: DataLoader(samples(32), 4, collate_fn=cut),
-        "has 6 samples and not 8 (2 processes x 4)",
+        "has 6 samples instead of 8 (2 processes x 4)",
     ),
     "another order in each process": (
         lambda: DataLoader(samples(32), 4, sampler=ByRank()),
-        "has drawn a different order in each process",
+        "has drawn different orders in different processes",
     ),
     "one small batch": (lambda: DataLoader(samples(6), 4), ""),
 }
 
 
 def warned(monkeypatch, strategy, loader, module=None, steps=2, **options) -> str:
-    said = Path("said").resolve()
-    monkeypatch.setattr(first_batch, "rank_zero_warn", lambda text: said.write_text(text))
+    file = Path("said").resolve()
+    monkeypatch.setattr(first_batch, "rank_zero_warn", lambda text: file.write_text(text))
     trainer = quiet_trainer(strategy, 2, max_steps=steps, callbacks=[FirstBatch()], **options)
     trainer.fit(module or Small(), loader)
-    return said.read_text() if said.exists() else ""
+    return file.read_text() if file.exists() else ""
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_what_each_has_loaded(name, monkeypatch):
+def test_each_process_must_load_a_different_part_of_the_first_batch(name, monkeypatch):
     loader, message = LOADERS[name]
-    own = "an own order" in name
-    said = warned(monkeypatch, "ddp_fork", loader(), use_distributed_sampler=not own)
-    assert message in said if message else not said
+    has_own_sampler = "an own order" in name
+    warning = warned(monkeypatch, "ddp_fork", loader(), use_distributed_sampler=not has_own_sampler)
+    assert message in warning if message else not warning
 
 
 def test_another_order_in_each_process_is_refused_where_its_samples_are_dealt(monkeypatch):
-    with pytest.raises(Exception, match=r"different order in each process, .*; seed the sampler alike in all"):
+    with pytest.raises(
+        Exception, match=r"different orders in different processes, .*: give the sampler a generator with the same seed"
+    ):
         warned(monkeypatch, BalancedDDPStrategy(start_method="fork"), DataLoader(samples(32), 4, sampler=ByRank()))
 
 
@@ -115,7 +117,7 @@ class Unequal(Small):
 
 
 def test_processes_with_unequal_numbers_of_batches_are_refused(monkeypatch):
-    refusal = "process 0 has 8 batches an epoch, process 1 has 9: .* --trainer.limit_train_batches=8"
+    refusal = "process 0 has 8 batches in an epoch, and process 1 has 9: .* --trainer.limit_train_batches=8"
     with pytest.raises(Exception, match=refusal):
         warned(monkeypatch, "ddp_fork", None, Unequal(), use_distributed_sampler=False)
     warned(monkeypatch, "ddp_fork", None, Unequal(), use_distributed_sampler=False, limit_train_batches=8)
@@ -128,16 +130,16 @@ class Ends(IterableDataset):
 
 @pytest.mark.parametrize("limit", [None, 5])
 def test_streams_of_unequal_length_are_refused_at_an_end(limit, monkeypatch):
-    with pytest.raises(Exception, match="process 0 has 2 batches an epoch, process 1 has 3 or more: "):
+    with pytest.raises(Exception, match="process 0 has 2 batches in an epoch, and process 1 has 3 or more: "):
         warned(monkeypatch, "ddp_fork", DataLoader(Ends(), 4), steps=9, limit_train_batches=limit)
     warned(monkeypatch, "ddp_fork", DataLoader(Ends(), 4), limit_train_batches=2, steps=5)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_other_strategies(strategy, monkeypatch):
-    """A batch sampler keeps its batches."""
+def test_each_strategy_warns_about_loaders_that_cannot_be_right(strategy, monkeypatch):
+    """A batch sampler keeps its batches, and a sampler that gives the same samples to all processes is noticed."""
     batches = BatchSampler(RandomSampler(range(32)), 4, drop_last=False)
     assert not warned(monkeypatch, STRATEGIES[strategy](), DataLoader(samples(32), batch_sampler=batches))
-    own = DistributedSampler(samples(32), num_replicas=2, rank=0)  # Also on the other one.
-    said = warned(monkeypatch, STRATEGIES[strategy](), DataLoader(samples(32), 4, sampler=own, collate_fn=cut))
-    assert ("0 and 1 have loaded" if strategy == "parameter_server" else "has 6 samples and not 8") in said
+    sampler = DistributedSampler(samples(32), num_replicas=2, rank=0)  # Rank 1 gets the samples of rank 0.
+    warning = warned(monkeypatch, STRATEGIES[strategy](), DataLoader(samples(32), 4, sampler=sampler, collate_fn=cut))
+    assert ("0 and 1 have loaded" if strategy == "parameter_server" else "has 6 samples instead of 8") in warning

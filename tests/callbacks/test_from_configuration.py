@@ -1,4 +1,4 @@
-"""A resumed run: what was learned is the checkpoint's; rates, decay and schedules are the configuration's."""
+"""A resumed run takes learned values from the checkpoint, and rates, decay and schedules from the configuration."""
 
 import logging
 from functools import partial
@@ -24,7 +24,7 @@ from cnnstrategies.callbacks import FromConfiguration
 from cnnstrategies.schedules import WarmupCosine
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 
-SAVED = 4  # steps: those of an epoch
+SAVED = 4  # Number of steps before the checkpoint: one epoch.
 
 
 class Small(LightningModule):
@@ -68,7 +68,10 @@ def train(module, epochs=3, ckpt_path=None, callback=True, **options):
 
 
 def saved(tmp_path: Path, make, callback=True) -> Path:
-    """A checkpoint after some steps; made in a process of its own, as all that a test forks later needs."""
+    """Write a checkpoint after the first epoch and return its path.
+
+    Another process trains, because a process that has trained cannot fork ranks any more.
+    """
     path = tmp_path / "saved.ckpt"
     in_fork(lambda: train(make(), 1, callback=callback).save_checkpoint(path))
     return path
@@ -85,14 +88,14 @@ def cosine(total):
     return partial(CosineAnnealingLR, T_max=total)
 
 
-def same_rates(found, expected):
-    assert len(found) == len(expected) > 0
-    for one, other in zip(found, expected, strict=True):
-        for group, wanted in zip(one, other, strict=True):
+def same_rates(rates, expected):
+    assert len(rates) == len(expected) > 0
+    for of_step, expected_of_step in zip(rates, expected, strict=True):
+        for group, wanted in zip(of_step, expected_of_step, strict=True):
             assert {key: group[key] for key in wanted} == {key: pytest.approx(value) for key, value in wanted.items()}
 
 
-def test_where_nothing_is_different_it_goes_on_as_saved(tmp_path, caplog):
+def test_an_unchanged_configuration_resumes_exactly(tmp_path, caplog):
     schedule = SCHEDULES["one cycle, momentum too"](16)
     path = saved(tmp_path, lambda: Small(schedule))
     resumed, whole = Small(schedule), Small(schedule)
@@ -103,7 +106,9 @@ def test_where_nothing_is_different_it_goes_on_as_saved(tmp_path, caplog):
     train(resumed, ckpt_path=path)
     train(whole)
     assert resumed.rates == whole.rates[SAVED:]
-    assert all(torch.equal(one, other) for one, other in zip(resumed.parameters(), whole.parameters(), strict=True))
+    assert all(
+        torch.equal(value, expected) for value, expected in zip(resumed.parameters(), whole.parameters(), strict=True)
+    )
 
 
 OTHERWISE = {
@@ -120,25 +125,25 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize(("before", "now"), OTHERWISE.values(), ids=OTHERWISE)
-def test_other_settings_follow_and_what_was_learned_stays(before, now, tmp_path, caplog):
+def test_changed_settings_apply_and_learned_values_stay(before, now, tmp_path, caplog):
     path = saved(tmp_path, lambda: Small(**before))
     fresh, resumed = Small(**{**before, **now}), Small(**{**before, **now})
     train(fresh)
     with caplog.at_level(logging.INFO):
         trainer = train(resumed, ckpt_path=path)
     same_rates(resumed.rates, fresh.rates[SAVED:])
-    assert "As configured, and not as in the checkpoint: " in caplog.text
+    assert "Changed by the configuration since the checkpoint was saved: " in caplog.text
     assert trainer.optimizers[0].state[next(resumed.parameters())]["momentum_buffer"] is not None
 
 
-def test_a_schedule_that_watches_keeps_what_it_has_seen(tmp_path):
+def test_a_resumed_plateau_schedule_keeps_its_best_value(tmp_path):
     def reduces(patience):
         return partial(ReduceLROnPlateau, factor=0.5, patience=patience, threshold=1e9)
 
     def make(patience, rate):
         return Small(reduces(patience), interval="epoch", lr=rate)
 
-    path = saved(tmp_path, lambda: make(0, 0.1))  # Reduced at the end of its first epoch, or not yet.
+    path = saved(tmp_path, lambda: make(0, 0.1))  # The rate may have been reduced at the end of the first epoch.
     with_it, other = make(0, 0.1), make(7, 0.4)
     train(with_it, ckpt_path=path)
     trainer = train(other, 2, ckpt_path=path)
@@ -153,7 +158,7 @@ class Halves(Small):
         self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
 
 
-def test_what_a_hook_has_set_stays_unless_configured(tmp_path, caplog):
+def test_a_rate_set_by_a_hook_stays_unless_configured(tmp_path, caplog):
     path, not_configured = saved(tmp_path, Halves), saved(tmp_path / "other", Small, callback=False)
     resumed = Halves()
     train(resumed, 2, ckpt_path=path)
@@ -162,12 +167,14 @@ def test_what_a_hook_has_set_stays_unless_configured(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         train(resumed, 2, ckpt_path=not_configured)
     assert resumed.rates[0][0]["lr"] == 0.1
-    assert "does not say how its run was configured" in caplog.text
+    assert "does not contain the configuration of its run" in caplog.text
 
 
 def test_an_ended_schedule_and_another_optimizer_are_refused(tmp_path):
     path = saved(tmp_path, lambda: Small(SCHEDULES["one cycle, momentum too"](16)))
-    with pytest.raises(ConfigurationError, match="continues at step 4 of its schedule, beyond the end of OneCycleLR"):
+    with pytest.raises(
+        ConfigurationError, match="has made 4 steps of its schedule, and the configured OneCycleLR is shorter"
+    ):
         train(Small(SCHEDULES["one cycle, momentum too"](2)), ckpt_path=path)
     (tmp_path.parent / "config.yaml").touch()
     with pytest.raises(ConfigurationError, match=r"not saved with AdamW .* include .*dampening, .*config\.yaml"):
@@ -181,15 +188,15 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_the_same_under_every_strategy(name, tmp_path):
-    """Rate, decay, momentum and schedule change on the way, and the weights are those of one process."""
+def test_changed_settings_apply_under_every_strategy(name, tmp_path):
+    """Rate, decay, momentum and schedule change in the resumed run, and the weights equal those of one process."""
     now = {"schedule": SCHEDULES["warm-up"](20), "lr": 0.05, "weight_decay": 0.1, "momentum": 0.5}
     path = saved(tmp_path, lambda: Small(cosine(16)))
     expected = tmp_path / "one.pt"
     in_fork(lambda: torch.save(_weights(Small(**now), path), expected))
-    found = _weights(Small(**now), path, strategy=STRATEGIES[name](), devices=2)
+    weights = _weights(Small(**now), path, strategy=STRATEGIES[name](), devices=2)
     for key, value in torch.load(expected).items():
-        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(weights[key], value, rtol=1e-5, atol=1e-7)
 
 
 def _weights(module, path, **options):

@@ -1,4 +1,4 @@
-"""Signals end every process within seconds, and a resumed run is the uninterrupted one."""
+"""Signals end every process of a run within seconds, and a resumed run equals an uninterrupted run."""
 
 import contextlib
 import os
@@ -26,7 +26,8 @@ from cnnstrategies.strategies.protocol import StrategyFacts
 pytestmark = pytest.mark.warm
 
 # Dropout, mixup and random shifts are all on: a resumed run must draw what the uninterrupted one draws.
-DRAWS = ("--model.init_args.mixup_alpha=0.2", "--model.init_args.lr_scheduler=null")  # Its length is that of the run.
+# There is no schedule, because its length would depend on the run's number of epochs.
+DRAWS = ("--model.init_args.mixup_alpha=0.2", "--model.init_args.lr_scheduler=null")
 
 
 def start(name, *args):
@@ -35,7 +36,7 @@ def start(name, *args):
 
 
 def rank_one(rank_zero):
-    """The process that rank 0 has started last."""
+    """Return the process id of the process that rank 0 has started last."""
     started = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -56,15 +57,15 @@ def train_on(run_cli, quick, name, *args):
     "signum", [pytest.param(signal.SIGTERM, marks=pytest.mark.cluster), signal.SIGINT], ids=["SIGTERM", "ctrl-c"]
 )
 def test_a_signal_stops_all_ranks_and_they_resume_exactly(run_cli, quick, signum):
-    program = start("stopped", "--stop.grace=100")  # A busy machine is slow.
+    program = start("stopped", "--stop.grace=100")  # The stop takes long on a busy machine.
     process = program.process
     path = Path("runs/stopped/version_0/checkpoints/last.ckpt")
     program.wait_until(path.exists)
-    time.sleep(0.4)  # Into the middle of an epoch.
+    time.sleep(0.4)  # The signal should arrive in the middle of an epoch.
     if signum == signal.SIGINT:
-        os.killpg(process.pid, signum)  # What a terminal does.
+        os.killpg(process.pid, signum)  # A terminal signals the whole process group.
     else:
-        # What happens to one of several pods or hosts; it stops all ranks.
+        # A scheduler may signal only one of several pods or hosts. All ranks stop.
         os.kill(rank_one(process.pid), signum)
     assert program.wait() == 128 + signum, program.output()
     assert not kill_group(process.pid, 60)
@@ -73,7 +74,7 @@ def test_a_signal_stops_all_ranks_and_they_resume_exactly(run_cli, quick, signum
     assert checkpoint["global_step"] == step
     assert checkpoint["epoch"] < 2999, "the run was over before the signal"
     if signum == signal.SIGINT:
-        return  # From here on it is the same.
+        return  # The rest of the test does not depend on the signal.
 
     epochs = f"--trainer.max_epochs={checkpoint['epoch'] + 2}"
     resumed = train_on(run_cli, quick, "resumed", epochs, f"--ckpt_path={path}")
@@ -81,7 +82,7 @@ def test_a_signal_stops_all_ranks_and_they_resume_exactly(run_cli, quick, signum
     assert resumed["global_step"] == whole["global_step"] > step
     for name, value in whole["state_dict"].items():
         assert torch.equal(resumed["state_dict"][name], value), name
-    # Together the stopped and the resumed run log what the whole one does, the interrupted epoch's means included.
+    # Together the stopped and the resumed run log the same as the uninterrupted run, also for the interrupted epoch.
     expected = dict(scalars("whole"))
     logged = scalars("stopped") + scalars("resumed")
     assert dict(logged).keys() == expected.keys()
@@ -90,10 +91,10 @@ def test_a_signal_stops_all_ranks_and_they_resume_exactly(run_cli, quick, signum
 
 
 class Warned(Callback):
-    """Sends the last rank a scheduler's warning in the batch in which its optimizer makes a step.
+    """Sends the last rank a scheduler's warning signal in the batch in which its optimizer makes a certain step.
 
     Args:
-        step: The number of the step.
+        step: Number of the step.
     """
 
     def __init__(self, step: int) -> None:
@@ -105,7 +106,7 @@ class Warned(Callback):
 
 
 class ManualSteps(ImageClassifier):
-    """Accumulates the gradients of three batches, also across the end of an epoch, and steps itself."""
+    """A module that calls its optimizer itself, after every third batch, also across the end of an epoch."""
 
     def __init__(self) -> None:
         super().__init__(PlainCNN(), 10)
@@ -121,16 +122,16 @@ class ManualSteps(ImageClassifier):
 
 
 class Stopped(NamedTuple):
-    """A run that is warned in a step, and where it stops.
+    """A run that gets a warning signal in a step, and the step after which it stops.
 
     Attributes:
-        pace: Seconds between two looks for a signal. The first step of an epoch always has a look; after it either
-            every step has one, or no other step of the epoch. Otherwise the machine's speed would decide.
+        pace: Seconds between two checks for a signal. The first step of an epoch always checks. Then either every step
+            of the epoch checks, or no further step; otherwise the machine's speed would decide.
         warned: Step in which the warning arrives.
         stops: Step after which the run stops.
-        processed: Batches up to this step. Three batches make a step; so does the last batch of an epoch.
-        batches: Batches of an epoch.
-        manual: Whether the module makes its steps itself.
+        processed: Number of batches up to this step. A step takes three batches, or ends with the epoch's last batch.
+        batches: Number of batches of an epoch.
+        manual: Whether the module calls its optimizer itself.
     """
 
     pace: float
@@ -154,7 +155,7 @@ WARNED = {
 
 @pytest.mark.parametrize("run", WARNED.values(), ids=WARNED)
 def test_a_warned_run_saves_the_step_after_which_it_stops(monkeypatch, run):
-    """It stops only after a batch in which the optimizer has stepped: accumulated gradients are in no checkpoint."""
+    """The run stops only after a batch with an optimizer step: checkpoints do not contain accumulated gradients."""
     monkeypatch.setattr(graceful_stop, "CHECK_SECONDS", run.pace)
     trainer = quiet_trainer(
         callbacks=[Warned(run.warned), GracefulStop(), ModelCheckpoint("saved")],
@@ -169,7 +170,7 @@ def test_a_warned_run_saves_the_step_after_which_it_stops(monkeypatch, run):
     assert progress("saved/last.ckpt") == (run.stops, run.processed)
 
 
-# The ranks of mode `async` step independently, and look for a signal at every step.
+# The ranks of mode `async` make steps independently of each other, and check for a signal at every step.
 STRATEGIES = {
     "ddp": ["--trainer.strategy=ddp_fork"],
     "hybrid_pipeline": ["--trainer.strategy=hybrid_pipeline_fork"],
@@ -190,26 +191,26 @@ def test_no_strategy_stops_within_an_accumulation(monkeypatch, run_cli, quick, n
     step, processed = progress(next(Path("runs").rglob("last.ckpt")))
     # An epoch has three steps; the last of them is made after a single batch.
     assert processed == step // 3 * 7 + step % 3 * 3
-    assert step == 4 or name == "async"  # There rank 0 may be in any step when rank 1 is warned.
+    assert step == 4 or name == "async"  # In mode `async` rank 0 may be in any step when rank 1 gets the signal.
 
 
 def progress(path):
-    """Optimizer steps and batches of which a checkpoint is made."""
+    """Return the numbers of optimizer steps and of batches before a checkpoint."""
     saved = torch.load(path, weights_only=True)
     return saved["global_step"], saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"]
 
 
 def scalars(name):
-    """What TensorBoard shows of a run, without times."""
+    """Return the scalars of a run in TensorBoard, without measured times."""
     events = EventAccumulator(f"runs/{name}/version_0").Reload()
     tags = [tag for tag in events.Tags()["scalars"] if tag not in ("hp_metric", "epoch") and "samples" not in tag]
     return [((tag, event.step), event.value) for tag in tags for event in events.Scalars(tag)]
 
 
 @pytest.mark.parametrize(("each", "codes"), [(False, [143, 0, 0, 0]), (True, [143, 0, 143, 0])])
-def test_who_ends_with_the_signals_code(each, codes):
-    """Rank 0, which speaks for the run; with `on_each_node` what the launcher of each node sees."""
-    found = []
+def test_rank_0_or_each_nodes_first_rank_ends_with_the_signals_code(each, codes):
+    """Rank 0 determines the run's exit code; with `on_each_node` each node's launcher sees the signal's code."""
+    exit_codes = []
 
     class Independent(StrategyFacts):
         steps_in_lockstep = False
@@ -223,13 +224,13 @@ def test_who_ends_with_the_signals_code(each, codes):
         trainer = SimpleNamespace(strategy=strategy, **place)
         with pytest.raises(SystemExit) as stop:
             GracefulStop(on_each_node=each).on_train_batch_end(trainer, None, None, None, 0)
-        found.append(stop.value.code)
-    assert found == codes
+        exit_codes.append(stop.value.code)
+    assert exit_codes == codes
 
 
 def test_a_signal_before_training_ends_every_process():
     program = start("early")
-    # Itself and the helper that starts programs warm; then the other rank.
+    # The first two processes are the program and the helper that starts programs warm. The third is the other rank.
     program.wait_until(lambda: len(alive(program.process.pid)) > 2)
     os.kill(program.process.pid, signal.SIGTERM)
     assert program.wait() == 128 + signal.SIGTERM
@@ -239,6 +240,6 @@ def test_a_signal_before_training_ends_every_process():
 def test_a_killed_rank_ends_the_others():
     program = start("killed")
     program.wait_until(lambda: "Training" in program.output())
-    os.kill(program.process.pid, signal.SIGKILL)  # Rank 0, which started the other.
+    os.kill(program.process.pid, signal.SIGKILL)  # The program is rank 0, which has started the other rank.
     assert program.wait() == -signal.SIGKILL
     assert not kill_group(program.process.pid, 60)

@@ -1,4 +1,4 @@
-"""Rows of all ranks are gathered in order, whatever each rank holds, and written whole."""
+"""Predictions of all ranks are gathered completely, and are written as a whole or not at all."""
 
 import csv
 import resource
@@ -33,7 +33,7 @@ def gathered(counts):
     run = SimpleNamespace(strategy=Strategy(), world_size=3)
     first = sum(counts[: dist.get_rank()])
     indices = torch.arange(first, first + counts[dist.get_rank()])
-    return [predictions.gather_rows(run, one) for one in (indices, indices[:, None] * torch.ones(1, 2))]
+    return [predictions.gather_rows(run, rows) for rows in (indices, indices[:, None] * torch.ones(1, 2))]
 
 
 def test_ranks_with_different_numbers_of_rows_give_all_rows():
@@ -43,8 +43,8 @@ def test_ranks_with_different_numbers_of_rows_give_all_rows():
             assert torch.equal(rows, indices[:, None].expand(-1, 2).float())
 
 
-def test_on_a_full_disk_predictions_are_those_of_before_or_none():
-    """A limit on the size of files has the system refuse what is written as a full disk does."""
+def test_a_full_disk_leaves_the_old_predictions_or_none():
+    """The test limits the size of files: beyond the limit the system refuses writes, as on a full disk."""
     trainer, writer = SimpleNamespace(world_size=1, is_global_zero=True), PredictionWriter(output=Path("rows.csv"))
 
     def write(rows):
@@ -54,13 +54,16 @@ def test_on_a_full_disk_predictions_are_those_of_before_or_none():
 
     write(2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-    with pytest.raises(ConfigurationError, match=r"^cannot write rows.csv: File too large; make room there, or give"):
+    with pytest.raises(ConfigurationError, match=r"^cannot write rows.csv: File too large; free some space, or set"):
         write(200)
     assert [len(path.read_text().splitlines()) for path in Path().iterdir()] == [1 + 2]
 
 
-def test_own_images_are_prepared_as_those_of_the_validation():
-    """Any depth, size and colour; the files of validation images give what these give."""
+def test_the_users_images_are_preprocessed_like_validation_images():
+    """Folders may be nested, and images may have any size and colour.
+
+    Files of validation images have the same predictions as the validation images.
+    """
     torch.manual_seed(0)
     model = ImageClassifier(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), 10)
     data = DigitsDataModule(batch_size=4)
@@ -84,11 +87,11 @@ def test_own_images_are_prepared_as_those_of_the_validation():
 
 
 @pytest.mark.light
-def test_what_cannot_be_predicted_or_written_is_refused():
+def test_invalid_predict_steps_and_image_folders_are_refused():
     with pytest.raises(ConfigurationError, match=r"predict_step returned Tensor: .* 'index'"):
         PredictionWriter().on_predict_batch_end(None, None, torch.zeros(2), None, 0)
     Path("empty").mkdir()
     with pytest.raises(ConfigurationError, match=r"images=empty: no images found; .* \.jpg, .*\.webp"):
         images_of_folder(DigitsDataModule(), Path("empty"))
-    with pytest.raises(ConfigurationError, match="images=empty: LightningDataModule does not define how"):
+    with pytest.raises(ConfigurationError, match="images=empty: LightningDataModule does not define the preprocessing"):
         images_of_folder(LightningDataModule(), Path("empty"))

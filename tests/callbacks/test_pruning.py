@@ -1,4 +1,4 @@
-"""Pruned checkpoints are plain ones, resume is exact, and every rank prunes the same weights."""
+"""Checkpoints of pruned networks are plain checkpoints, resuming is exact, and every rank prunes the same weights."""
 
 from types import SimpleNamespace
 
@@ -43,9 +43,9 @@ def test_pruned_checkpoints_are_plain_and_resume_exactly():
     total = weights(whole.state_dict()).numel()
     assert zeros == round(0.8 * total)
     assert set(whole.state_dict()) == names
-    # What stays is trained on, and biases and normalisation are not pruned.
+    # Biases are not pruned.
     assert all((value != 0).all() for name, value in whole.state_dict().items() if name.endswith(".bias"))
-    # The checkpoint after the epoch of pruning, too, has the network's own names, and tensors only.
+    # Checkpoints from pruning on also have the network's own parameter names, and contain tensors only.
     for epoch in (2, 3):
         checkpoint = torch.load(f"pruned/epoch={epoch}.ckpt", weights_only=True)
         assert set(checkpoint["state_dict"]) == names
@@ -58,7 +58,7 @@ def test_pruned_checkpoints_are_plain_and_resume_exactly():
 
 
 class SameZeros(Callback):
-    """Leaves a file that says whether the ranks' weights differed before pruning, and their zeros after it."""
+    """Write to a file whether the ranks have equal weights before pruning, and equal zeros after it."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if batch_idx != 4:
@@ -72,7 +72,7 @@ class SameZeros(Callback):
 
 
 def test_every_rank_prunes_what_rank_0_chose():
-    """In mode local the ranks' weights differ, so their own choices would."""
+    """In mode local the ranks' weights differ, so each rank would choose different weights to prune."""
     strategy = ParameterServerStrategy(mode="local", sync_every=1000, start_method="fork")
     options = {"max_epochs": 2, "limit_val_batches": 0}
     fit(Pruning(0.8, epoch=0), SameZeros(), strategy=strategy, devices=2, **options)
@@ -83,8 +83,8 @@ def test_every_rank_prunes_what_rank_0_chose():
 REFUSED = {
     "amount=1.0 .*0.5 to 0.9": lambda: Pruning(1.0),
     "epoch=-1 .*0 prunes": lambda: Pruning(epoch=-1),
-    "epoch=3.* last of 4 epochs.*trainer.max_epochs": lambda: fit(Pruning(epoch=3)),
-    "EMAWeightAveraging.*remove one": lambda: fit(Pruning(), EMAWeightAveraging()),
+    "epoch=3.* no epoch .*trainer.max_epochs=4: raise": lambda: fit(Pruning(epoch=3)),
+    "EMAWeightAveraging cannot .*remove one": lambda: fit(Pruning(), EMAWeightAveraging()),
     "no convolution or linear layer": lambda: fit(Pruning(), model=classifier(nn.Flatten())),
     # FSDP itself needs a GPU; the refusal does not.
     "FSDPStrategy.*trainer.strategy=ddp": lambda: Pruning().setup(

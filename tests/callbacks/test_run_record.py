@@ -1,4 +1,4 @@
-"""Loggers of a run that is started again: in the same run, every line once."""
+"""When a run is started again, its loggers continue the same record, and every line appears once."""
 
 import csv
 import importlib.util
@@ -23,7 +23,7 @@ def needs(package):
 
 @pytest.fixture
 def fit(run_cli, quick):
-    """Trains for some epochs with these loggers, as the run of a name."""
+    """Return a function that trains a named run for some epochs with these loggers."""
 
     def run(name, epochs, *loggers):
         Path("loggers.yaml").write_text(yaml.safe_dump({"trainer": {"logger": list(loggers)}}))
@@ -50,7 +50,7 @@ def test_csv_and_tensorboard_have_what_an_uninterrupted_run_has(fit):
     loggers = [logger(kind, save_dir="runs", name="mine") for kind in ("CSVLogger", "TensorBoardLogger")]
     fit("whole", 2, *loggers)
     fit("parts", 1, *loggers)
-    with open("runs/mine/parts/metrics.csv", "a") as text:  # Of steps after the checkpoint, before a kill.
+    with open("runs/mine/parts/metrics.csv", "a") as text:  # Lines of steps after the checkpoint.
         text.write(",".join("7" for _ in lines("parts")[0].keys() | {"step"}) + "\n7,7")
     fit("parts", 2, *loggers)
     assert lines("parts") == lines("whole")
@@ -59,7 +59,7 @@ def test_csv_and_tensorboard_have_what_an_uninterrupted_run_has(fit):
         events = EventAccumulator(f"runs/mine/{run}")
         events.Reload()
         tags = [tag for tag in events.Tags()["scalars"] if tag not in (TIME, OF_EACH_START)]
-        scalars.append({tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in tags})
+        scalars.append({tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags})
     assert scalars[0] == scalars[1]
 
 
@@ -67,11 +67,11 @@ def test_csv_and_tensorboard_have_what_an_uninterrupted_run_has(fit):
 @needs("wandb")
 def test_weights_and_biases_goes_on_in_its_run(fit, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
-    one = logger("WandbLogger", project="mine", offline=True, save_dir=".")
+    wandb_logger = logger("WandbLogger", project="mine", offline=True, save_dir=".")
     for epochs in (1, 2):
-        fit("digits", epochs, one)
+        fit("digits", epochs, wandb_logger)
     number = json.loads(Path("digits/checkpoints/run.json").read_text())["loggers"]["0"]
-    # Of one run that is not online, each start has a folder; `wandb sync` puts them together by the id.
+    # Offline, each start of a run has its own folder; `wandb sync` joins folders with the same id.
     assert [folder.name.rpartition("-")[2] for folder in Path("wandb").glob("offline-run-*")] == [number] * 2
 
 
@@ -93,7 +93,7 @@ def test_mlflow_goes_on_in_its_run(fit):
 @pytest.mark.light
 @pytest.mark.parametrize("there", ["metrics.csv", KEPT])
 def test_lines_are_kept_except_those_to_be_written_again(there):
-    """Also where the process was killed while it was about it."""
+    """The lines are also kept if the process was killed while it rewrote the file."""
     folder = Path("runs/mine/digits")
     folder.mkdir(parents=True)
     (folder / there).write_text("loss,step\n3.5,0\n2.5,1\n1.5,2\n0.")

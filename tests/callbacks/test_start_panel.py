@@ -1,4 +1,4 @@
-"""The panel at a run's start; `strategies/test_equality.py` reads it under each strategy, in runs it has anyway."""
+"""The panel at a run's start. `strategies/test_equality.py` checks it under each strategy."""
 
 import warnings
 from types import SimpleNamespace
@@ -37,31 +37,31 @@ HYBRID = [
 
 
 def test_a_pipeline_with_batch_normalisation(run_cli, quick, monkeypatch):
-    """The user's microbatches are kept, and their size is said; Lightning's summary is of the whole network too."""
+    """The panel names the configured microbatches and their size; Lightning's summary shows the whole network."""
     monkeypatch.setattr(warnings, "showwarning", lambda message, *_: print(message, flush=True))
     asked = ["--trainer.strategy.init_args.microbatches=8"]
     partial = ["--data.init_args.val_split=0.97"]  # The second of the two batches has 11 images.
     code, output = run_cli("fit", *quick, *HYBRID, *asked, *partial)
     assert code == 0, output
-    said = panels.rows(output)
-    assert said["global batch"] == "32 images = 2 loading processes x 16; 2 steps an epoch"
-    assert said["images"] == "43, 10 classes\nvalidation: 1,395, 10 classes"
-    assert said["microbatches"] == "8 of 4 images (as configured), schedule 1f1b"
-    assert said["stage 0"] == "block1.0.0 to block1.3 on ranks 0 to 1: 9,632 parameters"
-    assert said["stage 1"] == f"pool1 to classifier on rank 2: {WHOLE - 9632:,} parameters"
-    assert said["parameters"] == f"{WHOLE:,}; 9,632 to {WHOLE - 9632:,} on a device"
-    assert said["unlike one device"].splitlines() == [
+    rows = panels.rows(output)
+    assert rows["global batch"] == "32 images = 2 loading processes x 16; 2 steps an epoch"
+    assert rows["images"] == "43, 10 classes\nvalidation: 1,395, 10 classes"
+    assert rows["microbatches"] == "8 of 4 images (as configured), schedule 1f1b"
+    assert rows["stage 0"] == "block1.0.0 to block1.3 on ranks 0 to 1: 9,632 parameters"
+    assert rows["stage 1"] == f"pool1 to classifier on rank 2: {WHOLE - 9632:,} parameters"
+    assert rows["parameters"] == f"{WHOLE:,}; 9,632 to {WHOLE - 9632:,} on a device"
+    assert rows["unlike one device"].splitlines() == [
         "BatchNorm normalises over each microbatch's 4 images",
         "random draws (as in dropout) are each process's own",
     ]
     assert output.count("BatchNorm normalises over 4 images: a batch of 32 is cut into 8 microbatches.") == 1
-    assert output.count("is cut into") == 1, "at the first batch alone"
+    assert output.count("is cut into") == 1, "only the first batch warns"
     assert f"Total params: {WHOLE / 1000:.1f} K" in output
     assert output.count("Total params") == 1
 
 
 def test_each_trainer_function_in_a_script_says_what_it_does(capsys):
-    """Plain loaders, no data module, Lightning's own Trainer."""
+    """The script uses plain loaders without a data module, and Lightning's own Trainer."""
     loader = DataLoader(TensorDataset(torch.randn(20, 1, 8, 8), torch.randint(10, (20,))), 6)
     options = {"max_epochs": 1, "accumulate_grad_batches": 2, "num_sanity_val_steps": 2}
     trainer = quiet_trainer(callbacks=[StartPanel()], **options)
@@ -84,11 +84,13 @@ def test_each_trainer_function_in_a_script_says_what_it_does(capsys):
         "unlike one device": "nothing",
     }
     for title in ("Validation", "Test", "Prediction"):
-        said = panels.rows(output, title)
-        assert said["batch"] == "6 images"
-        assert said.keys() == training.keys() - {"global batch", "unlike one device"} | {"batch"}
+        rows = panels.rows(output, title)
+        assert rows["batch"] == "6 images"
+        assert rows.keys() == training.keys() - {"global batch", "unlike one device"} | {"batch"}
     titles = ("Training", "Validation", "Test", "Prediction")
-    assert [output.splitlines().count(title) for title in titles] == [1, 1, 1, 1], "none within training"
+    assert [output.splitlines().count(title) for title in titles] == [1, 1, 1, 1], (
+        "validation during training has no panel"
+    )
 
 
 def trainer_like(strategy, world=1, loading=None, **attributes):
@@ -120,7 +122,7 @@ def test_the_global_batch_is_what_a_step_is_made_of():
 
 
 @pytest.mark.light
-def test_images_that_chose_the_checkpoint_are_no_test_images():
+def test_the_panel_names_images_that_chose_the_checkpoint_and_the_preprocessing():
     data = SyntheticDataModule(num_samples=20, num_classes=3)
     data.setup("test")
     data.left_out[".gif"], data.left_out["hidden"] = 2, 0
@@ -134,25 +136,27 @@ def test_images_that_chose_the_checkpoint_are_no_test_images():
     data.test_source = data.train_source
     assert "best.ckpt" not in start_panel.images(trainer)[0][1]
     data.prepare_as(IMAGENET)
-    how = "bilinear, mean 0.485 0.456 0.406, deviation 0.229 0.224 0.225"
-    own = "that of SyntheticDataModule; the network's weights were trained with 224 pixels"
-    assert start_panel.images(trainer)[1] == ("preprocessing", f"{own}, {how}")
+    how = "bilinear, mean 0.485 0.456 0.406, std 0.229 0.224 0.225"
+    mismatch = "set by SyntheticDataModule; the pretrained weights expect 224 pixels"
+    assert start_panel.images(trainer)[1] == ("preprocessing", f"{mismatch}, {how}")
     data.preprocessing, data.resize, data.image_shape = IMAGENET, 37, (3, 32, 32)
     assert start_panel.images(trainer)[1] == ("preprocessing", f"37 to 32 pixels, {how}")
 
 
-def test_what_a_strategy_divides_is_said_of_the_whole_network():
+def test_parameters_of_divided_networks_are_counted_as_a_whole():
     module = nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(5))
-    assert start_panel.count_parameters(module) == (16, 16), "lazy ones have no number yet"
+    assert start_panel.count_parameters(module) == (16, 16), "lazy parameters have no size yet"
     sharded = trainer_like(FSDPStrategy(), 4)
     assert start_panel.parameters(sharded, (1600, 1600)) == "1,600; divided over 4 devices"
-    # Made in configure_model, which runs on each device, and divided before anything could count it.
+    # The network is created in configure_model and divided at once, so nothing can count its parameters.
     assert start_panel.whole_network(sharded, module, (0, 0)) is None
     assert start_panel.parameters(sharded, None) == "not counted; divided over 4 devices"
     assert start_panel.whole_network(trainer_like(DDPStrategy(), 2), module, (0, 0)) == (16, 16)
-    own = type("MyOwn", (DDPStrategy,), {})()
-    names = [facts_of(strategy).display_name for strategy in (own, CompressedDDPStrategy(compression="powersgd"))]
-    assert names == ["MyOwn", "ddp_powersgd"], "as users write them"
+    own_strategy = type("MyOwn", (DDPStrategy,), {})()
+    names = [
+        facts_of(strategy).display_name for strategy in (own_strategy, CompressedDDPStrategy(compression="powersgd"))
+    ]
+    assert names == ["MyOwn", "ddp_powersgd"], "the names that users write"
 
     class Divided(StrategyFacts):
         parameters_per_device = (1000, 600, 1000)

@@ -1,4 +1,4 @@
-"""Each part of a step gets the time that was spent in it, and communication only what backward does not hide."""
+"""The profile gives each part of a step its time, and counts communication only where backward does not hide it."""
 
 import csv
 import time
@@ -40,7 +40,10 @@ SPENT = {"data": 0.005, "transfer": 0.003, "forward": 0.011, "backward": 0.007, 
 
 @pytest.fixture
 def spend(monkeypatch):
-    """A clock that goes forward only when told to: ``spend(seconds)``; what is done takes no time but that of SPENT."""
+    """Replace the profile's clock, and return ``spend(seconds)``, which moves the clock forward.
+
+    The parts of a step take the times in SPENT, and nothing else takes time.
+    """
     now = [0.0]
     monkeypatch.setattr(step_parts, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
@@ -65,7 +68,7 @@ def spend(monkeypatch):
 
 
 class SpendingCallback(Callback):
-    """Spends time where no step is: in the pauses of the profile, too."""
+    """Spends time between the parts of a step, and in the pauses of the profile, where no step runs."""
 
     def __init__(self, spend):
         self.spend = spend
@@ -90,9 +93,9 @@ def test_each_part_gets_its_time_and_the_pauses_get_none(spend, capsys, steps, v
     options = {"max_epochs": 3, "limit_train_batches": 8, "val_check_interval": validate_every, "profiler": mine}
     trainer = fit(profile, SpendingCallback(spend), model=model, logger=CSVLogger("."), **options)
     printed = capsys.readouterr().out
-    assert f"Where {measured} training steps spent" in printed
+    assert f"Time of {measured} training steps by part" in printed
     times = dict(profile.milliseconds)
-    # What follows the last batch before a pause is not counted, so `other` may lack its second half there.
+    # Time after the last batch before a pause is not counted, so `other` may miss its second half for this batch.
     assert times.pop("other") == pytest.approx(1000 * SPENT["other"], rel=0.2)
     step = times.pop("step")
     assert times == pytest.approx({part: 1000 * seconds for part, seconds in SPENT.items() if part != "other"})
@@ -100,11 +103,11 @@ def test_each_part_gets_its_time_and_the_pauses_get_none(spend, capsys, steps, v
     assert f" {11 / step:.0%} │ network, loss, metrics" in printed
     with open("lightning_logs/version_0/metrics.csv", newline="") as file:
         assert float(list(csv.DictReader(file))[-1]["profile/forward_ms"]) == pytest.approx(11)
-    # The user's own profiler saw everything and is back.
+    # The user's own profiler has measured all steps and is the trainer's profiler again.
     assert trainer.profiler is mine
     assert len(mine.recorded_durations["[Strategy]SingleDeviceStrategy.training_step"]) == 24
 
-    # A second fit is profiled by itself, and a short one told.
+    # A second fit has a profile of its own. A fit that is too short for a profile gets a message.
     profile.skip_first = 100
     trainer.fit_loop.max_epochs = 4
     trainer.fit(model, DigitsDataModule(batch_size=32))
@@ -113,7 +116,7 @@ def test_each_part_gets_its_time_and_the_pauses_get_none(spend, capsys, steps, v
 
 
 class Waiting(StrategyFacts, SingleDeviceStrategy):
-    """Counts waiting as a worker of parameter servers does."""
+    """A strategy that counts its waiting time as a parameter server's worker does."""
 
     step_kind = "worker"
     traffic = None
@@ -131,7 +134,7 @@ class Waiting(StrategyFacts, SingleDeviceStrategy):
         return super().validation_step(*args)
 
 
-def test_waiting_for_servers_is_told_from_the_forward(spend):
+def test_waiting_for_servers_is_separated_from_the_forward(spend):
     strategy, profile = Waiting("cpu"), StepProfile(2)
     strategy.spend = spend
     fit(profile, model=classifier(), strategy=strategy, max_epochs=2, limit_train_batches=4)
@@ -140,12 +143,12 @@ def test_waiting_for_servers_is_told_from_the_forward(spend):
 
 
 class Slow(nn.Tanh):
-    """Sleeps in forward and in backward, on one rank.
+    """A layer that sleeps in forward and in backward, on one rank.
 
     Args:
-        rank: Which one.
-        forward: Seconds for each microbatch.
-        backward: Seconds.
+        rank: Rank that sleeps.
+        forward: Seconds in the forward of each microbatch.
+        backward: Seconds in the backward of each microbatch.
     """
 
     def __init__(self, rank, forward, backward):
@@ -158,13 +161,13 @@ class Slow(nn.Tanh):
             time.sleep(seconds)
 
     def forward(self, input):
-        if torch.is_grad_enabled():  # Not when cuts are tried.
+        if torch.is_grad_enabled():  # The strategy tries cuts without gradients; no sleep then.
             self.sleep(self.forward_seconds)
         return super().forward(input)
 
 
 class Untimed(Callback):
-    """Outside the profiled steps the engine times nothing."""
+    """Checks that the pipeline is timed only in profiled steps."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         profiling = 2 <= trainer.global_step < 4
@@ -172,7 +175,7 @@ class Untimed(Callback):
 
 
 def stages_of(replicas, slow_first, slow_last):
-    """What each stage of a pipeline of two did in a step of 4 microbatches, from what was logged."""
+    """Return the logged times of both stages of a pipeline, in ms by part, for a step of 4 microbatches."""
     first = nn.Sequential(nn.Conv2d(1, 4, 3), slow_first)
     last = nn.Sequential(nn.Conv2d(4, 4, 3), slow_last, nn.Flatten(), nn.Linear(64, 10))
     strategy = HybridPipelineStrategy(replicas=replicas, cuts=["0"], microbatches=4, start_method="fork")
@@ -182,18 +185,18 @@ def stages_of(replicas, slow_first, slow_last):
     fit(profile, Untimed(), model=model, strategy=strategy, **options)
     with open("lightning_logs/version_0/metrics.csv", newline="") as file:
         row = list(csv.DictReader(file))[-1]
-    found = [{}, {}]
+    measured = [{}, {}]
     for name, value in row.items():
         if name.startswith("profile/stage_"):
             _, stage, part = name.split("/")
-            found[int(stage[6:])][part[:-3]] = float(value)
-    for times in found:
+            measured[int(stage[6:])][part[:-3]] = float(value)
+    for times in measured:
         assert times["step"] == pytest.approx(sum(value for part, value in times.items() if part != "step"))
-    return found
+    return measured
 
 
 def test_a_slow_stage_computes_and_the_other_one_waits_for_it(capfd):
-    """However slow the machine is: it cannot be faster than the stage that sleeps."""
+    """The test does not depend on the machine's speed: no step is faster than the stage that sleeps."""
     first, last = stages_of([1, 1], nn.Tanh(), Slow(1, forward=0.03, backward=0.06))
     assert last["forward"] >= 4 * 30
     assert last["backward"] >= 4 * 60
@@ -201,7 +204,7 @@ def test_a_slow_stage_computes_and_the_other_one_waits_for_it(capfd):
     assert first["receive"] > first["step"] / 2 > first["forward"] + first["backward"]
     printed = capfd.readouterr().out
     assert "┃ stage 0 ┃ stage 1 ┃ share ┃" in printed
-    assert f"Waiting for other ranks: stage 0 {waiting(first):.0%}, stage 1 {waiting(last):.0%}. The others" in printed
+    assert f"Waiting for other ranks: stage 0 {waiting(first):.0%}, stage 1 {waiting(last):.0%}. The stage" in printed
 
 
 def waiting(times):
@@ -210,15 +213,15 @@ def waiting(times):
 
 def test_a_replica_that_waits_for_the_others_gradients_reduces():
     first, last = stages_of([2, 1], Slow(0, forward=0.0, backward=0.1), nn.Tanh())
-    # Means of the replica that takes 200 ms for its two backwards and of the one that waits for it.
+    # These are means over a replica that takes 200 ms for its two backwards and a replica that waits for it.
     assert first["backward"] >= 100
     assert first["reduce"] > 50
     assert last["reduce"] < first["reduce"] / 2
-    assert last["gather"] + last["other"] > 50, "for outputs of all ranks, or a callback's broadcast"
+    assert last["gather"] + last["other"] > 50, "it waits for outputs of all ranks, or for a callback's broadcast"
 
 
 def reduced(monkeypatch, total, hidden, **options):
-    """The profile of a run of which DDP says how long its all-reduce took."""
+    """Return times of a profiled DDP run, in ms; `total` and `hidden` are the seconds that DDP reports."""
     monkeypatch.setattr(step_parts, "communication_seconds", lambda model: (total, hidden))
     profile = StepProfile(2, 8)
     options = {"limit_val_batches": 0, "max_epochs": 1, "limit_train_batches": 12, **options}
@@ -226,11 +229,11 @@ def reduced(monkeypatch, total, hidden, **options):
     return [profile.milliseconds[part] for part in ("communication_total", "communication", "backward")]
 
 
-def test_communication_in_the_open_is_told_from_the_hidden(monkeypatch, spend):
+def test_visible_communication_is_separated_from_hidden_communication(monkeypatch, spend):
     assert reduced(monkeypatch, total=0.004, hidden=0.003) == pytest.approx([4, 1, 7 - 1])
-    # Two of the eight profiled batches send.
-    found = reduced(monkeypatch, total=0.008, hidden=0.0, accumulate_grad_batches=4)
-    assert found == pytest.approx([8 / 4, 8 / 4, 7 - 8 / 4])
+    # Only two of the eight profiled batches reduce gradients.
+    measured = reduced(monkeypatch, total=0.008, hidden=0.0, accumulate_grad_batches=4)
+    assert measured == pytest.approx([8 / 4, 8 / 4, 7 - 8 / 4])
 
 
 def test_refusals_name_the_value_and_the_remedy():

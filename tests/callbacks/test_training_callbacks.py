@@ -1,4 +1,4 @@
-"""Summary, curves, samples/s and the step profile, together in one run on two processes."""
+"""The summary, the curves, samples/s and the step profile work together in one run on two processes."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from cnnstrategies.callbacks import summary
 from cnnstrategies.callbacks.summary import draw_curves, memory_in_words
 
 
-def test_one_run_with_all_of_them(run_cli, quick, monkeypatch):
+def test_all_training_callbacks_work_together_in_one_run(run_cli, quick, monkeypatch):
     monkeypatch.setattr(summary, "draw_curves", draw_curves)
     code, output = run_cli(
         "fit",
@@ -27,11 +27,11 @@ def test_one_run_with_all_of_them(run_cli, quick, monkeypatch):
     held = re.search(r"peak memory +(\d+) to (\d+) MB of 2 processes", output).groups()
     assert all(50 < int(megabytes) < 20_000 for megabytes in held)
 
-    table = output[output.index("Where 10 training steps spent") :]
+    table = output[output.index("Time of 10 training steps by part") :]
     parts = {
         part: re.search(rf"{part} +│ +([\d.]+) │ +([\d.]+) │ +([\d.]+)", table) for part in ("communication", "step")
     }
-    ms = {part: [float(figure) for figure in found.groups()] for part, found in parts.items()}
+    ms = {part: [float(figure) for figure in match.groups()] for part, match in parts.items()}
     assert all(0 < least <= mean + 0.01 <= most + 0.02 for mean, least, most in ms.values())
     assert ms["communication"][0] < ms["step"][0]
 

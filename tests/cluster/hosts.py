@@ -1,4 +1,4 @@
-"""Hosts as network namespaces on this machine, each with its own name and address, joined by a switch."""
+"""Hosts that are network namespaces on this machine, each with its own name and address, joined by a switch."""
 
 import contextlib
 import ctypes
@@ -22,7 +22,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def missing() -> str | None:
-    """Why there can be no namespaces here; None where there can."""
+    """Return the reason why this machine cannot have network namespaces, or None if it can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need root on Linux"
     if shutil.which("ip") is None:
@@ -33,7 +33,7 @@ def missing() -> str | None:
 
 @dataclass
 class Run:
-    """A process on one of the hosts, forked from the test's."""
+    """A process on a host, forked from the test's process."""
 
     pid: int
     log: Path
@@ -43,7 +43,7 @@ class Run:
         return self.log.read_text(errors="replace")
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Return the exit code, or None while the process runs."""
         if self.code is None:
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             if ended:
@@ -51,7 +51,7 @@ class Run:
         return self.code
 
     def wait(self, seconds: float = 100) -> int:
-        """Its exit code."""
+        """Wait for the end of the process and return its exit code."""
         wait_until(lambda: self.poll() is not None, self.output, seconds)
         assert self.code is not None
         return self.code
@@ -59,7 +59,14 @@ class Run:
 
 @dataclass
 class Host:
-    """A host; ``names`` is its ``/etc/hosts``."""
+    """A host.
+
+    Attributes:
+        name: Host name.
+        address: IP address on the switch.
+        space: Name of the network namespace.
+        names: Content of the host's ``/etc/hosts``.
+    """
 
     name: str
     address: str
@@ -67,24 +74,24 @@ class Host:
     names: str = ""
 
     def set_link(self, state: str) -> None:
-        """Pull its cable, ``down``, or plug it in again, ``up``."""
+        """Disconnect the host from the switch (``down``), or connect it again (``up``)."""
         _ip("-n", self.space, "link", "set", "wire", state)
 
     def kill_all(self) -> None:
-        """Kill what runs there."""
-        found = subprocess.run(["ip", "netns", "pids", self.space], capture_output=True, text=True).stdout
-        for pid in map(int, found.split()):
+        """Kill all processes on the host."""
+        listed = subprocess.run(["ip", "netns", "pids", self.space], capture_output=True, text=True).stdout
+        for pid in map(int, listed.split()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
 class Network:
-    """A switch and the hosts at it.
+    """A switch and its hosts.
 
-    Their other interface, ``extra``, comes first in the list and leads nowhere.
+    Each host also has an interface ``extra``, which comes first in the list of interfaces and leads nowhere.
 
     Args:
-        folder: For what the hosts' processes print.
+        folder: Folder for the output of the hosts' processes.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -112,7 +119,7 @@ class Network:
         return host
 
     def remove(self) -> None:
-        # The test may have added hosts in a process of its own.
+        # The test may have added hosts in a forked process, so `self.hosts` may be incomplete.
         listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
         for space in (line.split()[0] for line in listed.splitlines() if line.startswith(self.switch)):
             Host("", "", space).kill_all()
@@ -147,7 +154,7 @@ class Network:
 
 @contextlib.contextmanager
 def network() -> Iterator[Network]:
-    """A network without hosts; it, and what runs there, ends with the block."""
+    """Yield a network without hosts; at the end of the block the network and its processes are removed."""
     with tempfile.TemporaryDirectory() as folder:
         made = Network(Path(folder))
         try:
@@ -158,17 +165,17 @@ def network() -> Iterator[Network]:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[Network]:
-    """The hosts ``alpha`` and ``beta``."""
+    """Yield a network with the hosts ``alpha`` and ``beta``."""
     with network() as made:
         alpha, beta = made.add("alpha"), made.add("beta")
         for host, other in ((alpha, beta), (beta, alpha)):
-            # As Debian does it: a host's own name is an address of the loopback.
+            # As on Debian, a host's own name is a loopback address.
             host.names = f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{other.address} {other.name}\n"
         yield made
 
 
 def bind(source: Path, target: Path, read_only: bool = False) -> None:
-    """Show a file or directory at another place, to this process alone."""
+    """Mount a file or directory at another path, visible to this process only."""
     subprocess.run(["mount", "--bind", source, target], check=True)
     if read_only:
         subprocess.run(["mount", "-o", "remount,ro,bind", target], check=True)
@@ -179,9 +186,9 @@ def _ip(*words: str) -> None:
 
 
 def _enter(host: Host, names: Path) -> None:
-    """What ``ip netns exec`` does, with a host name, a file of hosts and a ``/run`` of its own.
+    """Enter a host like ``ip netns exec``, but also with the host's name, ``/etc/hosts`` and ``/run``.
 
-    Without the last a mount point there would be gone when another test removes it.
+    The process needs its own ``/run``, because another test may remove the mount points in the machine's ``/run``.
     """
     file = os.open(f"/run/netns/{host.space}", os.O_RDONLY)
     _check(_libc.setns(file, CLONE_NEWNET))

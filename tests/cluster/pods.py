@@ -1,7 +1,7 @@
-"""A pod on this machine: a host, with its volumes mounted and its command as it is.
+"""A simulated pod on this machine: a host on which the pod's volumes are mounted and its command runs unchanged.
 
-There are no containers: the file system is this machine's, and so are the process numbers. ``python`` in a pod starts
-warm; see tests/warm.py.
+There are no containers: pods share this machine's file system and process ids. ``python`` in a pod starts warm; see
+tests/warm.py.
 """
 
 import contextlib
@@ -21,7 +21,8 @@ from cluster.hosts import Network, bind
 from conftest import ROOT
 
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-# Sends what it was called with to the pod's own process, which has imported everything, and ends as the program does.
+# The pod's `python`. It sends its arguments to the pod's first process, which has imported everything and starts the
+# program, and then ends with the program's exit code.
 CLIENT = f"""#!{sys.executable} -IS
 import json, os, signal, socket, sys
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -38,13 +39,13 @@ sys.exit(code)
 
 
 class Pod:
-    """A pod of an Indexed Job: the same number and name at each start, and another process.
+    """A pod of an Indexed Job. Each start has the same index and name, but a new process.
 
     Args:
-        network: Where it is a host.
-        job: Its Job.
-        index: Its number.
-        secret: The files of its Secret.
+        network: Network of which the pod is a host.
+        job: The pod's Job.
+        index: Completion index of the pod.
+        secret: Folder with the files of the pod's Secret.
     """
 
     def __init__(self, network: Network, job: dict[str, Any], index: int, secret: Path) -> None:
@@ -53,27 +54,27 @@ class Pod:
         self.spec = job["spec"]["template"]["spec"]
         self.host = network.add(f"{job['metadata']['name']}-{index}")
         self.name = f"{self.host.name}.{self.spec['subdomain']}"
-        self.codes: list[int] = []  # Of the starts that have ended.
+        self.codes: list[int] = []  # Exit codes of the starts that have ended.
 
     def start(self, configuration: str, others: "list[Pod]") -> None:
-        """Start it, for the first time or again, with what its ConfigMap holds."""
+        """Start the pod, for the first time or again, with the configuration of its ConfigMap."""
         names = [f"{pod.host.address} {pod.name}\n" for pod in others]
         self.host.names = f"127.0.0.1 localhost\n{self.host.address} {self.host.name}\n{''.join(names)}"
-        own = self.network.folder / f"{self.host.name}-{len(self.codes)}"
-        (own / "config").mkdir(parents=True)
-        (own / "config/config.yaml").write_text(configuration)
-        self.run = self.network.start(self.host, lambda: self._run(own))
+        folder = self.network.folder / f"{self.host.name}-{len(self.codes)}"
+        (folder / "config").mkdir(parents=True)
+        (folder / "config/config.yaml").write_text(configuration)
+        self.run = self.network.start(self.host, lambda: self._run(folder))
 
     def has_failed(self) -> bool:
-        """Whether its container has ended since it was asked last, and not with 0."""
+        """Return whether the container has ended since the last call, with an exit code other than 0."""
         if self.run.code is not None or (code := self.run.poll()) is None:
             return False
-        self.host.kill_all()  # What is left ends with the container.
+        self.host.kill_all()  # All processes of a container end with its first process.
         self.codes.append(code)
         return code != 0
 
     def actions(self) -> list[str]:
-        """What its Job does about its ends: FailJob, Ignore or Count."""
+        """Return the Job's actions for the pod's failed starts: FailJob, Ignore or Count."""
         on_code = {
             code: str(rule["action"])
             for rule in self.rules
@@ -83,35 +84,35 @@ class Pod:
         return [on_code.get(code, "Count") for code in self.codes if code]
 
     def drain(self) -> None:
-        """What a node that is drained sends to a container's first process."""
+        """Send the signal that a container's first process gets when its node is drained."""
         os.kill(self.run.pid, signal.SIGTERM)
 
-    def _run(self, own: Path) -> None:
-        """In the pod's first process: what kubelet does, until the container ends."""
+    def _run(self, folder: Path) -> None:
+        """Do in the pod's first process what kubelet does, until the container ends."""
         (container,) = self.spec["containers"]
         volumes = {volume["name"]: volume for volume in self.spec["volumes"]}
         for mount in container["volumeMounts"]:
-            self._mount(volumes[mount["name"]], Path(mount["mountPath"]), own)
-        (own / "python").write_text(CLIENT)
-        (own / "python").chmod(0o755)
-        with _server(own / "socket") as serve:
+            self._mount(volumes[mount["name"]], Path(mount["mountPath"]), folder)
+        (folder / "python").write_text(CLIENT)
+        (folder / "python").chmod(0o755)
+        with _server(folder / "socket") as serve:
             words = [shutil.which(container["command"][0]) or "", *container["command"][1:]]
-            shell = warm.popen(words, env=self._environment(container, own), cwd="/")
+            shell = warm.popen(words, env=self._environment(container, folder), cwd="/")
             signal.signal(signal.SIGTERM, lambda number, frame: shell.send_signal(number))
             warm.install()
             while shell.poll() is None:
                 serve()
         sys.exit(shell.returncode if shell.returncode >= 0 else 128 - shell.returncode)
 
-    def _mount(self, volume: dict[str, Any], path: Path, own: Path) -> None:
+    def _mount(self, volume: dict[str, Any], path: Path, folder: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         if "emptyDir" in volume:
             subprocess.run(["mount", "-t", "tmpfs", "tmpfs", path], check=True)
         elif "configMap" in volume:
-            bind(own / "config", path, read_only=True)
+            bind(folder / "config", path, read_only=True)
         elif "secret" in volume:
-            # As kubelet has it: links to files in another directory, all of the default mode.
-            data = own / "secret/..data"
+            # As with kubelet, the files are links to files in another directory, with the Secret's default mode.
+            data = folder / "secret/..data"
             shutil.copytree(self.secret, data)
             for file in data.iterdir():
                 file.chmod(volume["secret"]["defaultMode"])
@@ -122,14 +123,14 @@ class Pod:
             claim.mkdir(parents=True, exist_ok=True)
             bind(claim, path)
 
-    def _environment(self, container: dict[str, Any], own: Path) -> dict[str, str]:
+    def _environment(self, container: dict[str, Any], folder: Path) -> dict[str, str]:
         result = {
-            "PATH": f"{own}:{os.environ['PATH']}",
-            "HOME": str(own),
-            "PYTHONPATH": str(ROOT),  # As if the image had the package.
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "HOME": str(folder),
+            "PYTHONPATH": str(ROOT),  # Simulates an image with the package.
             "OMP_NUM_THREADS": "1",
-            "POD_SOCKET": str(own / "socket"),
-            # What Kubernetes sets.
+            "POD_SOCKET": str(folder / "socket"),
+            # Kubernetes sets these variables.
             "HOSTNAME": self.host.name,
             "KUBERNETES_SERVICE_HOST": "10.96.0.1",
             "JOB_COMPLETION_INDEX": str(self.index),
@@ -143,7 +144,7 @@ class Pod:
 
 @contextlib.contextmanager
 def _server(path: Path) -> Iterator[Callable[[], None]]:
-    """Starts programs for the pod's `python`; to be called again and again."""
+    """Yield a function that starts programs for the pod's `python`. Call the function again and again."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(path))
     listener.listen()
@@ -168,7 +169,7 @@ def _server(path: Path) -> Iterator[Callable[[], None]]:
         for file in files:
             os.close(file)
         programs[pid] = client
-        with contextlib.suppress(OSError):  # It may have been killed since.
+        with contextlib.suppress(OSError):  # The client may have been killed in the meantime.
             client.send(str(pid).encode())
 
     with listener:

@@ -1,4 +1,4 @@
-"""Programs of a test: their environment, what they print, and their ends."""
+"""Programs that tests start: their environment, their output, and waiting for their end."""
 
 import contextlib
 import os
@@ -17,29 +17,29 @@ PYTHON = sys.executable
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The variables for a program that runs this checkout's package with one thread."""
+    """Return the environment for a program that runs this checkout's package with one thread."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
 
 
 def fit(*arguments: str) -> list[str]:
-    """The words that train the quickstart for a short while."""
+    """Return the arguments after the interpreter that train the quickstart."""
     return [
         *("-m", "cnnstrategies", "fit", f"--config={ROOT / 'configs/quickstart.yaml'}"),
         *("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", *arguments),
     ]
 
 
-def wait_until(condition: Callable[[], T], said: Callable[[], str], seconds: float = 150) -> T:
-    """What the condition gives as soon as it is something; fails with what has been said, where that takes too long."""
+def wait_until(condition: Callable[[], T], report: Callable[[], str], seconds: float = 150) -> T:
+    """Wait for a condition and return its first true value; after too long, fail with the text of `report`."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s:\n{said()}"
+        assert time.monotonic() < deadline, f"not within {seconds} s:\n{report()}"
         time.sleep(0.05)
     return result
 
 
 class Program:
-    """A program under way, with its output in a file."""
+    """A running program that writes its output to a file."""
 
     def __init__(self, words: Sequence[str], log: Path, **variables: str) -> None:
         self.log = log
@@ -65,10 +65,10 @@ class Program:
 
 
 def process_with(**variables: str) -> dict[str, str] | None:
-    """The environment of a process that has these variables, with its number as ``PID``; None where there is none."""
+    """Return the environment of a process that has these variables, with its id as ``PID``; None if no process has."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            found = dict(word.split("=", 1) for word in path.read_text(errors="replace").split("\0") if "=" in word)
-            if variables.items() <= found.items():
-                return {**found, "PID": path.parent.name}
+            environ = dict(word.split("=", 1) for word in path.read_text(errors="replace").split("\0") if "=" in word)
+            if variables.items() <= environ.items():
+                return {**environ, "PID": path.parent.name}
     return None

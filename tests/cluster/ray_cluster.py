@@ -1,7 +1,7 @@
 """A real Ray cluster of several raylets on this machine.
 
-As a program it starts a head without CPUs and as many nodes as it is told, prints the address, puts a new node in the
-place of each whose raylet's number it reads, and ends all with its input.
+As a program, this file starts a head without CPUs and the given number of nodes, and prints the address. When it reads
+the process id of a raylet, it replaces the raylet's node by a new node. At the end of its input it ends the cluster.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ CPUS = 2
 
 
 def missing() -> str | None:
-    """Why there can be no Ray cluster here; None where there can."""
+    """Return the reason why this machine cannot have a Ray cluster, or None if it can."""
     if sys.platform != "linux":
         return "looks for a node's processes in /proc"
     if importlib.util.find_spec("ray") is None:
@@ -31,20 +31,20 @@ class RayCluster:
     """A running cluster.
 
     Attributes:
-        address: For ``ray.init``.
+        address: Address for ``ray.init``.
     """
 
     def __init__(self, program: "subprocess.Popen[str]") -> None:
         self._program = program
-        self.address = self._said()
+        self.address = self._answer()
 
     def replace(self, raylet: int) -> None:
-        """Kill a node with all its processes, and add another one."""
+        """Kill the node of a raylet with all its processes, and add a new node."""
         assert self._program.stdin is not None
         print(raylet, file=self._program.stdin, flush=True)
-        self._said()
+        self._answer()
 
-    def _said(self) -> str:
+    def _answer(self) -> str:
         assert self._program.stdout is not None
         for line in self._program.stdout:
             word, _, rest = line.strip().partition(" ")
@@ -55,8 +55,8 @@ class RayCluster:
 
 @contextlib.contextmanager
 def ray_cluster(nodes: int) -> Iterator[RayCluster]:
-    """Start a cluster; end it afterwards."""
-    # Ray's sockets lie below, and a path of theirs has at most 107 characters.
+    """Start a cluster, and end it afterwards."""
+    # The paths of Ray's sockets are below this folder, and have at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="ray") as folder:
         root = Path(__file__).parents[2]
         program = subprocess.Popen(
@@ -78,7 +78,7 @@ def ray_cluster(nodes: int) -> Iterator[RayCluster]:
 def _serve(nodes: int, folder: str) -> None:
     from ray.cluster_utils import Cluster
 
-    Path("/tmp/ray").mkdir(exist_ok=True)  # Where it notes the address, whatever `temp_dir` says.
+    Path("/tmp/ray").mkdir(exist_ok=True)  # Ray writes the address here even if `temp_dir` is another folder.
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": folder}
     )
@@ -94,7 +94,9 @@ def _serve(nodes: int, folder: str) -> None:
 
 
 def _kill(cluster: Any, raylet: int) -> None:
-    (node,) = [one for one in cluster.worker_nodes if one.all_processes["raylet"][0].process.pid == raylet]
+    (node,) = [
+        candidate for candidate in cluster.worker_nodes if candidate.all_processes["raylet"][0].process.pid == raylet
+    ]
     workers = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
     for process in (raylet, *map(int, workers)):
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""A real SLURM of two nodes on this machine, under one directory and on loopback only."""
+"""A real SLURM cluster of two nodes on this machine, with all files in one directory, on the loopback only."""
 
 import contextlib
 import os
@@ -22,9 +22,9 @@ CPUS = 8
 
 
 def missing() -> str | None:
-    """Why there can be no SLURM here; None where there can."""
+    """Return the reason why this machine cannot have a SLURM cluster, or None if it can."""
     if sys.platform != "linux" or os.geteuid() != 0:
-        return "a SLURM of one's own needs root on Linux"
+        return "a SLURM cluster for tests needs root on Linux"
     path = os.environ["PATH"] + ":/usr/sbin:/sbin"
     absent = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
     return f"not installed: {', '.join(absent)} (Debian: apt-get install slurm-wlm munge)" if absent else None
@@ -32,18 +32,18 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Slurm:
-    """A running SLURM.
+    """A running SLURM cluster.
 
     Attributes:
-        environment: The variables by which its commands find it.
-        root: Its directory.
+        environment: Environment in which SLURM's commands find this cluster.
+        root: Directory of all its files.
     """
 
     environment: dict[str, str]
     root: Path
 
     def run(self, *command: object, check: bool = True) -> str:
-        """What one of its commands printed."""
+        """Run one of SLURM's commands and return its output."""
         ended = subprocess.run(
             [str(word) for word in command], env=self.environment, capture_output=True, text=True, timeout=60
         )
@@ -51,19 +51,19 @@ class Slurm:
         return ended.stdout
 
     def job(self, number: str) -> dict[str, str]:
-        """What SLURM knows about a job."""
+        """Return SLURM's information about a job, by field."""
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def logs(self) -> str:
-        """The ends of the daemons' logs, for a failed test."""
+        """Return the ends of the daemons' logs, for the message of a failed test."""
         return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.root.glob("*.log")))
 
 
 @contextlib.contextmanager
 def slurm_cluster() -> Iterator[Slurm]:
-    """Start munged, slurmctld and a slurmd for each node; end them, and whatever their jobs left, afterwards."""
-    # Not below pytest's directory: munged wants every directory above its socket to be open to all.
+    """Start munged, slurmctld and a slurmd for each node; end them and their jobs' processes afterwards."""
+    # The directory is not below pytest's: munged needs every directory above its socket to be open to all users.
     with tempfile.TemporaryDirectory(prefix="slurm-") as directory, contextlib.ExitStack() as at_end:
         root = Path(directory)
         root.chmod(0o755)
@@ -118,11 +118,11 @@ def _write_configuration(root: Path, ports: list[int]) -> None:
         "ClusterName": "test",
         "SlurmctldHost": f"{host}(127.0.0.1)",
         "SlurmctldPort": controller,
-        "FirstJobId": 100 * controller,  # No two clusters have jobs of one number.
+        "FirstJobId": 100 * controller,  # Jobs of different clusters have different numbers.
         "CommunicationParameters": "NoCtldInAddrAny,NoInAddrAny",
         "SlurmUser": "root",
         "SlurmdUser": "root",
-        # Also how long a requeued job waits.
+        # This is also the time that a requeued job waits.
         "AuthInfo": f"socket={root}/munge.socket,cred_expire=5",
         "StateSaveLocation": root / "state",
         "SlurmdSpoolDir": f"{root}/%n/spool",

@@ -1,4 +1,4 @@
-"""The page "Add a launcher": its launcher, as printed there, is detected, gives ranks and takes submissions."""
+"""The launcher that is printed on the page "Add a launcher" is detected, gives ranks and accepts submissions."""
 
 import os
 import re
@@ -23,7 +23,7 @@ SIZE = ["--trainer.num_nodes=2", "--trainer.devices=2"]
 
 @pytest.fixture(autouse=True)
 def _toy(monkeypatch):
-    """Register the page's launcher, for one test."""
+    """Register the page's launcher for one test."""
     monkeypatch.setattr(registry, "REGISTRY", dict(registry.REGISTRY))
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     exec(compile(code, PAGE.name, "exec"), {"__name__": "toy"})
@@ -41,7 +41,7 @@ def test_ranks_and_their_meeting_point_are_the_launchers(monkeypatch):
     (environment,) = environment_plugins([], num_nodes=2)
     assert (environment.global_rank(), environment.world_size(), environment.node_rank()) == (3, 4, 1)
     assert (local_rank(), launchers.process_number(os.environ)) == (1, 3)
-    with pytest.raises(ConfigurationError, match="toyrun has started ranks on several machines, and rank 3 does not"):
+    with pytest.raises(ConfigurationError, match="toyrun has started ranks on several machines, but rank 3 does not"):
         _ = environment.main_address
     monkeypatch.setenv("MASTER_ADDR", "alpha")
     ports = [environment.main_port]
@@ -56,7 +56,7 @@ def test_a_wrong_number_of_ranks_is_refused_with_the_launchers_command(monkeypat
         monkeypatch.setenv(name, value)
     options = {"accelerator": "cpu", "strategy": "ddp", "logger": False, "enable_checkpointing": False}
     trainer = Trainer(num_nodes=2, devices=3, plugins=environment_plugins([]), **options)
-    message = "toyrun has started 4 processes, .* start them with `toyrun --nodes=2 --per-node=3`"
+    message = "toyrun has started 4 processes, .* start the run with `toyrun --nodes=2 --per-node=3`"
     with pytest.raises(ConfigurationError, match=message):
         check_world(trainer)
 
@@ -78,7 +78,7 @@ def test_a_submission_is_shown_and_queued(capsys):
     assert "a job that Toy starts again would start from the beginning each time" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main([*RUN, *SIZE])
-    assert "toysub is not found: submit on a login node of a Toy cluster" in capsys.readouterr().err
+    assert "toysub is not installed: run submit on a login node of a Toy cluster" in capsys.readouterr().err
     assert not [file for file in Path().rglob("*") if file.is_file()], "a refused job leaves nothing behind"
     program = Path("toysub").absolute()
     program.write_text('#!/bin/sh\ntest -e "$1" && echo 17\n')
@@ -100,5 +100,5 @@ def test_the_help_and_a_refusal_name_the_launcher(capsys):
 
 
 def test_two_launchers_cannot_have_the_same_place():
-    with pytest.raises(ValueError, match=r"launcher toy \(precedence 55\): Toy is registered as toy"):
+    with pytest.raises(ValueError, match=r"launcher toy \(precedence 55\): Toy is already registered as toy"):
         launchers.register(type(launchers.launcher_named("toy")))

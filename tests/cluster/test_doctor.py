@@ -1,4 +1,4 @@
-"""The doctor on two hosts: network namespaces with addresses and names of their own."""
+"""The doctor on two hosts, which are network namespaces with addresses and names of their own."""
 
 import os
 import re
@@ -21,7 +21,7 @@ reason = missing()
 
 
 def examine(*arguments: str, before: Callable[[int], None] = lambda node: None) -> list[tuple[int, str]]:
-    """The doctor's exit codes and outputs, when it is started on both hosts."""
+    """Start the doctor on both hosts, and return its exit codes and outputs."""
     with two_hosts() as hosts:
 
         def run(node: int) -> None:
@@ -36,8 +36,10 @@ def examine(*arguments: str, before: Callable[[int], None] = lambda node: None) 
 
 @pytest.mark.cluster
 @pytest.mark.skipif(reason is not None, reason=str(reason))
-def test_what_differs_or_does_not_work_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "shared_memory", lambda: 2**30)  # The tests may run in a container with little.
+def test_the_doctor_names_differences_and_faults_of_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        doctor, "shared_memory", lambda: 2**30
+    )  # The tests may run in a container with little shared memory.
     (code, output), (second, _) = examine("--interface=10.77.9.0/24")
     assert (code, second) == (0, 0), output
     assert f"No problems: all 2 hosts have the same versions, reach each other and share {tmp_path}" in output
@@ -55,11 +57,11 @@ def test_what_differs_or_does_not_work_is_named(tmp_path: Path, monkeypatch: pyt
     assert (code, second) == (1, 0), output
     assert "problem: lightning differs: " in output
     assert "2.6.4 on beta" in output
-    assert f"problem: beta: {tmp_path}/shared: files that alpha writes do not appear here" in output
+    assert f"problem: beta: {tmp_path}/shared: a file from alpha does not appear on this host" in output
     assert re.search(rf"problem: beta: cannot write {tmp_path}/shared/\S+: Read-only file system", output), output
 
 
-def test_without_other_hosts_it_checks_this_machine(
+def test_without_other_hosts_the_doctor_checks_this_machine(
     run_cli: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(doctor, "shared_memory", lambda: 2**30)
@@ -74,7 +76,7 @@ def test_without_other_hosts_it_checks_this_machine(
     assert f"problem: {socket.gethostname()}: 64 MiB of shared memory" in output
     for name, value in {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    alone, told = run_cli("doctor", "--wait=0.1")
+    alone, alone_output = run_cli("doctor", "--wait=0.1")
     assert (little, alone) == (1, 1)
-    assert re.search("problem: .* has rank 0 been started", told), told
-    assert (f"torch {torch.__version__} cannot use its 1 GPU" in output) != torch.cuda.is_available()
+    assert re.search("problem: .* check that rank 0 was started", alone_output), alone_output
+    assert (f"torch {torch.__version__} cannot use the 1 GPU" in output) != torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""What the variables of launchers say; a world of another size than the trainer divides the work for is refused."""
+"""Ranks from the environment variables of launchers. A wrong world size is refused."""
 
 import os
 from fnmatch import fnmatch
@@ -39,23 +39,23 @@ MPIRUN = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
-# Variables, devices, nodes, and what is said; None where it is right.
+# Variables, devices, nodes, and the error message; None if the numbers are right.
 WORLDS: list[tuple[dict[str, str], int, int, str | None]] = [
-    (SLURM, 2, 1, r"srun has started 1 process, .* x trainer.devices=2 are 2: .*--ntasks-per-node=2"),
-    (FOUR, 2, 3, "has started 4 processes, and trainer.num_nodes=3 x"),
-    (FOUR, 1, 1, "has started 4 processes, and trainer.num_nodes=1 x"),
+    (SLURM, 2, 1, r"srun has started 1 process, .* x trainer.devices=2 needs 2: .*--ntasks-per-node=2"),
+    (FOUR, 2, 3, "has started 4 processes, but trainer.num_nodes=3 x"),
+    (FOUR, 1, 1, "has started 4 processes, but trainer.num_nodes=1 x"),
     (FOUR, 4, 1, "trainer.num_nodes=1, trainer.devices=4: .* in SLURM"),
     (
         TORCHRUN,
         4,
         1,
-        "torchrun has started 2 processes, .* start them with `torchrun --nnodes=1 --nproc-per-node=4`, or",
+        "torchrun has started 2 processes, .* start the run with `torchrun --nnodes=1 --nproc-per-node=4`, or",
     ),
-    (MPIRUN, 4, 1, "mpirun has started 2 processes, .* are 4: start them with `mpirun -n 4 --map-by ppr:4:node`"),
+    (MPIRUN, 4, 1, "mpirun has started 2 processes, .* needs 4: start the run with `mpirun -n 4 --map-by ppr:4:node`"),
     (SLURM, 1, 1, None),
     (FOUR, 2, 2, None),
     (TORCHRUN, 2, 1, None),
-    # Lightning starts as many processes as it is told, also under srun that was built with PMI.
+    # Lightning itself starts the configured number of processes, also if an srun that was built with PMI sets PMI_*.
     ({}, 4, 1, None),
     ({"LOCAL_RANK": "1"}, 4, 2, None),
     ({"PMI_RANK": "1", "PMI_SIZE": "2"}, 4, 1, None),
@@ -73,7 +73,7 @@ def test_a_world_of_another_size_is_refused(strategy: str, monkeypatch: pytest.M
             if message is None:
                 check_world(made)
                 continue
-            # With the command line, and without.
+            # The first check belongs to the command line, the second works without it.
             for check in (check_world, SyntheticDataModule(global_batch_size=12).check_trainer):
                 with pytest.raises(ConfigurationError, match=message):
                     check(made)
@@ -89,15 +89,15 @@ def test_without_srun_a_run_starts_its_ranks_itself_on_one_node(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert [type(one) for one in environment_plugins([])] == [LightningEnvironment]
-    with pytest.raises(ConfigurationError, match=r"trainer.num_nodes=2: this job of SLURM has .* write srun before"):
+    assert [type(plugin) for plugin in environment_plugins([])] == [LightningEnvironment]
+    with pytest.raises(ConfigurationError, match=r"trainer.num_nodes=2, but this SLURM job has .* with srun, with one"):
         environment_plugins([], num_nodes=2)
     assert find_place() is None
     monkeypatch.setenv("NODE_RANK", "0")
-    assert [type(one) for one in environment_plugins([], num_nodes=2)] == [LightningEnvironment]
+    assert [type(plugin) for plugin in environment_plugins([], num_nodes=2)] == [LightningEnvironment]
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert [type(one) for one in environment_plugins([], num_nodes=2)] == [SLURMEnvironment]
+    assert [type(plugin) for plugin in environment_plugins([], num_nodes=2)] == [SLURMEnvironment]
     for name, value in {"SLURM_NODEID": "1", "SLURM_NNODES": "2", "SLURM_LOCALID": "0", "MASTER_ADDR": "n1"}.items():
         monkeypatch.setenv(name, value)
     assert find_place() == DoctorPlace(node=1, nodes=2, local_rank=0, main_address="n1", main_port=15007)
@@ -129,13 +129,17 @@ def test_ranks_come_from_the_variables_of_mpirun(
     assert (local_rank(), process_number(os.environ)) == (1, 1)
     assert made.main_address == "127.0.0.1"
     made.validate_settings(num_devices=2, num_nodes=1)
-    with pytest.raises(ConfigurationError, match=per_machine):  # Else a machine would not have neighbouring ranks.
+    with pytest.raises(ConfigurationError, match=per_machine):  # The ranks of a machine would not be consecutive.
         become(local_rank="0").validate_settings(num_devices=2, num_nodes=1)
     with pytest.raises(ConfigurationError, match=address_option):
         _ = become(local_size="1").main_address
     become(local_rank="0", local_size="1")
     ports = []
-    for job in ("1472528385", "1472528386", "1472528385"):  # MPICH has no number that all machines know.
+    for job in (
+        "1472528385",
+        "1472528386",
+        "1472528385",
+    ):  # Open MPI's job number. MPICH has no such number, so the arguments replace it.
         monkeypatch.setenv("PMIX_NAMESPACE", job)
         monkeypatch.setattr("sys.argv", ["cnnstrategies", "fit", f"--config={job}"])
         ports.append(launcher.environment().main_port)
@@ -147,8 +151,8 @@ def test_ranks_come_from_the_variables_of_mpirun(
     assert rank_launcher(os.environ) is launcher_named("torchrun")
 
 
-def test_the_innermost_launcher_counts() -> None:
-    """Lightning's order of environments with mpirun before SLURM, whose jobs mpirun may use."""
+def test_the_innermost_launcher_determines_the_ranks() -> None:
+    """The order is Lightning's, except that mpirun comes before SLURM, because mpirun may run in a SLURM job."""
     everything = {**SLURM, **MPIRUN, **TORCHRUN, "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}
     everything |= {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}
     names = ["torchrun", "openmpi", "mpich", "kubernetes", "ray", "slurm", "none"]
@@ -162,6 +166,6 @@ def test_the_innermost_launcher_counts() -> None:
             if not any(fnmatch(variable, pattern) for launcher in inner for pattern in launcher.variables)
         }
         ranks = rank_launcher(variables)
-        # Kubernetes and Ray give nodes, whose ranks Lightning starts.
+        # Kubernetes and Ray start nodes, and Lightning starts the ranks of a node.
         expected = {"kubernetes": "slurm", "ray": "slurm", "none": None}.get(name, name)
         assert (None if ranks is None else ranks.name) == expected

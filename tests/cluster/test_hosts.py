@@ -1,4 +1,4 @@
-"""Training across two hosts: network namespaces with addresses and names of their own."""
+"""Training across two hosts, which are network namespaces with addresses and names of their own."""
 
 import os
 import signal
@@ -32,12 +32,12 @@ def hosts() -> Iterator[Network]:
 
 
 def train(hosts: Network, node: int, *arguments: str, address: str = "alpha", port: int = 29511) -> Run:
-    """Starts the quickstart on one of the hosts, as its user would by hand."""
+    """Start the quickstart on one of the hosts, as a user would by hand."""
 
     def run() -> None:
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), NODE_RANK=str(node))
         os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-        warm.install()  # It may start itself again for each rank: by a helper that is on the same host.
+        warm.install()  # The program may start itself again for each rank; this helper is on the same host.
         sys.argv = [
             *(str(ROOT / "cli.py"), "fit", f"--config={ROOT / 'configs/quickstart.yaml'}"),
             *("--trainer.devices=1", "--trainer.num_nodes=2", "--trainer.enable_model_summary=false"),
@@ -49,7 +49,7 @@ def train(hosts: Network, node: int, *arguments: str, address: str = "alpha", po
 
 
 def written(since: int, runs: list[Run]) -> Path:
-    """The checkpoint, as soon as it has been written again."""
+    """Wait until the checkpoint is written after the time `since`, in nanoseconds, and return its path."""
 
     def newer() -> list[Path]:
         paths = Path("runs").glob("*/*/checkpoints/last.ckpt")
@@ -58,26 +58,26 @@ def written(since: int, runs: list[Run]) -> Path:
     return wait_until(newer, lambda: "\n".join(run.output() for run in runs))[0]
 
 
-def test_short_cuts_of_a_link_are_survived_and_long_ones_end_it(hosts: Network) -> None:
-    """Over the interface that is named, and each tells the other's name."""
+def test_a_run_survives_a_short_link_failure_and_ends_after_a_long_one(hosts: Network) -> None:
+    """The hosts use the configured interface, and each host names the other in its error message."""
     network = ("--interconnect.interface=10.77.9.0/24", "--interconnect.timeout=10")
     runs = [train(hosts, node, "--trainer.strategy=hybrid_pipeline", *network, *ENDLESS) for node in (0, 1)]
     path = written(0, runs)
     hosts.hosts[1].set_link("down")
-    time.sleep(2)  # Nothing can be on its way any more.
+    time.sleep(2)  # By then no packet is on its way any more.
     hosts.hosts[1].set_link("up")
     written(path.stat().st_mtime_ns, runs)
     hosts.hosts[1].set_link("down")
     codes = [run.wait() for run in runs]
     alpha, beta = (run.output() for run in runs)
     assert 0 not in codes, f"{alpha}\n{beta}"
-    torch.load(path, weights_only=True)  # It is whole.
+    torch.load(path, weights_only=True)  # Fails if the checkpoint is incomplete.
     assert "alpha has not reached beta (10.77.9.2, node 1) for 10 s" in alpha
     assert "beta has not reached alpha (10.77.9.1, node 0) for 10 s" in beta
 
 
 class Dies(Callback):
-    """Rank 2, the first of the second node, is killed in mid-epoch; the others tell their weights at the end."""
+    """Kills rank 2, the first rank of the second node, within an epoch, and saves the other ranks' final weights."""
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         if trainer.global_rank == 2 and trainer.global_step == 7:
@@ -87,7 +87,7 @@ class Dies(Callback):
         torch.save([parameter.detach() for parameter in pl_module.parameters()], f"rank{trainer.global_rank}.pt")
 
 
-def test_a_node_that_pushes_once_survives_its_leader(hosts: Network) -> None:
+def test_a_node_with_combined_pushes_survives_the_death_of_its_first_rank(hosts: Network) -> None:
     arguments = [
         "--trainer.strategy=ParameterServerStrategy",
         *(f"{SERVER}.timeout=10", f"{SERVER}.combine_per_node=true", f"{SERVER}.security=none"),

@@ -1,4 +1,4 @@
-"""The sbatch script says what the configuration says, and bash accepts it."""
+"""The sbatch script contains all options of the configuration, and bash accepts it."""
 
 import os
 import signal
@@ -63,7 +63,7 @@ def test_every_option_is_in_the_script() -> None:
     assert "run='/shared/runs of ann/100%done'\n" in text
 
 
-def test_what_is_left_out_is_left_to_the_cluster() -> None:
+def test_options_that_are_not_set_are_left_to_the_cluster() -> None:
     text = script(ClusterOptions(requeue=False), goes_on=True)
     assert directives(text) == [
         "--job-name=cnnstrategies",
@@ -83,13 +83,13 @@ def test_server_nodes_are_a_second_part_of_the_job() -> None:
     text = script(options, Size(nodes=1, tasks_per_node=4, gpus_per_node=4))
     lines = directives(text)
     second = lines[lines.index("hetjob") + 1 :]
-    # Of two options of one name sbatch takes the last.
+    # If an option appears twice, sbatch uses its last value.
     assert second == ["--nodes=2", "--ntasks-per-node=1", "--partition=gpu", "--time=60", "--partition=cpu"]
     assert text.index("--het-group=1") < text.index("cnnstrategies.commands.server") < text.index("--het-group=0")
     assert text.count('--config "$run/servers.yaml"') == 2
 
 
-def test_a_container_starts_the_interpreter_that_it_has() -> None:
+def test_a_container_starts_its_own_interpreter() -> None:
     text = script(ClusterOptions(container="apptainer exec --nv --bind '/my data' cnn.sif", server_nodes=1))
     container = "    apptainer exec --nv --bind '/my data' cnn.sif python -m cnnstrategies"
     assert f"{container} fit --config" in text
@@ -108,7 +108,7 @@ esac""",
 
 
 def is_requeued(folder: Path, code: int, restarts: int = 0, preempted: str = "None") -> bool:
-    """Run a job's script where srun ends with a code."""
+    """Run a job's script with an srun that ends with a code, and return whether the script requeued the job."""
     folder.mkdir()
     for name, text in STUBS.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -122,7 +122,7 @@ def is_requeued(folder: Path, code: int, restarts: int = 0, preempted: str = "No
     return requeued.exists() and requeued.read_text() == "17\n"
 
 
-def test_warned_and_preempted_jobs_are_requeued_and_failed_not(tmp_path: Path) -> None:
+def test_warned_and_preempted_jobs_are_requeued_and_failed_jobs_are_not(tmp_path: Path) -> None:
     warned = 128 + signal.SIGUSR1
     assert is_requeued(tmp_path / "warned", warned)
     assert not is_requeued(tmp_path / "finished", 0)
@@ -133,7 +133,7 @@ def test_warned_and_preempted_jobs_are_requeued_and_failed_not(tmp_path: Path) -
     assert not is_requeued(tmp_path / "warned too often", warned, restarts=3)
 
 
-def test_the_size_is_the_trainers() -> None:
+def test_the_jobs_size_comes_from_the_trainers_options() -> None:
     assert job_size(2, "4", "cuda") == job_size(2, 4, "gpu") == Size(2, 4, 4)
     assert job_size(2, [0, 2], "gpu") == Size(2, 2, 2)
     assert job_size(2, 3, "cpu") == Size(2, 3, 0)

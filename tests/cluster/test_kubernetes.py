@@ -1,4 +1,4 @@
-"""The pods of a run on Kubernetes: what is rendered, against the real schemas, and what is refused."""
+"""The objects of a run on Kubernetes match Kubernetes' schemas, and their scripts and creation work."""
 
 import importlib.util
 import os
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.light
 
 
 def run(**options: Any) -> PodRun:
-    """With everything that the options can say, unless they say otherwise."""
+    """Return a run with a value for every option; `options` replaces values."""
     full: dict[str, Any] = {
         "image": "registry.example.com/cnn:1",
         "namespace": "vision",
@@ -43,24 +43,26 @@ def run(**options: Any) -> PodRun:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("kubernetes_validate") is None, reason="pip install kubernetes-validate")
-def test_the_text_is_yaml_of_objects_that_fit_the_schemas_of_kubernetes():
+def test_the_printed_yaml_matches_the_objects_and_the_schemas_of_kubernetes():
     import kubernetes_validate
 
     text = kubernetes.text(run())
     assert list(yaml.safe_load_all(text)) == kubernetes.objects(run())
-    assert not any(sign in text for sign in ("&id", "\\n", "$$")), "anchors, a script on one line, what is made one $"
+    assert not any(sign in text for sign in ("&id", "\\n", "$$")), (
+        "no YAML anchors, no script on one line, no $$, which Kubernetes replaces by $"
+    )
     for made in kubernetes.objects(run()):
         for version in ("1.31", "1.35"):
             kubernetes_validate.validate(made, version, strict=True)
 
 
-def test_pods_have_what_training_needs_and_may_be_evicted():
+def test_pods_have_the_resources_of_training_and_survive_eviction():
     _, service, servers, job = kubernetes.objects(run())
     assert service["spec"]["selector"] == job["spec"]["template"]["metadata"]["labels"]
     assert (job["metadata"]["name"], job["spec"]["parallelism"]) == ("cnn-1", 2)
     assert (servers["metadata"]["name"], servers["spec"]["parallelism"]) == ("cnn-1-servers", 3)
     (container,) = servers["spec"]["template"]["spec"]["containers"]
-    assert container["resources"]["limits"] == {"cpu": "2"}, "and no GPU"
+    assert container["resources"]["limits"] == {"cpu": "2"}, "a server has no GPU"
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["resources"]["limits"] == {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "8"}
@@ -77,8 +79,8 @@ def test_pods_have_what_training_needs_and_may_be_evicted():
     assert rules[2]["onExitCodes"]["values"] == [143]
 
 
-def test_the_image_is_made_of_what_is_there():
-    """The Containerfile copies what it installs from, and its user is the recipe's."""
+def test_the_containerfile_copies_existing_files_and_uses_the_recipes_user():
+    """The Containerfile copies the files from which it installs, and its user is the user in the recipe."""
     steps = [line.split() for line in (ROOT / "Containerfile").read_text().splitlines() if line and line[0] != "#"]
     copied = {source for step, *words in steps if step == "COPY" for source in words[:-1]}
     assert all((ROOT / source).exists() for source in copied)
@@ -103,11 +105,11 @@ exit $code
 
 
 class Pod:
-    """A pod's script, run here with a program in the place of Python."""
+    """A running script of a pod, with a shell script in place of Python."""
 
     def __init__(self, folder: Path, script: str, node: int) -> None:
         self.log = folder / f"log{node}"
-        if not (folder / "python").exists():  # Another pod may be about to start it.
+        if not (folder / "python").exists():  # Do not rewrite the file: another pod may just be starting it.
             (folder / "python").write_text(FAKE)
             (folder / "python").chmod(0o755)
         path = f"{folder}:{os.environ['PATH']}"
@@ -127,7 +129,10 @@ class Pod:
 
 
 def test_a_pods_script_passes_signals_and_the_runs_exit_code(tmp_path: Path):
-    """A trainer's with the run's exit code; a server's when the run has ended well, or has stopped on its signal."""
+    """A trainer's script ends with the run's exit code.
+
+    A server's script ends when the run has succeeded, or when the run has stopped after the server's signal.
+    """
     this = replace(run(key_secret=None), folder=str(tmp_path / "run"), goes_on=True)
     first = Pod(tmp_path, trainer_script(this), 0)
     server, drained = (Pod(tmp_path, server_script(this), node) for node in (7, 8))
@@ -135,7 +140,7 @@ def test_a_pods_script_passes_signals_and_the_runs_exit_code(tmp_path: Path):
     server.wait_for("server")
     drained.wait_for("server")
     drained.process.terminate()
-    drained.wait_for("server", "asked")  # It tells the run, and serves on until that has stopped.
+    drained.wait_for("server", "asked")  # The server tells the run to stop, and serves until the run has stopped.
     assert drained.process.poll() is None
     drained.end_program(1)
     assert drained.process.wait(30) == 143
@@ -143,7 +148,7 @@ def test_a_pods_script_passes_signals_and_the_runs_exit_code(tmp_path: Path):
     assert first.process.wait(30) == 143
     first.wait_for("started", "stopped")
     server.end_program(1)
-    server.wait_for("server", "server")  # For the next start.
+    server.wait_for("server", "server")  # The server is ready for the next start of the run.
     lost = Pod(tmp_path, trainer_script(this), 1)
     lost.wait_for("started")
     again = Pod(tmp_path, trainer_script(this), 0)
@@ -152,7 +157,7 @@ def test_a_pods_script_passes_signals_and_the_runs_exit_code(tmp_path: Path):
     assert again.process.wait(30) == 0
     assert server.process.wait(30) == 0
     lost.end_program(1)
-    assert lost.process.wait(30) == 0  # The others have gone on without it.
+    assert lost.process.wait(30) == 0  # The other pods have gone on without this pod.
 
 
 KUBECTL = """#!/bin/sh
@@ -165,7 +170,7 @@ esac
 """
 
 
-def test_all_objects_are_made_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_all_objects_are_created_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     (tmp_path / "kubectl").write_text(KUBECTL)
@@ -174,9 +179,11 @@ def test_all_objects_are_made_or_none(tmp_path: Path, monkeypatch: pytest.Monkey
     for refuses, seen in (("", [trial, makes]), ("trial", [trial]), ("job", [trial, makes, deletes])):
         (tmp_path / "seen").write_text("")
         monkeypatch.setenv("REFUSES", refuses)
-        with pytest.raises(ConfigurationError, match="the run: Job is invalid; see") if refuses else nullcontext():
+        with (
+            pytest.raises(ConfigurationError, match=r"the run \(Job is invalid\): check") if refuses else nullcontext()
+        ):
             create(run())
         assert (tmp_path / "seen").read_text().splitlines() == seen
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    with pytest.raises(ConfigurationError, match="kubectl is not found"):
+    with pytest.raises(ConfigurationError, match="kubectl is not installed"):
         create(run())

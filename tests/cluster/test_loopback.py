@@ -1,4 +1,4 @@
-"""On one machine nothing of a run listens anywhere but on the loopback, whatever starts its ranks."""
+"""On one machine all processes of a run listen on the loopback only, whatever starts the ranks."""
 
 import ipaddress
 import json
@@ -23,45 +23,49 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def addresses(process: int) -> list[str]:
-    """The IP addresses at which a process listens."""
+    """Return the IP addresses on which a process listens."""
     folder = Path(f"/proc/{process}")
     files = [os.readlink(file) for file in (folder / "fd").iterdir() if file.is_symlink()]
-    found = []
+    listening = []
     for table in ("tcp", "tcp6"):
         for line in (folder / "net" / table).read_text().splitlines()[1:]:
             _, local, _, state, *rest = line.split()
             if state == LISTENS and f"socket:[{rest[5]}]" in files:
                 words = bytes.fromhex(local.split(":")[0])
                 swapped = b"".join(words[start : start + 4][::-1] for start in range(0, len(words), 4))
-                found.append(str(ipaddress.ip_address(swapped)))
-    return found
+                listening.append(str(ipaddress.ip_address(swapped)))
+    return listening
 
 
 class Listening(Callback):
-    """Each rank writes down where it listens, and where the process does that has started it."""
+    """Writes to a file on which addresses each rank and its parent process listen."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert dist.get_world_size() == 2
-        found = {str(process): addresses(process) for process in (os.getpid(), os.getppid())}
+        listening = {str(process): addresses(process) for process in (os.getpid(), os.getppid())}
         chosen = [os.environ[name] for name in INTERFACES]
-        Path(f"rank{trainer.global_rank}").write_text(json.dumps([found, chosen]))
+        Path(f"rank{trainer.global_rank}").write_text(json.dumps([listening, chosen]))
 
 
 def check() -> None:
     for rank in range(2):
-        found, chosen = json.loads(Path(f"rank{rank}").read_text())
-        assert chosen == ["lo", "lo"]  # Else gloo takes the address of the machine's name, which may be the loopback's.
-        assert any(found.values())
-        assert all(ipaddress.ip_address(address).is_loopback for each in found.values() for address in each), found
+        listening, chosen = json.loads(Path(f"rank{rank}").read_text())
+        # Without these variables gloo uses the address of the machine's name, which may or may not be a loopback
+        # address.
+        assert chosen == ["lo", "lo"]
+        assert any(listening.values())
+        assert all(ipaddress.ip_address(address).is_loopback for each in listening.values() for address in each), (
+            listening
+        )
 
 
 @pytest.mark.warm
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
-def test_a_run_of_the_command_line(
+def test_a_run_of_the_command_line_listens_on_the_loopback_only(
     run_cli: Callable[..., tuple[int, str]], quick: list[str], strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # Lightning would start pytest again.
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # Otherwise Lightning would start pytest again.
     short = ["--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--trainer.callbacks+=test_loopback.Listening"]
     code, output = run_cli("fit", *quick, f"--trainer.strategy={strategy}", *short, "--checkpoint.monitor=null")
     assert code == 0, output
@@ -81,7 +85,7 @@ def script() -> None:
     trainer.fit(ImageClassifier(PlainCNN(), 10), DigitsDataModule())
 
 
-def test_a_script_without_the_command_line() -> None:
+def test_a_script_without_the_command_line_listens_on_the_loopback_only() -> None:
     assert run_started(2, script) == [0, 0]
     check()
 

@@ -1,4 +1,4 @@
-"""The hosts of a run find each other, by the right interface; those of several hosts are in test_hosts.py."""
+"""The hosts of a run find each other through the right interface. test_hosts.py has tests on several hosts."""
 
 import json
 import threading
@@ -16,8 +16,8 @@ from cnnstrategies.errors import ConfigurationError
 LOOPBACK = Interface("lo", "127.0.0.1")
 
 
-def test_the_host_with_the_store_ends_after_the_readers() -> None:
-    """Else they would lose their connection to it, and say that instead."""
+def test_the_host_with_the_store_ends_after_the_other_hosts() -> None:
+    """Otherwise the other hosts would lose their connection to the store, and report only that."""
     store = HashStore()
     store.set("source", "127.0.0.1")
     store.set("host/1", json.dumps(["beta", "127.0.0.1", 1]))
@@ -41,9 +41,9 @@ def test_the_host_with_the_store_ends_after_the_readers() -> None:
 
 
 def test_a_main_address_that_has_moved_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pod that is started again has the same name and another address."""
+    """A pod that is started again has the same name, but a different address."""
     port = free_port()
-    addresses = iter(["255.255.255.255", "127.0.0.1"])  # No connection is made to the first, whoever listens where.
+    addresses = iter(["255.255.255.255", "127.0.0.1"])  # A connection to the first address always fails.
     serving = open_store("127.0.0.1", port, True, 60)
     monkeypatch.setattr(stores, "resolve", lambda name: next(addresses))
     open_store("localhost", port, False, 60).set("here", "")

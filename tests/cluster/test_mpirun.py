@@ -1,4 +1,4 @@
-"""The real mpirun, Open MPI's and MPICH's, on this machine and on two hosts over SSH."""
+"""The real mpirun of Open MPI and of MPICH, on this machine and on two hosts over SSH."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from cluster.processes_of import PYTHON, Program, environment, fit
 pytestmark = pytest.mark.cluster
 
 SSHD = shutil.which("sshd", path=os.environ["PATH"] + ":/usr/sbin")
-# Containers often forbid the system call by which it reads another process's memory.
+# Containers often forbid the system call with which Open MPI reads another process's memory.
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "btl_vader_single_copy_mechanism", "none")
 NO_MPICH = "MPICH's mpiexec.hydra is not installed (pip install '.[mpich]', Debian: apt-get install mpich)"
 HYDRA = shutil.which("mpiexec.hydra") or shutil.which("mpiexec.hydra", path=Path(PYTHON).parent)
@@ -35,7 +35,7 @@ def test_two_ranks_of_mpich_train_one_model(tmp_path: Path) -> None:
 
 
 def start_sshd(hosts: Network, folder: Path) -> str:
-    """Starts a real SSH server on each host; the options of ssh that get in without a password."""
+    """Start a real SSH server on each host, and return ssh's options to log in without a password."""
     for name in ("server", "client"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
     words = [

@@ -1,4 +1,4 @@
-"""The rendered pods of a run, each on a host of its own: one is drained or lost, and all go on."""
+"""The pods of a run, each on a host of its own: the run goes on after a pod is drained or lost."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ reason = missing()
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(reason is not None, reason=str(reason))]
 
 QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
-ENDLESS = 100000  # epochs, until a run is interrupted
+ENDLESS = 100000  # Number of epochs until the run is interrupted; then it gets a small number.
 SECTION = f"""
 trainer:
   num_nodes: 2
@@ -36,7 +36,7 @@ cluster:
 
 
 class Run:
-    """A run as it was rendered, and its pods."""
+    """A run from the submitted YAML, with its pods."""
 
     def __init__(self, net: Network, keys: Path, name: str, *args: str) -> None:
         file = net.folder / f"{name}.yaml"
@@ -56,7 +56,7 @@ class Run:
         pod.start(yaml.safe_dump(self.configuration), self.pods)
 
     def has_succeeded(self) -> bool:
-        """Do what the controller of Jobs does; whether all pods have succeeded."""
+        """Start failed pods again, as the Job controller does, and return whether all pods have succeeded."""
         for pod in self.pods:
             if pod.has_failed():
                 assert "FailJob" not in pod.actions(), self.output()
@@ -80,8 +80,8 @@ def net() -> Iterator[Network]:
         yield made
 
 
-def test_pods_that_are_drained_or_lost_go_on(net: Network, tmp_path: Path) -> None:
-    """Pipeline: a node is lost; parameter server: the server's is drained."""
+def test_runs_go_on_after_pods_are_drained_or_lost(net: Network, tmp_path: Path) -> None:
+    """The pipeline loses a node; the parameter server's server is drained."""
     keys = tmp_path / "keys"
     keys.mkdir()
     KeyPair.create().save(keys / "run.key")

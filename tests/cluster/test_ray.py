@@ -1,4 +1,4 @@
-"""A real Ray cluster: runs that are submitted to it, and one of its nodes killed in mid-run."""
+"""Runs on a real Ray cluster; one test kills a node during the run."""
 
 import re
 import signal
@@ -41,7 +41,7 @@ def submit(cluster: RayCluster, log: Path, *arguments: str) -> Program:
 
 
 def wait_until_gone(folder: Path) -> None:
-    """Fails when a program of a run is left."""
+    """Wait until all programs of a run have ended, and fail if a program is left."""
     wait_until(lambda: process_with(CNNSTRATEGIES_RUN_NAME=folder.name) is None, lambda: "a program is left")
 
 
@@ -55,13 +55,13 @@ def test_after_a_nodes_death_the_run_resumes_on_another(tmp_path: Path, cluster:
     cluster.replace(int(program["RAY_RAYLET_PID"]))
     assert run.wait() == 0, run.output()
     output = run.output()
-    # The other node's program may fail for it, and end, before Ray knows of the loss.
+    # The other node's program may fail because of the loss, and end, before Ray knows of the loss.
     why = r"node 1 \(.*\) was lost(; node 0 then ended with code 1)?"
-    assert len(re.findall(rf"The run starts again \(1 of at most 3\): {why}\n", output)) == 1, output
+    assert len(re.findall(rf"The run restarts \(restart 1 of at most 3\), because {why}\n", output)) == 1, output
     checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     history = next(state["history"] for state in checkpoint["callbacks"].values() if "history" in state)
-    assert list(history) == list(range(EPOCHS))  # Every epoch was trained, and none twice.
-    # The driver has printed what the programs did, and kept it.
+    assert list(history) == list(range(EPOCHS))  # Every epoch was trained exactly once.
+    # The driver has printed the programs' output, and has written it to a file.
     log = (folder / "node0.log").read_text()
     assert "parameters" in log
     assert set(log.splitlines()) <= set(output.splitlines())
@@ -83,7 +83,7 @@ TRAINED = {name: repr(name) for name in STRATEGIES} | {"parameter_server": "Para
 
 @pytest.mark.parametrize("strategy", TRAINED)
 def test_a_strategy_trains_inside_ray_train_and_reports(tmp_path: Path, cluster: RayCluster, strategy: str) -> None:
-    """By the script of the page."""
+    """The test runs the script of the documentation's page."""
     (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/ray.md").read_text(), re.DOTALL)
     changes = {
         '"hybrid_pipeline"': TRAINED[strategy],

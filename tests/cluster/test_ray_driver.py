@@ -1,4 +1,4 @@
-"""The driver of a run on Ray, with programs of the shell on nodes that are threads here: no Ray is needed."""
+"""The driver of a run on Ray, tested without Ray: nodes are threads of this process and run shell commands."""
 
 import concurrent.futures
 import re
@@ -19,11 +19,11 @@ from cnnstrategies.errors import ConfigurationError
 
 
 class ActorError(Exception):
-    """What Ray raises when an actor has died."""
+    """An error in place of Ray's error for an actor that has died."""
 
 
 class Actor:
-    """A node in this process: each call of `method.remote` has a thread."""
+    """A simulated actor in this process; each call of `method.remote` runs in a thread."""
 
     def __init__(self, cluster: "FakeRay", number: int, foreign: tuple[str, ...]) -> None:
         self.cluster, self.number = cluster, number
@@ -47,12 +47,12 @@ class Actor:
 
 
 class FakeRay:
-    """As much of Ray as the driver uses: nodes that are there at once.
+    """A simulation of the part of Ray that the driver uses; nodes are available at once.
 
     Attributes:
-        loses: Numbers of actors, over all starts, whose node dies with its program.
-        silent: Numbers of actors that do not answer any more.
-        groups: Placement groups that are there.
+        loses: Numbers of actors, counted over all starts, whose node dies when its program ends.
+        silent: Numbers of actors that do not answer.
+        groups: Number of existing placement groups.
     """
 
     def __init__(self, loses: tuple[int, ...] = (), silent: tuple[int, ...] = (), free: bool = True) -> None:
@@ -88,7 +88,7 @@ class FakeRay:
         return list(done), list(waiting)
 
     def get(self, references: Any) -> Any:
-        return [one.result() for one in references] if isinstance(references, list) else references.result()
+        return [reference.result() for reference in references] if isinstance(references, list) else references.result()
 
     def kill(self, actor: Actor) -> None:
         self.killed.append(actor)
@@ -107,7 +107,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(ray: FakeRay, capsys: pytest.CaptureFixture[str], script: str, probe: str = "true") -> tuple[int, str]:
-    """The exit code, and what the driver has printed."""
+    """Run the driver, and return its exit code and its output."""
     made = Driver(
         *(2, {"CPU": 1.0}, script, probe, Path("digits").absolute(), ".", {"OMP_NUM_THREADS": "3"}),
         *(("SLURM_*", "WORLD_SIZE"), 1, 0.0, 10.0, False),
@@ -120,19 +120,19 @@ def run(ray: FakeRay, capsys: pytest.CaptureFixture[str], script: str, probe: st
     return code, capsys.readouterr().out
 
 
-def test_a_failure_is_retried_as_often_as_allowed_and_no_mistake(capsys, monkeypatch):
-    monkeypatch.setattr(driver, "PATIENCE", 10.0)  # Each is to say that it was called.
-    monkeypatch.setenv("SLURM_PROCID", "7")  # Of who has started Ray.
+def test_failures_are_retried_as_often_as_allowed_and_mistakes_are_not(capsys, monkeypatch):
+    monkeypatch.setattr(driver, "PATIENCE", 10.0)  # Every program has the time to print its line.
+    monkeypatch.setenv("SLURM_PROCID", "7")  # A variable of the launcher that has started Ray.
     monkeypatch.setenv("WORLD_SIZE", "9")
     says = 'echo "called$SLURM_PROCID$WORLD_SIZE with $OMP_NUM_THREADS"; '
     code, log = run(FakeRay(), capsys, says + 'if [ "$NODE_RANK" = 1 ]; then exit 3; fi; exit 1')
     assert code in (1, 3)
-    assert log.count("The run starts again (1 of at most 1): ") == 1
+    assert log.count("The run restarts (restart 1 of at most 1), because ") == 1
     assert log.count("\ncalled with 3\n") == log.count("\n[node 1] called with 3\n") == 2
     assert "cluster.ray.max_restarts=1" in log.splitlines()[-1]
     code, log = run(FakeRay(), capsys, 'if [ "$NODE_RANK" = 1 ]; then exit 2; fi; exit 1')
     assert code == 2
-    assert "starts again" not in log
+    assert "restarts" not in log
 
 
 NODE = r"node 1 \(.+, 127\.0\.0\.1\)"
@@ -142,39 +142,39 @@ NODE = r"node 1 \(.+, 127\.0\.0\.1\)"
     ("loses", "silent", "failed", "code", "why"),
     [
         ((1,), (), 1, 0, rf"{NODE} was lost"),
-        # The lost node is named though another failed first, also where that says that it was started wrongly.
+        # The lost node is named although another node failed first, even if the other node reports a user's mistake.
         ((), (1,), 0, 1, rf"{NODE} was lost; node 0 then ended with code 1"),
         ((), (1,), 0, 2, rf"{NODE} was lost; node 0 then ended with code 2"),
-        ((), (), 0, 7, r"node 0 ended with code 7"),  # One that answers is not lost.
+        ((), (), 0, 7, r"node 0 ended with code 7"),  # A node that answers is not lost.
     ],
 )
 def test_a_lost_node_ends_the_others_and_all_starts_again(loses, silent, failed, code, why, capsys):
-    """At the first start one node fails, and the other goes on."""
+    """At the first start one node fails, and the other node would go on."""
     ray = FakeRay(loses, silent)
     script = '[ "$START" = 0 ] || exit 0; [ "$NODE_RANK" = {} ] && exit {}; exec sleep 1000'
     ended, log = run(ray, capsys, script.format(failed, code))
     assert ended == 0
-    assert re.search(rf"The run starts again \(1 of at most 1\): {why}\n", log), log
+    assert re.search(rf"The run restarts \(restart 1 of at most 1\), because {why}\n", log), log
     assert ray.actors[1 - failed].node.program.wait() == -signal.SIGKILL
 
 
-def test_what_keeps_a_run_from_its_start_is_told(capsys, tmp_path, monkeypatch):
-    with pytest.raises(ConfigurationError, match=r"has no cnnstrategies \(nothing here\): install it"):
+def test_errors_that_prevent_a_start_are_named(capsys, tmp_path, monkeypatch):
+    with pytest.raises(ConfigurationError, match=r"cnnstrategies is not installed on .* \(nothing here\): install it"):
         run(FakeRay(), capsys, "exit 0", probe="echo nothing here; exit 1")
     with pytest.raises(ConfigurationError, match="2 nodes with 1 CPU each were not free within 0 s"):
         run(FakeRay(free=False), capsys, "exit 0")
     Path("digits/config.yaml").unlink()
-    with pytest.raises(ConfigurationError, match=r"does not see .*config\.yaml: put cluster.folder on a disk"):
+    with pytest.raises(ConfigurationError, match=r"config\.yaml does not exist on .*: set cluster.folder"):
         run(FakeRay(), capsys, "exit 0")
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     (tmp_path / "last").write_text(f"{address}\n")
     monkeypatch.setattr(connection, "LAST", tmp_path / "last")
-    with pytest.raises(ConnectionRefusedError):  # At once, where this machine's cluster is dead.
+    with pytest.raises(ConnectionRefusedError):  # Raised at once if this machine's last cluster is dead.
         connection.knock("auto")
 
 
-def test_a_node_is_asked_for_what_all_its_processes_need():
+def test_a_ray_node_is_requested_with_resources_for_all_its_processes():
     options = ClusterOptions(cpus_per_task=4, memory="64G", gpu_type="a100")
     needed = connection.demand(options, Size(2, 8, 8))
     assert needed == {"CPU": 32, "GPU": 8, "accelerator_type:A100": 0.001, "memory": 64 << 30}

@@ -1,4 +1,4 @@
-"""A run that may be started again: its name, its folder, its last whole checkpoint, and how it starts anew."""
+"""A run that a launcher may start again: its name, its folder, and the checkpoint from which it resumes."""
 
 import json
 import os
@@ -31,8 +31,8 @@ def csv_of(**arguments):
     return logger("CSVLogger", **{"save_dir": "runs", "name": "mine", "version": None, **arguments})
 
 
-def test_the_folder_is_that_of_the_name_below_the_first_loggers():
-    for given, folder in [
+def test_the_checkpoint_folder_is_below_the_first_loggers_folder():
+    for configured, folder in [
         (config(csv_of()), "runs/mine/digits/checkpoints"),
         (config(csv_of(version=3)), "runs/mine/version_3/checkpoints"),
         (config(csv_of(), dirpath="elsewhere"), "elsewhere"),
@@ -40,16 +40,16 @@ def test_the_folder_is_that_of_the_name_below_the_first_loggers():
         (config(), "root/digits/checkpoints"),
         (config(logger("MLFlowLogger", run_id=None, run_name=None)), "root/digits/checkpoints"),
     ]:
-        place(given, "digits")
-        assert given.checkpoint.dirpath == folder
+        place(configured, "digits")
+        assert configured.checkpoint.dirpath == folder
 
 
 def test_loggers_with_ids_keep_them_when_started_again():
     write_record(HERE, {"run": "digits", "loggers": {"1": "a1", "2": "b2"}})
 
-    def placed(run="digits", **given):
+    def placed(run="digits", **options):
         names = {"run_id": None, "run_name": None}
-        wandb = logger("WandbLogger", **{"version": None, "name": None, **given})
+        wandb = logger("WandbLogger", **{"version": None, "name": None, **options})
         made = config(csv_of(), wandb, logger("MLFlowLogger", **names))
         place(made, run)
         _, wandb, mlflow = made.trainer.logger
@@ -61,7 +61,7 @@ def test_loggers_with_ids_keep_them_when_started_again():
 
 
 def trainer(folder):
-    """What is asked of one: a real one asks for CUDA, and no other test could fork ranks afterwards."""
+    """Return the needed part of a trainer: a real one asks for CUDA, and then no other test could fork ranks."""
     last = ModelCheckpoint(folder, filename="last", enable_version_counter=False)
     return SimpleNamespace(checkpoint_callbacks=[last], loggers=[], callbacks=[last], fast_dev_run=False)
 
@@ -73,7 +73,7 @@ def write(file, whole=True):
         os.truncate(file, 100)
 
 
-def test_it_goes_on_from_the_last_whole_checkpoint():
+def test_a_run_resumes_from_its_last_whole_checkpoint():
     made = trainer(HERE)
     assert last_checkpoint(made, "digits") is None
     write(HERE / "best.ckpt")
@@ -85,20 +85,20 @@ def test_it_goes_on_from_the_last_whole_checkpoint():
     assert last_checkpoint(made, "digits") is None
 
 
-def test_another_runs_checkpoint_is_not_gone_on_from():
-    """Not even after a crash before the first checkpoint of its own."""
+def test_a_run_does_not_resume_from_another_runs_checkpoint():
+    """This also holds after a crash before the run's first own checkpoint."""
     made = trainer("saved")
     write(Path("saved/last.ckpt"))
-    with pytest.raises(ConfigurationError, match="is not of the run digits"):
+    with pytest.raises(ConfigurationError, match="does not belong to the run digits"):
         last_checkpoint(made, "digits")
     write_record(Path("saved"), {"run": "digits"})
     assert last_checkpoint(made, "digits") == Path("saved/last.ckpt").resolve()
-    with pytest.raises(ConfigurationError, match="is not of the run other"):
+    with pytest.raises(ConfigurationError, match="does not belong to the run other"):
         last_checkpoint(made, "other")
 
 
-def test_a_rank_that_another_has_started_takes_what_that_one_has_found(monkeypatch):
-    """It may be started again when there is a newer checkpoint."""
+def test_a_started_rank_uses_the_checkpoint_of_the_rank_that_started_it(monkeypatch):
+    """The rank may be started again later, when a newer checkpoint exists."""
     write(HERE / "last.ckpt")
     assert checkpoint_of(trainer(HERE), None, True, "digits") == (HERE / "last.ckpt").resolve()
     assert checkpoint_of(trainer(HERE), None, True, None) is None
@@ -130,12 +130,12 @@ NAMES = [
     (None, SCRIPT, "slurm_4711_hash"),
     (None, SRUN | {"SLURM_PTY_PORT": "1"}, None),
     (None, SRUN | {"SLURM_JOB_NAME": "interactive"}, None),
-    # What torchrun has made up is gone with it: whoever starts it again has another name for the run.
+    # Ids that torchrun invents are not used here, because the next start would have a different id.
     (None, SRUN | {"TORCHELASTIC_RUN_ID": UUID}, "slurm_4711_0"),
     (None, POD | {"HOSTNAME": "resnet-1", "TORCHELASTIC_RUN_ID": "none"}, "kubernetes_resnet"),
     (None, SRUN | DIGITS, "torchrun_digits"),
     (None, SRUN | UNNAMED, "slurm_4711_0"),
-    # A given name goes before all.
+    # The user's name has precedence over all others.
     (None, {"CNNSTRATEGIES_RUN_NAME": "mine"} | DIGITS, "mine"),
     ("mine", {"CNNSTRATEGIES_RUN_NAME": "other"} | DIGITS, "mine"),
     ("mine", POD, "mine"),
@@ -144,8 +144,8 @@ NAMES = [
 
 
 def test_the_name_stays_when_a_launcher_starts_the_run_again():
-    for given, environ, run in NAMES:
-        assert find_run(given, "hash", environ) == run, environ
+    for run_name, environ, run in NAMES:
+        assert find_run(run_name, "hash", environ) == run, environ
 
 
 def test_a_configurations_hash_is_the_same_at_a_restart():

@@ -1,4 +1,4 @@
-"""Jobs that our `submit` hands to a real SLURM of two nodes, started here for the purpose."""
+"""Jobs that `submit` queues on a real SLURM cluster of two nodes, which these tests start."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from cnnstrategies.paramserver.security import KeyPair
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
-    pytest.mark.xdist_group("slurm"),  # They share one cluster.
+    pytest.mark.xdist_group("slurm"),  # The tests share one cluster.
 ]
 
 TWO_NODES = f"""
@@ -25,7 +25,7 @@ trainer: {{num_nodes: 2, devices: 1, enable_progress_bar: false, enable_model_su
 cluster:
   partition: low
   time: "30"
-  # Two nodes on one machine: their names lead nowhere.
+  # The two nodes are on one machine, and their names cannot be resolved.
   setup: [export MASTER_ADDR=127.0.0.1, "export PYTHONPATH={ROOT}", export OMP_NUM_THREADS=1]
 """
 # Mixing is on: a resumed run must draw what the uninterrupted one draws.
@@ -74,13 +74,13 @@ class Job:
 
 
 def test_an_interrupted_job_goes_on_exactly(slurm, run_cli):
-    """On 2 nodes, warned of its end at first, and then pre-empted: the weights are those of an unbroken run."""
+    """The job on 2 nodes is first warned of its end, and later pre-empted; its weights equal an uninterrupted run's."""
     job = Job(slurm, run_cli, HYBRID, *RUN, f"--cluster.cpus_per_task={CPUS - 2}")
     job.wait_for(job.last.exists)
-    # What SLURM does before the time limit: the signal goes to the processes, not to the script.
+    # Before the time limit SLURM sends this signal to the processes and not to the script.
     slurm.run("scancel", "--signal=USR1", job.number)
     job.wait_for(lambda: "Restored all states" in job.log)
-    # A more important job comes; SLURM tells this one with SIGTERM.
+    # A job with a higher priority pre-empts this job: SLURM sends SIGTERM.
     slurm.run("sbatch", "--partition=high", "--nodes=2", "--ntasks-per-node=3", "--output=/dev/null", "--wrap=true")
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
     alone = ["--trainer.strategy.init_args.start_method=fork", "--checkpoint.dirpath=whole"]
@@ -96,8 +96,8 @@ def test_an_interrupted_job_goes_on_exactly(slurm, run_cli):
     assert all(value.equal(ended["state_dict"][key]) for key, value in whole["state_dict"].items()), job.log
 
 
-def test_dedicated_servers_have_nodes_and_the_dead_are_left_out(slurm, run_cli):
-    """A heterogeneous job: the second node holds the parameters, the workers are on the first one."""
+def test_dedicated_servers_have_their_own_nodes_and_a_dead_worker_is_left_out(slurm, run_cli):
+    """The job is heterogeneous: the servers are on the second node, and the workers on the first node."""
     KeyPair.create().save("run.key")
     few = ("--trainer.num_nodes=1", "--trainer.devices=2", "--trainer.max_epochs=20", "--trainer.limit_train_batches=5")
     job = Job(slurm, run_cli, *PARAMETER_SERVER, f"{SERVER}.timeout=8", *few, "--cluster.server_nodes=1")
@@ -106,16 +106,16 @@ def test_dedicated_servers_have_nodes_and_the_dead_are_left_out(slurm, run_cli):
     os.kill(int(process_with(SLURM_JOB_ID=job.number, SLURM_PROCID="1")["PID"]), signal.SIGKILL)
     job.wait_for_the_end()
     assert torch.load(job.last, weights_only=True)["global_step"] == 100, job.log
-    # It counts as failed, since a process of it has; it is not requeued.
+    # The job counts as failed, because one of its processes has failed; it is not requeued.
     assert (job.state["JobState"], job.state["ExitCode"], job.state["Restarts"]) == ("FAILED", "137:0", "0")
 
 
-def test_slurm_is_asked_before_the_job_is_queued(slurm, run_cli):
-    """More nodes than there are: SLURM's own answer, in one line, and nothing is left behind."""
+def test_a_job_that_slurm_refuses_leaves_nothing_behind(slurm, run_cli):
+    """The job asks for more nodes than exist. The error message is SLURM's own, in one line."""
     os.environ |= slurm.environment
     code, output = run_cli("submit", "fit", QUICKSTART, "--trainer.num_nodes=4", "--trainer.devices=1")
     assert code == 2
     line = output.splitlines()[-1]
-    assert line.startswith("cnnstrategies: error: SLURM refuses the job: ")
+    assert line.startswith("cnnstrategies: error: SLURM refuses the job (")
     assert "node" in line.lower()
     assert not list(Path("slurm").iterdir())

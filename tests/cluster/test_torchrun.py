@@ -1,4 +1,4 @@
-"""The real torchrun: a rank dies, and the run goes on."""
+"""A run under the real torchrun goes on after a rank dies."""
 
 import os
 import re
@@ -19,9 +19,9 @@ EPOCHS = 4
 BATCHES = ("--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1")
 TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2")
 RENDEZVOUS = ("--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=digits")
-ALONE = {"GROUP_WORLD_SIZE": "1"}  # one machine
+ALONE = {"GROUP_WORLD_SIZE": "1"}  # The run has one machine.
 STATIC = ("--nnodes=1", "--master-addr=127.0.0.1", "--master-port")
-# The other worker waits for the dead one's gradient as long as `timeout`.
+# The living worker waits for the dead worker's gradient for `timeout` seconds.
 SERVER = ("--trainer.strategy=ParameterServerStrategy", "--trainer.strategy.init_args.timeout=8")
 
 
@@ -47,12 +47,12 @@ def test_after_a_ranks_death_the_run_resumes_in_its_folder(
     (path,) = tmp_path.glob(f"runs/quickstart/{folder}/checkpoints/last.ckpt")
     checkpoint = torch.load(path, weights_only=True)
     history = next(state["history"] for state in checkpoint["callbacks"].values() if "history" in state)
-    assert list(history) == list(range(EPOCHS))  # Every epoch was trained, and none twice.
+    assert list(history) == list(range(EPOCHS))  # Every epoch was trained exactly once.
     assert os.listdir(tmp_path / "runs/quickstart") == [path.parents[1].name]
 
 
-def test_each_start_has_a_store_that_is_not_the_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the agent's, restarted ranks would find the addresses of dead ones."""
+def test_each_start_has_its_own_store_instead_of_the_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the agent's store, restarted ranks would find the addresses of dead ranks."""
     agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ports = [agent.port]
 
@@ -66,7 +66,7 @@ def test_each_start_has_a_store_that_is_not_the_agents(monkeypatch: pytest.Monke
         with own_store():
             assert os.environ[SERVED] == "False"
             port = int(os.environ["MASTER_PORT"])
-            assert {*addresses(os.getpid())} == {"::", "127.0.0.1"}, "of the agent's, and of this one"
+            assert {*addresses(os.getpid())} == {"::", "127.0.0.1"}, "addresses of the agent's store and of this store"
             become(rank=1)
             with own_store():
                 assert int(os.environ["MASTER_PORT"]) == port

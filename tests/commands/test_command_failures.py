@@ -1,4 +1,4 @@
-"""What goes wrong while a run is built or runs is said once, in a line where that says it all."""
+"""An error of a run is reported once: in one line if a line can explain it, and otherwise with a traceback."""
 
 import errno
 import itertools
@@ -43,7 +43,7 @@ LINES = [
     (raised(lambda: nn.Conv2d(64, 4, 3)(torch.zeros(2, 32, 8, 8))), None),
     (
         raised(lambda: nn.Linear(2, 3).load_state_dict(nn.Linear(3, 3).state_dict())),
-        "ckpt_path: the checkpoint belongs to a different network from the one that `model` describes: size",
+        "ckpt_path: the checkpoint does not fit the network of `model`: size mismatch for weight",
     ),
     (FileNotFoundError(errno.ENOENT, "No such file or directory", "labels.csv"), None),
     (
@@ -62,22 +62,22 @@ LINES = [
 
 
 @pytest.mark.light
-def test_a_line_where_it_says_it_all_and_a_traceback_where_not():
+def test_expected_errors_have_a_line_and_others_a_traceback():
     for error, line in LINES:
-        said = explain_run_error(error)
-        assert (said is None) if line is None else said.startswith(line)
+        text = explain_run_error(error)
+        assert (text is None) if line is None else text.startswith(line)
 
 
 @pytest.mark.light
-def test_errors_that_have_led_to_each_other_are_looked_at_once():
-    """As when a handler raises what it has caught, from an error that it made of it."""
+def test_errors_that_cause_each_other_are_visited_once():
+    """Two errors can cause each other if a handler raises the error that it has caught from its own error."""
     first, second = OSError(errno.ENOENT, "No such file or directory"), ValueError("it is gone")
     first.__cause__, second.__context__ = second, first
     assert list(itertools.islice(causes(first), 3)) == [first, second]
 
 
 @pytest.mark.light
-def test_what_a_spawned_rank_has_raised_is_explained_by_its_text():
+def test_an_error_of_a_spawned_rank_is_explained_by_its_text():
     text = "\n\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n  File x\n{}\n"
     ours = "cnnstrategies.errors.ConfigurationError: broken image a.png:\n cut"
     channels = "RuntimeError: Given groups=1, expected input[2, 1, 8, 8] to have 3 channels, but got 1 channels instead"
@@ -101,14 +101,14 @@ from lightning.pytorch import Callback
 class Fails(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == 1 and trainer.global_rank in {ranks}:
-            {what}
+            {statement}
 """
 BOOM = "raise ValueError('boom')"
 CHANNELS = "torch.nn.Conv2d(3, 4, 3)(batch[0])"
 
 
-def fit(ranks, what, strategy="ddp", **variables):
-    Path("mine.py").write_text(FAILS.format(ranks=ranks, what=what))
+def fit(ranks, statement, strategy="ddp", **variables):
+    Path("mine.py").write_text(FAILS.format(ranks=ranks, statement=statement))
     command = [sys.executable, str(ROOT / "cli.py"), "fit", f"--config={ROOT / 'configs/quickstart.yaml'}"]
     options = [
         "--trainer.callbacks+=mine.Fails",
@@ -141,10 +141,10 @@ def test_an_error_of_the_user_appears_once_with_its_traceback(ranks):
         pytest.param("parameter_server", (0, 1), marks=pytest.mark.cluster),
     ],
 )
-def test_what_a_line_can_say_appears_once_without_a_traceback(strategy, ranks):
+def test_an_expected_error_appears_once_without_a_traceback(strategy, ranks):
     ended = fit(ranks, CHANNELS, strategy)
     assert ended.returncode == 2, ended.stderr
-    # Torch sends SIGTERM to the ranks that are left of those that it has started.
+    # torch sends SIGTERM to the remaining ranks that it has started.
     lines = [line for line in ended.stderr.splitlines() if line and not line.startswith("SIGTERM: stopping")]
     assert len(lines) == 1
     assert lines[0].startswith("cnnstrategies: error: the network takes images with 3 channels")
@@ -152,7 +152,7 @@ def test_what_a_line_can_say_appears_once_without_a_traceback(strategy, ranks):
 
 @pytest.mark.cluster
 @pytest.mark.warm
-def test_who_debugs_sees_where_it_comes_from():
+def test_the_debug_variable_shows_the_traceback():
     ended = fit((1,), CHANNELS, CNNSTRATEGIES_DEBUG="1")
     assert ended.returncode != 0
     assert "mine.py" in ended.stderr
@@ -160,12 +160,13 @@ def test_who_debugs_sees_where_it_comes_from():
 
 @pytest.mark.warm
 def test_a_killed_rank_is_named_in_one_line():
-    """Also where a rank has spoken that knows no more than that a connection is lost."""
+    """The killed rank is named even if another rank reports first, which knows only that it lost a connection."""
     spoken = "__import__('cnnstrategies.runtime.processes').runtime.processes.first_to_fail(1)"
     ended = fit((1,), f"{spoken}; os.kill(os.getpid(), 9)")
     assert ended.returncode == 1, ended.stderr
     assert (
-        "The run cannot continue: rank 1 was ended by SIGKILL, as the system does when memory is short" in ended.stderr
+        "The run cannot continue: rank 1 was ended by SIGKILL, which the system sends when memory runs out"
+        in ended.stderr
     )
     assert "Traceback" not in ended.stderr
 
@@ -180,8 +181,8 @@ ENDED = [
 ]
 
 
-def test_why_a_server_worker_does_not_go_on_is_one_line(monkeypatch, capsys):
-    for error, code, said in ENDED:
+def test_a_worker_that_cannot_go_on_says_why_in_one_line(monkeypatch, capsys):
+    for error, code, message in ENDED:
 
         def fail(_, error=error):
             raise error
@@ -189,4 +190,4 @@ def test_why_a_server_worker_does_not_go_on_is_one_line(monkeypatch, capsys):
         monkeypatch.setattr(lightning_cli.CLI, "__init__", fail)
         with pytest.raises(SystemExit) as ended:
             lightning_cli.main(["fit"])
-        assert (ended.value.code, capsys.readouterr().err) == (code, said)
+        assert (ended.value.code, capsys.readouterr().err) == (code, message)

@@ -1,4 +1,4 @@
-"""What the command line does before a command's code is imported: help, recipes, and the parsing of options."""
+"""The part of the command line that runs before a command's code is imported: help, recipes, parsing of options."""
 
 import contextlib
 import gc
@@ -32,7 +32,7 @@ def test_help_names_every_command_and_needs_no_torch():
 
 
 def test_ctrl_c_ends_the_start_without_a_traceback():
-    """Nothing that takes milliseconds is imported before `main`, and what it imports may be interrupted anywhere."""
+    """Only cheap modules are imported before `main`, and the imports in `main` can be interrupted at any point."""
     program = (
         "import os, re, signal, sys; known = set(sys.modules); from cnnstrategies import cli; new = set(sys.modules)\n"
         "class Interrupts:\n    def find_spec(self, *_): os.kill(os.getpid(), signal.SIGINT)\n"
@@ -46,7 +46,7 @@ def test_ctrl_c_ends_the_start_without_a_traceback():
         assert (run.returncode, run.stderr) == (130, "")
 
 
-def test_no_garbage_is_looked_for_while_a_command_is_imported(monkeypatch):
+def test_garbage_collection_is_off_while_a_command_is_imported(monkeypatch):
     monkeypatch.setattr(commands, "__path__", [*commands.__path__, "."])
     at_the_end = []
     monkeypatch.setattr(command.atexit, "register", at_the_end.append)
@@ -58,15 +58,15 @@ def test_no_garbage_is_looked_for_while_a_command_is_imported(monkeypatch):
     monkeypatch.setattr(command.Command, "parse", lambda *_: (WatchOptions(seen), []))
     late.run([])
     assert seen == [False, True]
-    assert gc.get_freeze_count() > 0, "nor later among what was imported"
-    assert at_the_end == [gc.unfreeze], "bindings as triton's print that they are leaked"
+    assert gc.get_freeze_count() > 0, "later collections skip the imported objects as well"
+    assert at_the_end == [gc.unfreeze], "otherwise bindings like triton's print that they leak"
 
 
 def keys_of(text):
     return set(re.findall(r"^  (?:-\w(?: \w+)?, )?--([\w.]+)", text, re.MULTILINE))
 
 
-def test_what_help_names_is_there_and_full_help_is_the_parsers():
+def test_help_names_existing_options_and_full_help_comes_from_the_parser():
     of_class = {
         "trainer.strategy.OPTION",
         "model.init_args.network",
@@ -140,11 +140,11 @@ def test_a_command_is_added_as_the_page_says(monkeypatch, tmp_path, capsys):
         (["cats", "--at_least", "2"], "--at_least 2: cats has only 1 images"),
         (
             ["cats", "--at-lest", "2"],
-            "count: unknown option --at-lest; did you mean '--at_least'? accepted: --suffix, --at",
+            "count: unknown option --at-lest; did you mean '--at_least'? use one of: --suffix, --at",
         ),
         (["cats", "--at_least", "few"], "--at_least: 'few' is not accepted; it must be a whole number"),
         (["cats", "--at_least"], "--at_least needs a value: Fail if there are fewer images"),
-        (["cats", "dogs"], "count: cannot use 'dogs'; accepted: --suffix, --at_least, --list"),
+        (["cats", "dogs"], "count: cannot use 'dogs'; use one of: --suffix, --at_least, --list"),
         ([], "count: FOLDER is missing: Folder to look in"),
     ):
         assert run(*words).startswith(f"cnnstrategies: error: {line}"), words
@@ -154,15 +154,17 @@ def test_a_command_is_added_as_the_page_says(monkeypatch, tmp_path, capsys):
 def test_an_unknown_option_is_refused_with_the_commands_own():
     for name, declared in COMMANDS.items():
         if declared.configuration is not Configuration.LIGHTNING:
-            own = [option.flag for option in declared.options if not option.positional]
-            with pytest.raises(ConfigurationError, match=f"^{name}: unknown option --qqq; accepted: {', '.join(own)}"):
+            flags = [option.flag for option in declared.options if not option.positional]
+            with pytest.raises(
+                ConfigurationError, match=f"^{name}: unknown option --qqq; use one of: {', '.join(flags)}"
+            ):
                 declared.parse(["--qqq", "1"])
     with pytest.raises(ConfigurationError, match=r"tune: unknown option --modle; did you mean '--model'\?"):
         COMMANDS["tune"].parse(["--modle=mine.Lit"])
 
 
 @pytest.mark.light
-def test_options_are_read_by_their_types_and_the_rest_is_the_configurations():
+def test_options_are_read_by_their_types_and_the_rest_belongs_to_the_configuration():
     words = ["--minutes=2", "--config", "mine.yaml", "--allow", "[precision]", "--trainer.devices", "4"]
     tuned, rest = COMMANDS["tune"].parse(words)
     assert (tuned.minutes, tuned.allow, tuned.output) == (2.0, ["precision"], Path("tuned.yaml"))
@@ -209,11 +211,11 @@ def test_options_are_read_by_their_types_and_the_rest_is_the_configurations():
         ("-1", "-1"),
     ],
 )
-def test_an_options_dashes_are_underscores_and_a_value_stays(word, expected):
+def test_dashes_of_an_option_become_underscores_and_values_stay(word, expected):
     assert with_underscores([word]) == [expected]
 
 
-def test_a_configuration_takes_dashes(run_cli):
+def test_options_of_the_configuration_accept_dashes(run_cli):
     words = ["--config", "quickstart", "--trainer.max-epochs", "7", "--run-name=my-run", "--stop.warning-grace=1:30"]
     code, output = run_cli("fit", *words, "--print-config")
     assert code == 0, output

@@ -1,4 +1,4 @@
-"""A signal ends a run in seconds whatever its main thread is doing."""
+"""A signal ends a run within seconds, whatever the main thread is doing."""
 
 import ctypes
 import os
@@ -26,7 +26,7 @@ with heeds_signals(lambda: print("ended"), seconds=0.1):
         os._exit(0)
     os.wait()
     time.sleep(0.5)
-    signal.signal(signal.SIGTERM, lambda *_: print("told"))  # Who has taken over has a grace of its own.
+    signal.signal(signal.SIGTERM, lambda *_: print("told"))  # A handler that takes over has its own grace period.
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.5)
 print("went on")
@@ -44,11 +44,11 @@ def end() -> None:
 
 
 @both
-def test_a_main_thread_that_does_not_notice_is_ended(signum):
+def test_a_process_whose_main_thread_ignores_the_signal_is_ended(signum):
     def run() -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with heeds_signals(end, seconds=0.2):
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signum})  # The system hands it to the other thread.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signum})  # The system delivers the signal to the other thread.
             tell(signum)
             ctypes.CDLL(None).sleep(1000)
 
@@ -56,7 +56,7 @@ def test_a_main_thread_that_does_not_notice_is_ended(signum):
 
 
 class Decided(threading.Event):
-    """Leaves the main thread all the time that it needs to notice, and tells what came of it."""
+    """An event that waits until the main thread has noticed the signal, and records whether it has."""
 
     noticed: ClassVar[list[bool]] = []
 
@@ -66,7 +66,7 @@ class Decided(threading.Event):
 
 
 @both
-def test_one_that_does_is_left_to_end_by_itself(signum, monkeypatch):
+def test_a_process_whose_main_thread_notices_the_signal_ends_by_itself(signum, monkeypatch):
     monkeypatch.setattr(interrupt, "threading", SimpleNamespace(**vars(threading) | {"Event": Decided}))
 
     def run() -> None:
@@ -79,13 +79,13 @@ def test_one_that_does_is_left_to_end_by_itself(signum, monkeypatch):
                 while not Decided.noticed:
                     time.sleep(0.01)
                 assert Decided.noticed == [True]
-                time.sleep(0.1)  # It would be ended now.
+                time.sleep(0.1)  # If the process were to be ended, it would be ended now.
         print("noticed", signal.getsignal(signal.SIGINT) is signal.default_int_handler, flush=True)
 
     assert run_forked(run) == (0, "noticed True\n")
 
 
 def test_a_signal_to_a_fresh_fork_does_not_end_its_parent():
-    """As to a rank whose other one was killed as soon as it was there: the run then ended without a word."""
+    """A rank that got a signal directly after its fork, before it had handlers of its own, once ended the whole run."""
     run = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=100)
     assert run.stdout == "told\nwent on\n"

@@ -1,4 +1,4 @@
-"""One's own class in the place of a recipe's keeps the arguments that it takes too."""
+"""A user's class that replaces a recipe's class keeps the recipe's arguments that it accepts."""
 
 import re
 import sys
@@ -49,8 +49,8 @@ def test_references_and_texts_that_look_like_numbers_stay(run_cli):
     numbers = ["--run_name=1e3", "--trainer.logger.init_args.name=12E-4", "--model.init_args.num_classes=12"]
     code, output = printed(run_cli, "--model=mine.Mine", "--data=mine.Digits", *numbers)
     assert code == 0, output
-    given = yaml.safe_load(output)
-    model, data = given["model"], given["data"]
+    config = yaml.safe_load(output)
+    model, data = config["model"], config["data"]
     assert (model["class_path"], data["class_path"]) == ("mine.Mine", "mine.Digits")
     assert model["init_args"]["network"]["class_path"] == "cnnstrategies.networks.SmallCNN"
     assert model["init_args"]["network"]["init_args"]["num_classes"] == 12
@@ -62,35 +62,37 @@ def test_references_and_texts_that_look_like_numbers_stay(run_cli):
     assert code == 0, output
     network = yaml.safe_load(output)["model"]["init_args"]["network"]["init_args"]
     assert network["num_classes"] == 10
-    assert "widths" not in network, "what another type excludes is dropped"
+    assert "widths" not in network, "arguments that the other class does not accept are dropped"
 
 
-def test_a_reference_to_what_it_does_not_take_is_named(run_cli):
+def test_a_reference_to_an_argument_that_the_class_lacks_is_named(run_cli):
     code, output = printed(run_cli, "--model=mine.Counts")
     assert code == 2
     key = "model.init_args.network.init_args.num_classes"
-    # omegaconf before 2.4 tells the end of the name alone.
-    said = rf"{key}: refers to (model\.init_args\.)?num_classes, which is not there: give {key} a value"
-    assert re.match(f"cnnstrategies: error: {said}", output.splitlines()[-1])
+    # omegaconf before 2.4 reports only the end of the key.
+    message = rf"{key} refers to (model\.init_args\.)?num_classes, which does not exist: give {key} a value"
+    assert re.match(f"cnnstrategies: error: {message}", output.splitlines()[-1])
 
 
-def test_what_yaml_cannot_hold_is_left_to_its_class(run_cli):
-    """Defaults of callbacks, which LightningCLI itself cannot read again from what it prints."""
+def test_defaults_that_yaml_cannot_hold_are_not_printed(run_cli):
+    """LightningCLI itself prints such defaults of callbacks, and cannot read them again."""
     callbacks = ["Timer", "StochasticWeightAveraging", "ModelPruning", "mine.Own"]
-    given = [{"duration": "00:00:01:00"}, {"swa_lrs": 0.01}, {"pruning_fn": "l1_unstructured"}, {}]
-    entries = [{"class_path": one, "init_args": args} for one, args in zip(callbacks, given, strict=True)]
+    arguments = [{"duration": "00:00:01:00"}, {"swa_lrs": 0.01}, {"pruning_fn": "l1_unstructured"}, {}]
+    entries = [{"class_path": entry, "init_args": args} for entry, args in zip(callbacks, arguments, strict=True)]
     Path("run.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": entries}}))
     code, output = printed(run_cli, "--config=run.yaml")
     assert code == 0, output
-    timer, swa, pruning, own = (one.get("init_args", {}) for one in yaml.safe_load(output)["trainer"]["callbacks"])
+    timer, swa, pruning, own_callback = (
+        entry.get("init_args", {}) for entry in yaml.safe_load(output)["trainer"]["callbacks"]
+    )
     assert timer["interval"] == "step"
     assert "device" not in swa
     assert pruning["pruning_fn"] == "l1_unstructured"
-    assert own == {"seed": 3}
+    assert own_callback == {"seed": 3}
 
 
-def test_an_option_is_not_looked_for_again_and_again(monkeypatch):
-    """A quarter of a start went into that; twice it may be, as options are added."""
+def test_the_parser_searches_for_each_option_at_most_twice(monkeypatch):
+    """Repeated searches took a quarter of the start's time. A second search may follow when options are added."""
     looked, look = Counter(), _jsonargparse_private.find_option
 
     def noted(parser, dest, exclude):
@@ -108,9 +110,9 @@ def test_an_option_is_not_looked_for_again_and_again(monkeypatch):
 def test_keys_are_found_where_jsonargparse_finds_them():
     made = Namespace(a=Namespace(b=1), d={"e": {"f": 2}}, n=None)
     made["a.keys.items"] = 3
-    found, expected = _jsonargparse_private.parse_key, _jsonargparse_private.split_key
+    parse, expected = _jsonargparse_private.parse_key, _jsonargparse_private.split_key
     for key in ("a", "a.b", "a.b.c", "a.keys", "a.keys.items", "d.e", "d.e.f", "n.x", "no.where"):
-        assert found(made, key) == expected(made, key), key
+        assert parse(made, key) == expected(made, key), key
     for key in ("a b", "a..b", ""):
         with pytest.raises(KeyError):
-            found(made, key)
+            parse(made, key)

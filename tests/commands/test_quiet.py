@@ -1,4 +1,4 @@
-"""What the command line leaves out of Lightning's messages, and what it does not."""
+"""The command line leaves out Lightning's routine messages, and keeps all others."""
 
 import io
 import logging
@@ -22,8 +22,11 @@ from cnnstrategies.commands.run.trainer import Trainer
 
 
 @pytest.fixture
-def said(monkeypatch):
-    """What reaches the terminal; the filters that the fixture has found are gone in the test's own process."""
+def terminal(monkeypatch):
+    """Return a list that gets the messages that reach the terminal.
+
+    The fixture also removes the loggers' present filters for the test.
+    """
     texts = []
     seen = logging.Handler()
     monkeypatch.setattr(seen, "emit", lambda record: texts.append(record.getMessage()))
@@ -43,34 +46,34 @@ def of_a_spawned_rank() -> bytes:
     return pickle.dumps(Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False))
 
 
-def test_lightnings_talk_is_left_out_and_news_stay(said):
+def test_lightnings_routine_messages_are_left_out_and_others_stay(terminal):
     state = ModelCheckpoint("version_0").state_dict()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         build()
         trainer = of_a_spawned_rank()
         ModelCheckpoint("version_1").load_state_dict(state)
-        assert "dirpath has changed" in str(warned.pop().message), "else take it out of WARNINGS"
+        assert "dirpath has changed" in str(warned.pop().message), "otherwise remove it from WARNINGS"
         warned.clear()
-        assert [text.split(":")[0] for text in said][:4] == [
+        assert [text.split(":")[0] for text in terminal][:4] == [
             "Seed set to 1",
             "Using bfloat16 Automatic Mixed Precision (AMP)",
             "GPU available",
             "TPU available",
-        ], "Lightning says something else: change NOISE"
-        said.clear()
-        pickle.loads(trainer)  # There `quieten` is called.
+        ], "Lightning prints other messages: change NOISE"
+        terminal.clear()
+        pickle.loads(trainer)  # Unpickling calls `quieten`.
         build()
         ModelCheckpoint("version_1").load_state_dict(state)
         rank_zero_info("\n----\ndistributed_backend=gloo\nAll distributed processes registered.\n----\n")
         rank_zero_info("`Trainer.fit` stopped: `max_epochs=20` reached.")
         rank_zero_info("Loaded model weights from the checkpoint at best.ckpt")
-        assert said == []
-        assert not any("dirpath" in str(one.message) for one in warned)
+        assert terminal == []
+        assert not any("dirpath" in str(warning.message) for warning in warned)
         rank_zero_info("`Trainer.fit` stopped: No training batches.")
         logging.getLogger(LOGGERS[0]).warning("GPU available: but broken")
         rank_zero_warn("there are few workers")
-    assert said == ["`Trainer.fit` stopped: No training batches.", "GPU available: but broken"]
+    assert terminal == ["`Trainer.fit` stopped: No training batches.", "GPU available: but broken"]
     assert "few workers" in str(warned[-1].message)
 
 
@@ -90,7 +93,7 @@ def test_tensorboards_thread_leaves_a_full_disk_to_the_logger(capsys):
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-def test_what_a_terminal_cannot_show_is_a_question_mark(monkeypatch):
+def test_characters_that_a_terminal_cannot_show_are_question_marks(monkeypatch):
     trainer = of_a_spawned_rank()
     terminal = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, encoding="latin-1"))
@@ -99,13 +102,13 @@ def test_what_a_terminal_cannot_show_is_a_question_mark(monkeypatch):
     assert terminal.getvalue().endswith(b"0/23 ?\n")
 
 
-def test_a_job_of_more_nodes_is_told_that_it_uses_one(said, monkeypatch, tmp_path):
+def test_a_job_of_several_nodes_that_uses_one_is_warned(terminal, monkeypatch, tmp_path):
     quieten()
     (tmp_path / "srun").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert environment_plugins([]) == []
-    assert said == []
+    assert terminal == []
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     assert environment_plugins([]) == []
-    assert [text.split(",")[0] for text in said] == ["This job of SLURM has 2 nodes"]
+    assert [text.split(",")[0] for text in terminal] == ["This SLURM job has 2 nodes"]

@@ -1,4 +1,4 @@
-"""What cannot run is refused before it starts: in a line that names the key, the value and the remedy."""
+"""A run that cannot work is refused before it starts, in one line with the key, the value and the remedy."""
 
 import re
 from pathlib import Path
@@ -50,17 +50,22 @@ FILES = {
     "strategy.yaml": "trainer.strategy: {class_path: ParameterServerStrategy, init_args: {mode: asink}}",
 }
 NETWORK = "--model.init_args.network"
-# Words, and parts of the line: its beginning first. Words without quickstart.yaml begin with FIT.
+# By command line: texts in the error message, first its beginning. "FIT" means fit without quickstart.yaml.
 REFUSED = {
-    "FIT": ["no data and model: give --data CLASS and --model CLASS, or a configuration that has data and model"],
+    "FIT": [
+        "the sections data and model are missing: give --data CLASS and --model CLASS, or a configuration that has "
+        "data and model"
+    ],
     "fitt": ["unknown command 'fitt'; did you mean 'fit'?"],
-    "predict --model=mine.Lit": ["predict: Lit has no forward that maps images to logits: give it one, such as"],
-    "quantize": ["no ckpt_path: give the checkpoint, --ckpt_path FILE"],
-    "tune --allow=accuracy": ["--allow: 'accuracy' is not accepted; accepted: precision"],
-    "quantize --outptu=small.pt2": ["unknown key outptu; did you mean 'output'? accepted: ckpt_path, output, calibra"],
+    "predict --model=mine.Lit": ["predict: Lit has no forward that maps images to logits: define one, for example"],
+    "quantize": ["ckpt_path is missing: give a checkpoint, as in --ckpt_path FILE"],
+    "tune --allow=accuracy": ["--allow: 'accuracy' is not accepted; use one of: precision"],
+    "quantize --outptu=small.pt2": [
+        "unknown key outptu; did you mean 'output'? use one of: ckpt_path, output, calibra"
+    ],
     "verify --steps=0": ["steps=0: nothing is trained; use 1 or more"],
     "fit --ckpt_path=page.ckpt": ["ckpt_path: page.ckpt is not a checkpoint: it begins with b'not found'"],
-    "quantize --ckpt_path=other.ckpt": ["ckpt_path: other.ckpt is of another network than `model` describes: "],
+    "quantize --ckpt_path=other.ckpt": ["ckpt_path: other.ckpt does not fit the network of `model`: "],
     "fit --ckpt_path=nowhere.ckpt": ["", "nowhere.ckpt", "best or last or hpc or a path"],
     "fit --model=mine.Litt": ["model: cannot use 'mine.Litt': module 'mine' has no attribute 'Litt'"],
     "fit --model=broken.Lit": ["model: cannot use 'broken.Lit': invalid syntax (broken.py, line 1)"],
@@ -70,11 +75,11 @@ REFUSED = {
         "model: 'torch.nn.ReLU' is not accepted; it must be LightningModule or null (of lightning.pytorch, and not"
     ],
     f"fit {NETWORK}=torchvision.models.resnet18 {NETWORK}.init_args.weights=DEFAULT": [
-        "weights: trained for 1000 classes, but num_classes=10: to keep the weights and replace the last layer, use "
+        "weights: these weights are for 1000 classes, but num_classes=10: to keep them and replace the last layer, use "
         "class_path: cnnstrategies.pretrained.pretrained with the network's name"
     ],
     "fit --model.init_args.num_classes=7": ["", "num_classes=7", "DigitsDataModule has 10"],
-    "fit --model.init_args.num_classes=${trainer.nope}": ["", "trainer.nope", "not there"],
+    "fit --model.init_args.num_classes=${trainer.nope}": ["", "trainer.nope", "does not exist"],
     "fit --model.init_args.label_smoothing=3": ["", "label_smoothing=3.0", "[0, 1)"],
     "fit --model.init_args.optimizer.init_args.lrr=3": ["", "optimizer.init_args.lrr", "did you mean 'lr'", "momentum"],
     "fit --config=scheduler.yaml": [
@@ -89,10 +94,10 @@ REFUSED = {
         "must be float or Tens",
     ],
     "fit --trainer.callbacks+=StepProfil": [
-        "trainer.callbacks: no class 'StepProfil'; did you mean 'StepProfile'? Or "
+        "trainer.callbacks: there is no class 'StepProfil'; did you mean 'StepProfile'? Or "
     ],
-    "fit --data=Nope": ["data: no class 'Nope'; give its import path"],
-    "fit --config=listed.yaml": ["trainer.callbacks.monitor is beside class_path: put the arguments"],
+    "fit --data=Nope": ["data: there is no class 'Nope'; give an import path"],
+    "fit --config=listed.yaml": ["trainer.callbacks.monitor is at the level of class_path: put the arguments"],
     "fit --config=init_arg.yaml": ["unknown key data.init_arg: did you mean 'init_args'?"],
     f"fit --data=CIFAR10DataModule --data.init_args.download=false {NETWORK}.init_args.in_channels=3": [
         "",
@@ -115,7 +120,7 @@ REFUSED = {
 }
 
 
-def test_what_cannot_run_is_refused_in_a_line(quick, monkeypatch, capfd):
+def test_invalid_runs_are_refused_in_one_line(quick, monkeypatch, capfd):
     for name, text in FILES.items():
         Path(name).write_text(text)
     other = ImageClassifier(SmallCNN(10, widths=[8, 16]), 10)
@@ -125,24 +130,26 @@ def test_what_cannot_run_is_refused_in_a_line(quick, monkeypatch, capfd):
     one_device = ["--trainer.devices=1", "--trainer.strategy=auto"]
     for words, (start, *parts) in REFUSED.items():
         command, *options = words.split()
-        given = [] if command == "FIT" else [*quick, *one_device]
+        common = [] if command == "FIT" else [*quick, *one_device]
         with pytest.raises(SystemExit) as stopped:
-            main([command.lower(), *given, *options])
-        said = "".join(capfd.readouterr())
+            main([command.lower(), *common, *options])
+        output = "".join(capfd.readouterr())
         assert stopped.value.code == 2, words
-        assert said.startswith(f"cnnstrategies: error: {start}"), (words, said)
-        assert said.count("\n") == 1, words
-        assert all(part in said for part in parts), (words, said)
+        assert output.startswith(f"cnnstrategies: error: {start}"), (words, output)
+        assert output.count("\n") == 1, words
+        assert all(part in output for part in parts), (words, output)
 
 
 @pytest.mark.light
-def test_what_the_parser_refuses_in_other_words_is_said_in_a_line():
+def test_the_parsers_error_messages_become_one_line():
     missing = "the following arguments are required: in_channels"
-    said = "a class in the configuration needs in_channels: add in_channels to its init_args"
-    assert explain_parse_error(missing, []) == said
+    message = "a class in the configuration needs in_channels: add in_channels to its init_args"
+    assert explain_parse_error(missing, []) == message
     kind = 'Parser key "trainer.strategy":\n  Expected a dot import path string: parameter_server_frok'
-    said = "no class 'parameter_server_frok'; did you mean 'parameter_server_fork'? Or give its import path, for"
-    assert explain_parse_error(kind, []).startswith(f"trainer.strategy: {said}")
+    message = (
+        "there is no class 'parameter_server_frok'; did you mean 'parameter_server_fork'? Or give an import path, such"
+    )
+    assert explain_parse_error(kind, []).startswith(f"trainer.strategy: {message}")
 
 
 NULLS = {
@@ -160,8 +167,8 @@ RESNET = [f"{NETWORK}=torchvision.models.resnet18", f"{NETWORK}.init_args.weight
 @pytest.mark.light
 def test_null_is_refused_where_a_value_is_needed():
     for key, types in NULLS.items():
-        said = f"model.init_args.{key}: null is not accepted; use a value of type {types}, or leave the key out"
-        with pytest.raises(ConfigurationError, match=f"^{re.escape(said)}$"):
+        message = f"model.init_args.{key}: null is not accepted; use a value of type {types}, or leave the key out"
+        with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
             check_nulls(configured_keys([QUICKSTART, f"--model.init_args.{key}=null"]))
     check_nulls(configured_keys([QUICKSTART, *(f"--{key}=null" for key in TAKEN), *RESNET]))
 
@@ -171,15 +178,15 @@ TEXTS = {"trainer:\n  devices: [1\n": "config: run.yaml is not YAML: while parsi
 
 
 @pytest.mark.light
-def test_a_file_that_cannot_be_meant_is_refused():
+def test_a_file_without_keys_is_refused():
     for text, line in TEXTS.items():
         Path("run.yaml").write_text(text)
         with pytest.raises(ConfigurationError, match=line):
             configured_keys([QUICKSTART, "--config=run.yaml"])
 
 
-def test_null_is_null_for_what_a_class_in_a_class_takes(run_cli, quick):
-    """A builder of torchvision takes no weights, and a text is not the text None."""
+def test_null_stays_null_for_arguments_of_nested_classes(run_cli, quick):
+    """torchvision's builder gets null for its weights, and an option with a text does not get the text "None"."""
     timm = ["--model.init_args.compile_backend=null", "--trainer.logger.init_args.version=null"]
     code, output = run_cli("fit", *quick, *RESNET, *timm, "--print_config")
     assert code == 0, output

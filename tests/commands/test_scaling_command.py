@@ -1,4 +1,4 @@
-"""``cnnstrategies scaling`` trains a user's configuration on one process and on two, and finds what is planted."""
+"""``cnnstrategies scaling`` trains a configuration with planted slow parts on one and two processes, and names them."""
 
 import re
 import sys
@@ -91,7 +91,7 @@ class Data(LightningDataModule):
 
 @pytest.fixture
 def scaling(tmp_path, monkeypatch, capsys):
-    """Measures a configuration with the code of `planted.py`, for as short as can be."""
+    """Return a function that measures a configuration with the code of `planted.py` as briefly as possible."""
     (tmp_path / "planted.py").write_text(PLANTED + OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -107,8 +107,8 @@ def scaling(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.warm
-def test_what_is_planted_is_named_with_its_seconds(scaling, tmp_path):
-    """On one process and two stages, whose ranks both see the whole batch."""
+def test_planted_causes_are_named_with_their_seconds(scaling, tmp_path):
+    """The runs have one process and a pipeline of two stages, in which both ranks see the whole batch."""
     stages = {"replicas": [1, 1], "cuts": ["pool1"], "microbatches": 4, "start_method": "fork"}
     trainer = {
         "strategy": {"class_path": "cnnstrategies.strategies.HybridPipelineStrategy", "init_args": stages},
@@ -117,19 +117,19 @@ def test_what_is_planted_is_named_with_its_seconds(scaling, tmp_path):
         "log_every_n_steps": 1,
     }
     quickstart = ["--config", str(ROOT / "configs" / "quickstart.yaml")]
-    said = scaling("1,2", {"trainer": trainer}, *quickstart, "--picture", "drawn.png")
-    assert "1. Sleeper takes long" in said
-    assert "Loggers take long" in said
-    assert "`log_every_n_steps: 50`" in said
-    assert "(strong scaling)" in said
+    output = scaling("1,2", {"trainer": trainer}, *quickstart, "--picture", "drawn.png")
+    assert "1. Sleeper takes long" in output
+    assert "Loggers take long" in output
+    assert "`log_every_n_steps: 50`" in output
+    assert "(strong scaling)" in output
     assert (tmp_path / "drawn.png").stat().st_size > 10_000
     assert not (tmp_path / "runs").exists()
     assert not list(tmp_path.glob("*.ckpt"))
 
 
 @pytest.mark.light
-def test_whose_line_has_raised_is_told(capsys):
-    """Not Lightning's or torch's, which it was called by or has called."""
+def test_the_line_of_the_user_that_raised_an_error_is_named(capsys):
+    """The named line is the user's, not a line of Lightning or torch before or after it in the traceback."""
 
     class Breaks:
         def on_train_batch_end(self):
@@ -137,52 +137,52 @@ def test_whose_line_has_raised_is_told(capsys):
 
     with pytest.raises(SystemExit, match="1"):
         run_rank(lambda: Breaks().on_train_batch_end())
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith(f"{FAILED}RuntimeError: ")
-    assert re.search(rf", in .*Breaks.on_train_batch_end \({__name__}.py:\d+\)$", told)
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert last_line.startswith(f"{FAILED}RuntimeError: ")
+    assert re.search(rf", in .*Breaks.on_train_batch_end \({__name__}.py:\d+\)$", last_line)
 
 
 @pytest.mark.warm
-def test_a_users_module_trains_for_more_steps_than_it_was_made_for(scaling):
-    """With batches of a class of its own, which nobody can make larger."""
+def test_a_users_module_can_train_for_more_steps_than_configured(scaling):
+    """The module's batches have a class of its own, so the command cannot make them larger."""
     trainer = {"accelerator": "cpu", "max_epochs": 1, "strategy": "ddp_fork"}
-    said = scaling("2", {"trainer": trainer, "model": "planted.Own", "data": "planted.Data"})
-    assert float(re.search(r"samples/s ([\d.]+)", said)[1]) > 1
-    assert "batches are small" not in said.lower()
+    output = scaling("2", {"trainer": trainer, "model": "planted.Own", "data": "planted.Data"})
+    assert float(re.search(r"samples/s ([\d.]+)", output)[1]) > 1
+    assert "batches are small" not in output.lower()
 
 
 @pytest.mark.warm
-def test_workers_who_take_batches_as_they_can_all_make_the_steps_that_are_ordered(scaling):
-    """Of epochs of three batches, which end within what is ordered for one of them."""
+def test_workers_with_dynamic_batches_all_make_the_ordered_steps(scaling):
+    """An epoch has three batches, so it ends before one worker has made the ordered steps."""
     arguments = {"mode": "async", "data_dispatch": "dynamic", "start_method": "fork"}
     strategy = {"class_path": "cnnstrategies.strategies.ParameterServerStrategy", "init_args": arguments}
     trainer = {"accelerator": "cpu", "strategy": strategy}
-    said = scaling("2", {"trainer": trainer, "model": "planted.Plain", "data": "planted.Data"})
-    assert float(re.search(r"samples/s ([\d.]+)", said)[1]) > 1
-    assert float(re.search(r"An epoch has .* ([\d.]+) s of validation", said)[1]) >= 0.2, "of one batch"
+    output = scaling("2", {"trainer": trainer, "model": "planted.Plain", "data": "planted.Data"})
+    assert float(re.search(r"samples/s ([\d.]+)", output)[1]) > 1
+    assert float(re.search(r"An epoch has .* ([\d.]+) s of validation", output)[1]) >= 0.2, "a batch takes 0.2 s"
 
 
 @pytest.mark.light
-def test_a_step_that_returns_no_loss_is_measured_too():
+def test_a_step_that_returns_no_loss_is_also_measured():
     control = ScalingControl()
     for outputs in (None, {}, {"loss": torch.ones(1)}, torch.ones(1)):
         control.note_loss(outputs)
 
 
 @pytest.mark.light
-def test_callbacks_that_nobody_can_leave_out_are_no_cause():
+def test_callbacks_that_users_cannot_leave_out_are_not_named_as_causes():
     class Own(Callback):
         pass
 
-    there = [SampleWeights(), Pruning(0.5), Own()]
-    hidden = default_callbacks(there, {"Pruning"})
-    names = [part_of_hook(f"[Callback]{one.state_key}.on_train_batch_end", hidden) for one in there]
+    callbacks = [SampleWeights(), Pruning(0.5), Own()]
+    hidden = default_callbacks(callbacks, {"Pruning"})
+    names = [part_of_hook(f"[Callback]{callback.state_key}.on_train_batch_end", hidden) for callback in callbacks]
     assert names == [None, "callback Pruning", f"callback {Own.__qualname__}"]
 
 
 @pytest.mark.light
-def test_the_remedies_that_are_settings_are_tried_and_those_that_were_faster_kept(capsys):
-    """Each by itself, and none that changes what is learned."""
+def test_remedies_that_are_settings_are_tried_and_kept_if_faster(capsys):
+    """Each remedy is tried alone, and remedies that change learning are not tried."""
     verdicts = {
         "loader": RaceVerdict("faster", 2.0, 1.9, 2.1, 25),
         "logger": RaceVerdict("no difference", 1.0, 0.99, 1.01, 25),
@@ -210,12 +210,12 @@ def test_the_remedies_that_are_settings_are_tried_and_those_that_were_faster_kep
         Reason("fourth", "", "", 2.0, {"fourth": 1}),
     ]
     helped = command._faster_settings(Pretended, why, Console(soft_wrap=True))  # noqa: SLF001
-    assert [one.name for one in helped] == ["loader"]
+    assert [setting.name for setting in helped] == ["loader"]
     assert shares == [3, 2, 1]
-    said = capsys.readouterr().out.splitlines()
-    assert [line.partition(": ")[0] for line in said] == [f"`{key}" for one in why[1:] for key in one.values]
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[0] for line in printed] == [f"`{key}" for reason in why[1:] for key in reason.values]
     for line, words in zip(
-        said,
+        printed,
         (
             "compare the accuracy",
             "2.00 times as fast [1.90, 2.10]: faster",
@@ -230,7 +230,7 @@ def test_the_remedies_that_are_settings_are_tried_and_those_that_were_faster_kep
 
 
 @pytest.mark.light
-def test_its_options_are_told_from_the_configurations():
+def test_options_of_scaling_are_separated_from_the_configuration():
     options, words = COMMANDS["scaling"].parse(
         ["--devices", "4,1,2", "--config", "mine.yaml", "--try", "--trainer.devices", "4"]
     )
@@ -244,7 +244,7 @@ def test_its_options_are_told_from_the_configurations():
 
 
 @pytest.mark.light
-def test_reads_of_values_are_counted_by_the_line_that_asks():
+def test_host_reads_are_counted_by_the_line_that_reads():
     loss = torch.ones(1)
     with HostReads() as reads:
         loss.item()
@@ -256,7 +256,7 @@ def test_reads_of_values_are_counted_by_the_line_that_asks():
 
 
 @pytest.mark.light
-def test_a_batch_has_each_sample_several_times():
+def test_a_larger_batch_repeats_each_sample():
     batch = {"images": torch.arange(6.0).reshape(2, 3), "name": "one", "scale": torch.tensor(2.0)}
     made = larger(batch, 3)
     assert torch.equal(made["images"], batch["images"].repeat(3, 1))
@@ -265,7 +265,7 @@ def test_a_batch_has_each_sample_several_times():
 
 
 class Waiting(torch.utils.data.Dataset):
-    """Samples that need time, of the processor or not."""
+    """Samples that take time, with or without computing."""
 
     def __init__(self, make):
         self.make = make
@@ -278,8 +278,8 @@ class Waiting(torch.utils.data.Dataset):
 
 
 @pytest.mark.light
-def test_a_sample_that_waits_is_told_from_one_that_computes(monkeypatch, tmp_path):
-    """Waiting for a core counts as computing. The clocks are the test's own: a busy machine's cores are always late."""
+def test_waiting_samples_are_distinguished_from_computing_samples(monkeypatch, tmp_path):
+    """Waiting for a core counts as computing. The test simulates the clocks, because real cores are often busy."""
     now = {"wall": 0.0, "processor": 0.0, "queued": 0.0}
     clocks = SimpleNamespace(perf_counter=lambda: now["wall"], process_time=lambda: now["processor"])
     monkeypatch.setattr(probes, "time", clocks)
@@ -304,7 +304,7 @@ def test_a_sample_that_waits_is_told_from_one_that_computes(monkeypatch, tmp_pat
 
 
 @pytest.mark.light
-def test_a_loader_alone_is_timed_and_what_has_no_group_is_not_summed():
+def test_a_loader_is_timed_alone_and_without_a_group_nothing_is_reduced():
     loader = torch.utils.data.DataLoader(Waiting(lambda index: torch.zeros(3)), 4)
     assert load_alone(loader, 0.05)["rate"] > 0
     assert load_alone([], 0.05)["rate"] is None

@@ -62,12 +62,12 @@ LOCAL = {"endpoints": ["tcp://127.0.0.1:4000"], "coordinator": "tcp://127.0.0.1:
         ({"endpoints": ["tcp://10.0.0.1:4000"], "coordinator": "tcp://10.0.0.1:4001"}, 0, "make a key file with"),
     ],
 )
-def test_refuses_configurations_without_such_a_server(arguments, index, words):
+def test_configurations_without_the_requested_server_are_refused(arguments, index, words):
     with pytest.raises(ConfigurationError, match=words):
         server_of([configuration(**arguments)], index)
 
 
-def test_the_run_is_waited_for_as_long_as_its_configuration_says():
+def test_a_server_waits_for_the_run_as_long_as_configured():
     path = configuration(**LOCAL)
     waits = [Path(f"{seconds}.yaml") for seconds in (20, 30)]
     for file in waits:
@@ -76,8 +76,8 @@ def test_the_run_is_waited_for_as_long_as_its_configuration_says():
     assert server_of([path], 0).address.appear == APPEAR
 
 
-def test_a_name_is_listened_to_on_the_route():
-    """On Debian a machine's own name is an address of its loopback."""
+def test_a_server_whose_endpoint_is_a_name_listens_on_the_route():
+    """On Debian a machine's own name is a loopback address, on which no other machine could connect."""
     endpoints = ["tcp://node2:4000", "tcp://10.0.0.3:4000"]
     path = configuration(endpoints=endpoints, coordinator="tcp://127.0.0.1:4001", security="none")
     assert server_of([path], 0).endpoint == "tcp://127.0.0.1:4000"

@@ -1,4 +1,4 @@
-"""A strategy's registered name takes options as its class does."""
+"""A strategy's registered name accepts the options of the strategy's class."""
 
 import re
 import sys
@@ -18,12 +18,12 @@ from cnnstrategies.commands.run.strategy_names import check_recipe_names, class_
 
 PIPELINE = "cnnstrategies.strategies.HybridPipelineStrategy"
 SERVED = "cnnstrategies.strategies.ParameterServerStrategy"
-# Names whose class has arguments of its own: the others need other machines.
+# Names of strategies that can be created here; the other strategies need other hardware.
 NAMES = [name for name in StrategyRegistry if not re.search("xla|tpu|single", name)]
 
 
 def parsed(*words):
-    """The strategy that a command line gives, by a parser of this option alone."""
+    """Return the strategy of a command line, parsed with a parser that has only this option."""
     parser = ArgumentParser(parser_mode="omegaconf+")
     parser.add_argument("--config", action="config")
     parser.add_argument("--trainer.strategy", type=str | Strategy, default="auto")
@@ -32,13 +32,13 @@ def parsed(*words):
 
 @pytest.mark.light
 @pytest.mark.parametrize("name", NAMES)
-def test_every_name_becomes_its_class_with_what_it_is_registered_with(name):
+def test_every_name_becomes_its_class_with_the_registered_arguments(name):
     registered = StrategyRegistry[name]
     option = next(
         iter(parameters_of(registered["strategy"]).keys() & {"process_group_backend", "stage", "timeout"}), None
     )
     if option is None:
-        pytest.skip("it takes nothing that a configuration can give")
+        pytest.skip("the strategy has no argument that a configuration can set")
     value = registered["init_params"].get(option, {"process_group_backend": "gloo", "stage": 1, "timeout": 90}[option])
     strategy = parsed(f"--trainer.strategy={name}", f"--trainer.strategy.{option}={value}")
     assert strategy.class_path == class_path_of(name)
@@ -63,7 +63,7 @@ def test_every_name_becomes_its_class_with_what_it_is_registered_with(name):
         [f"--trainer.strategy={PIPELINE}", "--trainer.strategy.stages=2"],
     ],
 )
-def test_every_way_to_write_it_is_the_same(words, tmp_path):
+def test_all_ways_to_write_a_strategy_are_equal(words, tmp_path):
     for position, word in enumerate(words):
         option, _, value = word.partition("=")
         if option == "--config":
@@ -101,19 +101,19 @@ def test_timeouts_of_lightnings_strategies_are_written_in_the_same_ways():
         strategy = parsed("--trainer.strategy=ddp", f"--trainer.strategy.timeout={text}")
         assert strategy.init_args.timeout.total_seconds() == 90
     strategy = parsed("--trainer.strategy=hybrid_pipeline", "--trainer.strategy.timeout=1:30:00")
-    assert strategy.init_args.timeout == 5400, "as YAML reads it without quotes"
+    assert strategy.init_args.timeout == 5400, "YAML reads it as this number without quotes"
 
 
 @pytest.mark.light
-def test_private_names_of_jsonargparse_are_there():
-    """See `_jsonargparse_private.py`: values of a strategy pass through this package."""
+def test_private_names_of_jsonargparse_exist():
+    """The package replaces jsonargparse's function for values of strategies; see `_jsonargparse_private.py`."""
     assert _typehints.adapt_typehints is not _jsonargparse_private.adapt
     assert _jsonargparse_private.NestedArg(key="stages", val="2").key == "stages"
 
 
 @pytest.mark.light
 @pytest.mark.parametrize("option", ["--trainer.strategy", "--trainer.strategy.class_path"])
-def test_the_name_of_a_configuration_is_answered_with_the_configuration(option):
+def test_the_name_of_a_recipe_is_refused_with_the_option_to_use(option):
     words = [f"{option}=parameter_server_local", "--trainer.strategy.sync_every=4"]
     with pytest.raises(ConfigurationError, match="add --config strategy/parameter_server_local"):
         check_recipe_names(configured_keys(words))
@@ -121,7 +121,7 @@ def test_the_name_of_a_configuration_is_answered_with_the_configuration(option):
 
 
 @pytest.mark.light
-def test_help_takes_a_name():
+def test_help_accepts_a_registered_name():
     asked = ["fit", "--trainer.strategy.help", "hybrid_pipeline"]
     assert with_help_of_class(asked) == ["fit", "--trainer.strategy.help", PIPELINE]
     assert with_help_of_class(["--trainer.strategy.help=hybrid_pipeline"]) == [f"--trainer.strategy.help={PIPELINE}"]
@@ -141,12 +141,12 @@ def test_options_that_belong_to_no_strategy_are_refused(capsys):
     line = refusal(capsys, "--trainer.strategy=hybrid_pipelin", "--trainer.strategy.stages=2")
     assert line.endswith("trainer.strategy: unknown strategy 'hybrid_pipelin'; did you mean 'hybrid_pipeline'?")
     line = refusal(capsys, "--trainer.strategy=ddp", "--trainer.strategy.timeout=soon")
-    assert "trainer.strategy.timeout: cannot use 'soon': it is not a duration: give seconds, as in 90" in line
+    assert "trainer.strategy.timeout: cannot use 'soon': it is not a duration: write seconds, such as 90" in line
     line = refusal(capsys, "--trainer.strategy=hybrid_pipeline", "--trainer.strategy.stage=2")
     assert "unknown key trainer.strategy.stage: hybrid_pipeline has no 'stage'; did you mean 'stages'?" in line
 
 
-def test_what_a_run_saves_reproduces_it(monkeypatch, capsys):
+def test_a_saved_configuration_reproduces_the_run(monkeypatch, capsys):
     def printed(*words):
         monkeypatch.setattr(sys, "argv", ["", "fit", "--config=quickstart", *words, "--print_config"])
         with pytest.raises(SystemExit):
@@ -164,5 +164,7 @@ def test_what_a_run_saves_reproduces_it(monkeypatch, capsys):
 def test_a_run_trains_by_a_name_with_options(monkeypatch):
     options = ("microbatches=2", "start_method=fork", "cuts=[block1]")
     words = ["--trainer.strategy=hybrid_pipeline", *(f"--trainer.strategy.{option}" for option in options)]
-    one = ["--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--trainer.devices=2"]
-    main(["fit", "--config=quickstart", *words, *one, "--trainer.logger=false", "--trainer.enable_progress_bar=false"])
+    limits = ["--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--trainer.devices=2"]
+    main(
+        ["fit", "--config=quickstart", *words, *limits, "--trainer.logger=false", "--trainer.enable_progress_bar=false"]
+    )

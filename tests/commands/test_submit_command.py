@@ -1,4 +1,4 @@
-"""``cnnstrategies submit``: what it prints without a cluster, and what it refuses before a job is queued."""
+"""``cnnstrategies submit`` without a cluster: printed scripts, and jobs that are refused before they are queued."""
 
 import os
 import re
@@ -29,11 +29,11 @@ def test_dry_run_prints_the_script_and_writes_nothing(capsys):
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n" in output
     assert "#SBATCH --partition=short\n" in output
     assert not list(Path().iterdir())
-    assert "sbatch is not found: submit on a login node" in refusal([QUICKSTART, *TWO_NODES], capsys)
+    assert "sbatch is not installed: run submit on a login node" in refusal([QUICKSTART, *TWO_NODES], capsys)
 
 
 def test_one_file_serves_fit_and_submit(run_cli):
-    """The file that a job reads is whole, names the job's own folder, and is accepted by `fit`."""
+    """The job's configuration is complete, names the job's folder, and is accepted by `fit`."""
     submission = check([QUICKSTART, *TWO_NODES, "--cluster.account=biology", "--trainer.max_epochs=7"])
     folder = Path("cnn-1").resolve()
     replace(submission.job(launcher_named("slurm"), "submit"), folder=folder).write()
@@ -44,7 +44,7 @@ def test_one_file_serves_fit_and_submit(run_cli):
     assert config["model"]["init_args"]["lr_scheduler"]["init_args"]["T_max"] == 7
     assert config["cluster"]["account"] == "biology"
     assert config["checkpoint"]["dirpath"] == str(folder / "checkpoints")
-    # By which a job that is queued again goes on.
+    # A job that is queued again needs this name to continue.
     assert config["run_name"] == config["trainer"]["logger"]["init_args"]["version"] == "cnn-1"
     assert config["stop"] == {"grace": 10.0, "warning_signal": "USR1", "warning_grace": 100.0, "on_each_node": False}
 
@@ -67,7 +67,7 @@ REFUSED = {
     "nodes disagree with the layout": ([HYBRID, *TWO_NODES], r"replicas=\[3, 1\] need 4 devices, but there are 2"),
     "global batch of a pipeline": (
         [HYBRID, "--trainer.num_nodes=4", "--trainer.devices=1", "--data.init_args.global_batch_size=2"],
-        "each of 3 processes that load: use at least 3",
+        "each of 3 processes that load data: set it to at least 3",
     ),
     "own processes": ([QUICKSTART, "--trainer.strategy=ddp_spawn"], "the strategy starts its processes itself"),
 }
@@ -81,7 +81,7 @@ def test_what_cannot_run_is_refused(capsys):
 
 
 def refusal(args, capsys):
-    """Why the command line ends, in a line, without a job."""
+    """Return the error message with which `submit` ends, in one line, without a job."""
     with pytest.raises(SystemExit) as stopped:
         cli.main(["submit", "fit", *args])
     assert stopped.value.code == 2
@@ -89,7 +89,7 @@ def refusal(args, capsys):
     return line.removeprefix("cnnstrategies: error: ")
 
 
-def test_what_a_launcher_cannot_run_is_refused():
+def test_jobs_that_a_launcher_cannot_run_are_refused():
     base = check([*PARAMETER_SERVER, "--trainer.num_nodes=2"])
 
     def refused(launcher, message, base=base, kubernetes=None, **options):
@@ -100,21 +100,21 @@ def test_what_a_launcher_cannot_run_is_refused():
 
     refused("slurm", "make a key file with")
     refused("ray", "make a key file with")
-    refused("ray", "cluster.server_nodes=1 with --to ray", server_nodes=1)
+    refused("ray", "cluster.server_nodes=1 cannot be used with --to ray", server_nodes=1)
     refused("kubernetes", "kubectl create secret generic run-key --from-file=run.key")
-    refused("kubernetes", "cluster.kubernetes.image: name the container image", kubernetes={"image": None})
-    refused("kubernetes", "small letters, digits", job_name="My_Run")
+    refused("kubernetes", "cluster.kubernetes.image is not set: set the container image", kubernetes={"image": None})
+    refused("kubernetes", "lower-case letters, digits", job_name="My_Run")
     base = replace(base, server_options=None)
-    refused("kubernetes", "is for a ParameterServerStrategy", base, {"key_secret": "run-key"})
-    no_volume = r"finds its checkpoints only in a volume; add one .* cluster.kubernetes.volumes: {/runs: CLAIM}"
+    refused("kubernetes", "has no effect without a ParameterServerStrategy", base, {"key_secret": "run-key"})
+    no_volume = r"is not in a volume, .*: add a volume .* cluster.kubernetes.volumes: {/runs: CLAIM}"
     refused("kubernetes", no_volume, base, {"volumes": {}})
-    refused("kubernetes", "choose a directory in /runs", base, folder=Path("/data"))
-    # What `fit` would refuse in the job is refused before it is queued.
+    refused("kubernetes", "set a directory in /runs", base, folder=Path("/data"))
+    # If `fit` would refuse the job's configuration, the job is not queued.
     base.config.checkpoint.dirpath = "mine"
     Path("mine").mkdir()
     Path("mine/last.ckpt").touch()
-    refused("slurm", r"mine/last.ckpt is not of the run cnn-\d+", base)
-    refused("kubernetes", r"checkpoint.dirpath=mine: .* choose", base)
+    refused("slurm", r"mine/last.ckpt does not belong to the run cnn-\d+", base)
+    refused("kubernetes", r"checkpoint.dirpath=mine is not in .* set", base)
     write_record(Path("mine"), {"run": "resnet"})
     base.config.run_name = "resnet"
     base.job(launcher_named("slurm"), "submit")
@@ -130,18 +130,18 @@ KUBERNETES = [
 ]
 
 
-def test_what_does_not_count_for_pods_is_said_and_a_grace_ends_before_theirs(capsys):
+def test_ignored_keys_for_pods_are_named_and_a_stop_ends_before_the_pods_grace(capsys):
     slurms = ["--cluster.partition=short", "--cluster.memory=64G", "--cluster.python=python3"]
     COMMANDS["submit"].run(["fit", *KUBERNETES, *slurms, "--dry_run"])
-    said = capsys.readouterr()
-    assert said.err == "Note: --to kubernetes ignores these keys: cluster.partition, cluster.memory\n"
-    configuration, _, job = yaml.safe_load_all(said.out)
+    output = capsys.readouterr()
+    assert output.err == "Note: --to kubernetes ignores these keys: cluster.partition, cluster.memory\n"
+    configuration, _, job = yaml.safe_load_all(output.out)
     assert yaml.safe_load(configuration["data"]["config.yaml"])["stop"]["grace"] == 110
     assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 120
 
 
 def test_a_ray_nodes_request_is_shown(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)  # As if it were not installed.
+    monkeypatch.setitem(sys.modules, "ray", None)  # As if Ray were not installed.
     base = check([QUICKSTART, *TWO_NODES, "--trainer.devices=2", "--cluster.cpus_per_task=3"])
     options = replace(base.options, setup=["ulimit -n 4096"], venv=Path("/home/me/venv"))
     shown = replace(base, options=options).job(launcher_named("ray"), "submit").show()

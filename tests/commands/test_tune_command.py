@@ -1,4 +1,4 @@
-"""``cnnstrategies tune``: what it tries, and what it writes; its runs only pretend here."""
+"""``cnnstrategies tune``: the settings that it tries and the file that it writes. Trials are simulated here."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Pretended:
-    """A trial in which channels_last is fast, and what is compiled only with it."""
+    """A simulated trial: channels_last makes it faster, and compiling makes it faster only with channels_last."""
 
     def __init__(self, folder, name, words, seconds, command):
         (folder / f"{name}.log").touch()
@@ -42,7 +42,7 @@ class Pretended:
 
 
 def test_the_fastest_settings_are_shown_and_written_for_fit(monkeypatch, tmp_path, capsys):
-    """What is fastest is compiled, and nothing else."""
+    """Compiling is tried with the fastest other settings only."""
     monkeypatch.setattr(contest, "Trial", Pretended)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("os.cpu_count", lambda: 8)
@@ -60,15 +60,19 @@ def test_the_fastest_settings_are_shown_and_written_for_fit(monkeypatch, tmp_pat
 
 
 def configuration(model: dict[str, object], precision: str = "32-true") -> SimpleNamespace:
-    """The part of a configuration that decides what is tried."""
+    """Return the part of a configuration that determines the settings to try."""
     trainer = SimpleNamespace(precision=precision, benchmark=None)
     return SimpleNamespace(trainer=trainer, model=SimpleNamespace(init_args=model))
 
 
 @pytest.mark.light
-def test_what_changes_learning_is_tried_only_when_it_is_allowed():
-    def names(allow, **given):
-        return [one.name for group in choices(configuration({}, **given), ImageClassifier, CPU, allow) for one in group]
+def test_settings_that_change_learning_are_tried_only_when_allowed():
+    def names(allow, **options):
+        return [
+            choice.name
+            for group in choices(configuration({}, **options), ImageClassifier, CPU, allow)
+            for choice in group
+        ]
 
     assert names([]) == ["channels_last"]
     assert names(["precision"]) == ["channels_last", "bf16"]
@@ -76,21 +80,21 @@ def test_what_changes_learning_is_tried_only_when_it_is_allowed():
 
 
 @pytest.mark.light
-def test_what_is_on_is_tried_without_and_others_by_callback():
-    own = configuration({"channels_last": True, "compile_backend": "inductor"})
-    for given, kind, place, values in (
-        (own, ImageClassifier, "model.init_args", (False, None)),
+def test_settings_that_are_on_are_tried_without_and_other_modules_use_a_callback():
+    switched_on = configuration({"channels_last": True, "compile_backend": "inductor"})
+    for config, kind, place, values in (
+        (switched_on, ImageClassifier, "model.init_args", (False, None)),
         (configuration({}), torch.nn.Module, "ComputeSettings", (True, "inductor")),
     ):
-        ((setting,),) = choices(given, kind, CPU, [])
+        ((setting,),) = choices(config, kind, CPU, [])
         assert setting.values == {f"{place}.channels_last": values[0]}
-        (setting,) = compilers(given, kind)
+        (setting,) = compilers(config, kind)
         assert setting.values == {f"{place}.compile_backend": values[1]}
 
 
 @pytest.mark.light
-def test_loading_is_tried_where_the_data_module_can(monkeypatch):
+def test_loading_is_tried_if_the_data_module_allows_it(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     config = SimpleNamespace(trainer=SimpleNamespace(devices=2), data=Namespace(init_args=Namespace(num_workers=1)))
-    assert [one.name for one in loading(config, DigitsDataModule)] == ["0 workers", "2 workers", "4 workers"]
+    assert [choice.name for choice in loading(config, DigitsDataModule)] == ["0 workers", "2 workers", "4 workers"]
     assert loading(config, object) == []

@@ -1,4 +1,4 @@
-"""`cnnstrategies watch` shows a run that trains, and says in a line why there is nothing to be seen."""
+"""`cnnstrategies watch` shows a run that trains, and says in one line why it cannot show a run."""
 
 import os
 import stat
@@ -30,7 +30,7 @@ def shown(before, now, capsys):
 
 
 @pytest.mark.light
-def test_speeds_are_what_has_changed_between_two_heartbeats(capsys):
+def test_speeds_are_differences_between_two_heartbeats(capsys):
     def at(seconds, **figures):
         return {**ANSWER, "members": [{**MEMBER, "measured": seconds, "figures": figures}]}
 
@@ -42,7 +42,7 @@ def test_speeds_are_what_has_changed_between_two_heartbeats(capsys):
 
 
 @pytest.mark.light
-def test_waits_and_faults_are_shown_and_steer_no_terminal(capsys):
+def test_waits_and_faults_are_shown_without_terminal_control_codes(capsys):
     member = {**MEMBER, "incarnation": 1, "takes_part": False, "silent": 8.0, "measured": 0.0, "figures": {}}
     now = {
         **ANSWER,
@@ -82,7 +82,7 @@ def test_a_runs_folder_names_its_newest_version_and_is_private(tmp_path):
 
 
 @pytest.mark.light
-def test_where_nothing_answers_a_line_says_so(monkeypatch):
+def test_a_run_that_does_not_answer_is_named_in_one_line(monkeypatch):
     monkeypatch.setattr(watch, "ANSWER_SECONDS", 0.1)
     for run, why in (
         ("nowhere", "the folder does not exist; use a run's folder, or a run's address"),
@@ -94,7 +94,7 @@ def test_where_nothing_answers_a_line_says_so(monkeypatch):
 
 
 def test_a_run_is_watched_until_it_ends(tmp_path, capfd):
-    """A coordinator with a key and one worker; what watches reaches it by the run's folder."""
+    """The run is a coordinator with a key and one worker; `watch` finds the coordinator through the run's folder."""
     keys = KeyPair.create()
     keys.save(tmp_path / "keys")
     settings = CoordinatorSettings(f"ipc://{tmp_path}/coordinator", 1, 0, timeout=1000.0)

@@ -1,4 +1,4 @@
-"""Augmentations draw for each image of a batch."""
+"""Augmentations draw new random numbers for each image of a batch."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ from cnnstrategies.data.augment import RandomFlip, RandomShift, each_image, to_n
 pytestmark = pytest.mark.light
 
 
-def test_shift_is_a_crop_of_the_padded_image_drawn_for_each():
+def test_a_shift_is_a_random_crop_of_each_padded_image():
     torch.manual_seed(0)
     images = torch.randint(1, 255, (64, 3, 6, 5), dtype=torch.uint8)
     shifted = RandomShift(2)(images)
     assert shifted.shape == images.shape
     assert shifted.dtype == torch.uint8
     padded = torch.nn.functional.pad(images, [2, 2, 2, 2])
-    found = set()
+    offsets = set()
     for number in range(64):
         crops = {
             (y, x)
@@ -27,8 +27,8 @@ def test_shift_is_a_crop_of_the_padded_image_drawn_for_each():
             if torch.equal(shifted[number], padded[number, :, y : y + 6, x : x + 5])
         }
         assert len(crops) == 1
-        found |= crops
-    assert len(found) > 15
+        offsets |= crops
+    assert len(offsets) > 15
 
 
 def test_flip_mirrors_about_half_of_the_images():
@@ -41,7 +41,7 @@ def test_flip_mirrors_about_half_of_the_images():
     assert 70 < mirrored < 130
 
 
-def test_normalising_leaves_its_argument_as_it_was():
+def test_normalising_does_not_change_its_argument():
     images = torch.randint(256, (5, 3, 4, 4), dtype=torch.uint8)
     before = images.clone()
     normalised = to_normalised([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])(images)
@@ -51,7 +51,7 @@ def test_normalising_leaves_its_argument_as_it_was():
     assert torch.allclose(normalised[:, 1], expected, atol=1e-6)
 
 
-def test_own_transforms_draw_for_each_image_and_are_tried_first():
+def test_the_users_transforms_draw_for_each_image_and_are_checked_first():
     torch.manual_seed(0)
     further = each_image([v2.RandAugment(), v2.RandomErasing(p=1.0, value=7)], (3, 8, 8))
     images = torch.full((16, 3, 8, 8), 100, dtype=torch.uint8)

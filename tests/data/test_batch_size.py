@@ -1,4 +1,4 @@
-"""The global batch of the configuration, whatever the strategy; nothing is started."""
+"""The configured global batch is the same under every strategy. These tests start no processes."""
 
 import pytest
 import yaml
@@ -30,14 +30,14 @@ def test_the_quickstart_makes_the_same_steps_everywhere():
         first = next(iter(data.train_dataloader()))
         assert len(first[0]) == data.batch_size, name
         assert data.batch_size * loading["num_replicas"] * accumulated == 64, name
-        # In evaluation too.
+        # The size also holds in evaluation.
         assert max(len(images) for images, _ in data.val_dataloader()) <= data.batch_size, name
     unequal = SyntheticDataModule(num_samples=100, image_size=8, global_batch_size=12)
     unequal.trainer = quiet_trainer(HybridPipelineStrategy(replicas=[3, 1]), 4)
     assert unequal.batch_size == 4, "the replicas of the first stage load"
-    own = DigitsDataModule(batch_size=5)
-    own.trainer = quiet_trainer("ddp", 2, accumulate_grad_batches=2)
-    assert own.batch_size == 5, "of each process"
+    per_process = DigitsDataModule(batch_size=5)
+    per_process.trainer = quiet_trainer("ddp", 2, accumulate_grad_batches=2)
+    assert per_process.batch_size == 5, "batch_size is the size for each process"
 
 
 def test_sizes_that_do_not_go_together_are_refused_before_a_run():
@@ -53,22 +53,22 @@ def test_sizes_that_do_not_go_together_are_refused_before_a_run():
 
     loaders(quiet_trainer("ddp", 3, callbacks=[SampleWeights()]))
     loaders(quiet_trainer("parameter_server", 3))
-    for refused, said in (
+    for refused, message in (
         (
             lambda: DigitsDataModule(global_batch_size=11).check_trainer(accumulated),
-            "less than one sample for each of 3 processes that load x accumulate_grad_batches=4: use at least 12",
+            "for each of 3 processes that load data x accumulate_grad_batches=4: set it to at least 12",
         ),
-        (lambda: loaders(quiet_trainer("ddp", 3)), r"batches of 21 and of 22 samples: add .*SampleWeights\(\)"),
+        (lambda: loaders(quiet_trainer("ddp", 3)), r"batches have 21 and others 22 samples: add .*SampleWeights\(\)"),
         (
             lambda: data.check_trainer(quiet_trainer(callbacks=[scheduled])),
-            "GradientAccumulationScheduler: the schedule changes the samples of a step",
+            "GradientAccumulationScheduler, which changes the number of samples in a step",
         ),
         (
             lambda: DigitsDataModule(batch_size=32, global_batch_size=64),
             r"batch_size=32 .* and global_batch_size=64 .*: set one of them",
         ),
         (lambda: DigitsDataModule(global_batch_size=0), "global_batch_size=0: a batch needs at least 1 sample"),
-        (lambda: setattr(data, "batch_size", 16), "batch_size=16 cannot be set because global_batch_size=64"),
+        (lambda: setattr(data, "batch_size", 16), "batch_size=16 cannot be set, because global_batch_size=64"),
     ):
-        with pytest.raises(ConfigurationError, match=said):
+        with pytest.raises(ConfigurationError, match=message):
             refused()

@@ -1,4 +1,4 @@
-"""Every kind of image becomes uint8 RGB; every kind of damage becomes an error."""
+"""Every type of image file becomes uint8 RGB; every type of damage becomes an error."""
 
 import io
 from pathlib import Path
@@ -26,7 +26,7 @@ def damaged(data):
     return data[:middle] + bytes(40) + data[middle + 40 :]
 
 
-def test_every_kind_and_mode_becomes_colour():
+def test_every_file_type_and_mode_becomes_rgb():
     smooth = Image.fromarray(PIXELS[:4, :5]).resize((50, 40), Image.Resampling.BICUBIC)
     exact = [("PNG", mode, {}) for mode in ("RGB", "RGBA", "L", "LA", "P", "1")]
     kinds = [("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK"), ("WEBP", "RGB"), ("WEBP", "RGBA")]
@@ -48,14 +48,14 @@ def test_sixteen_bits_are_scaled_and_not_clipped():
 
 def test_exif_orientation_is_applied():
     exif = Image.Exif()
-    exif[0x0112] = 6  # Turn by 90 degrees.
+    exif[0x0112] = 6  # The orientation is turned by 90 degrees.
     for name in ("image.jpg", "image.png"):
         Image.fromarray(PIXELS).save(name, exif=exif)
         assert decode(Path(name)).shape == (3, 50, 40)
 
 
-# In torchvision's decoder the damaged PNG is a segmentation fault. Pillow warns of one image of too many pixels, and
-# refuses the other.
+# torchvision's decoder crashes on the damaged PNG (segmentation fault). Pillow warns about the first image with too
+# many pixels, and refuses the second one.
 BROKEN = {
     "cannot identify image file": [b"", b"<html>not found</html>", encoded("JPEG")[:3], encoded("PNG")[:8]],
     "truncated": [encoded("JPEG")[:900], encoded("PNG")[:3000]],

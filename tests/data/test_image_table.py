@@ -1,4 +1,4 @@
-"""Images that a CSV file names, and what it says of them."""
+"""Images and their classes, labels or values from a CSV file."""
 
 import csv
 from pathlib import Path
@@ -29,8 +29,10 @@ def table(text, **options):
 def test_a_column_of_names_has_the_classes():
     data = table(CLASSES, val_split=0.5)
     assert data.class_names == ["cat", "dog"]
-    found = {source.name(i): int(source.targets[i]) for source in (data.train_source, data.val_source) for i in (0, 1)}
-    assert found == {"a.png": 0, "b.png": 1, "c.png": 0, "d.png": 1}
+    classes = {
+        source.name(i): int(source.targets[i]) for source in (data.train_source, data.val_source) for i in (0, 1)
+    }
+    assert classes == {"a.png": 0, "b.png": 1, "c.png": 0, "d.png": 1}
     assert data.describe("val").startswith("2 held out of labels.csv, ")
 
 
@@ -45,14 +47,12 @@ def test_columns_of_numbers_are_labels_or_values():
     assert [source.targets.tolist() for source in (data.val_source, data.test_source)] == [[[0.0, 0.0]], [[1.0, 0.0]]]
     data = table(LABELS.replace("0,0", "-2.5,7"), task="regression", columns=["wet"])
     assert data.val_source.targets.tolist() == [[-2.5]]
-    with pytest.raises(
-        ConfigurationError, match="task=classes, and ImageTableDataModule has targets for regression: set"
-    ):
+    with pytest.raises(ConfigurationError, match="task=classes, but ImageTableDataModule has task=regression: set"):
         ImageClassifier(torch.nn.Flatten(), 2).check_data(table(LABELS, task="regression"))
 
 
 @pytest.mark.parametrize("task", ["multilabel", "regression"])
-def test_it_is_evaluated_and_predicted(task):
+def test_tables_of_labels_or_values_can_be_evaluated_and_predicted(task):
     data = table(LABELS, task=task)
     torch.manual_seed(0)
     model = ImageClassifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 2)), 2, task=task)
@@ -71,18 +71,30 @@ def test_it_is_evaluated_and_predicted(task):
 
 MISTAKES = {
     "no file": ("", {"labels": Path("other.csv")}, r"other.csv cannot be read \(No such file"),
-    "no rows": ("image,species\n", {}, "has the targets' columns none: task=classes needs one"),
-    "no column": (CLASSES, {"columns": ["age"]}, "has no column 'age': it has image, species"),
-    "two columns": (LABELS, {}, "columns wet, cold: task=classes needs one; name them in"),
-    "other split": (LABELS.replace("testing", "trial"), {"task": "multilabel"}, "the split 'trial': use train, val"),
-    "no training": ("image,split,a\na.png,val,1\n", {"task": "regression"}, "has no images for training"),
-    "other class": ("image,split,a\na.png,train,x\nb.png,train,y\nc.png,val,z\n", {}, "gives c.png the class 'z'"),
-    "no label": (LABELS.replace("1,1", "1,2"), {"task": "multilabel"}, "gives b.png 1, 2: 0 or 1 for each label is"),
-    "no number": (LABELS.replace("1,1", "1,"), {"task": "regression"}, "gives b.png 1, : a number for each target is"),
+    "no rows": ("image,species\n", {}, "has the target columns none, but task=classes needs one"),
+    "no column": (CLASSES, {"columns": ["age"]}, "has no column 'age', but only image, species"),
+    "two columns": (LABELS, {}, "columns wet, cold, but task=classes needs one: set data"),
+    "other split": (
+        LABELS.replace("testing", "trial"),
+        {"task": "multilabel"},
+        "the value 'trial' in the column split: use train, val",
+    ),
+    "no training": ("image,split,a\na.png,val,1\n", {"task": "regression"}, "has no training images"),
+    "other class": ("image,split,a\na.png,train,x\nb.png,train,y\nc.png,val,z\n", {}, "has the class 'z' for c.png"),
+    "no label": (
+        LABELS.replace("1,1", "1,2"),
+        {"task": "multilabel"},
+        "has the targets 1, 2 for b.png: write 0 or 1 for each label",
+    ),
+    "no number": (
+        LABELS.replace("1,1", "1,"),
+        {"task": "regression"},
+        "has the targets 1,  for b.png: write a number in each",
+    ),
     "no image": (
         LABELS.replace("a.png", "e.png"),
         {"task": "regression"},
-        "names e.png, which does not exist: write paths",
+        "lists e.png, which does not exist: make the paths",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Batches are reproducible, whatever the workers, and resumable in the middle of an epoch."""
+"""Batches do not depend on the number of workers, and loading can resume in the middle of an epoch."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def assert_same(actual, expected):
         assert torch.equal(targets, other_targets)
 
 
-def test_augmentation_depends_on_the_epoch_alone():
+def test_augmentation_depends_only_on_the_epoch_and_not_on_workers():
     inside, workers = loader(), loader(workers=2)
     for number in range(2):
         for each in (inside, workers):
@@ -49,8 +49,8 @@ def test_augmentation_depends_on_the_epoch_alone():
         assert_same(list(workers), expected)
 
 
-def test_batches_stay_and_an_unfinished_epoch_leaves_nothing():
-    """Workers use their memory again: three places of each for the seven batches."""
+def test_batches_keep_their_values_and_an_unfinished_epoch_has_no_effect():
+    """Each worker has memory for three batches, and reuses it for later batches of the seven."""
     expected, workers = list(loader()), loader(workers=2)
     begun = iter(workers)
     first = [next(begun) for _ in range(3)]
@@ -58,9 +58,9 @@ def test_batches_stay_and_an_unfinished_epoch_leaves_nothing():
     for _ in range(2):
         assert_same(list(workers), expected)
     assert_same(first, expected[:3])
-    ones = list(loader(workers=2))  # All of them kept.
-    assert_same(ones, expected)
-    assert not any(tensor.is_shared() for batch in ones for tensor in batch)
+    kept = list(loader(workers=2))  # All batches are kept.
+    assert_same(kept, expected)
+    assert not any(tensor.is_shared() for batch in kept for tensor in batch)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -70,7 +70,7 @@ def test_a_resumed_loader_serves_the_rest_then_whole_epochs(workers):
     iterator = iter(first)
     for _ in range(3):
         next(iterator)
-    state = first.state_dict()  # Workers have prefetched more than was served.
+    state = first.state_dict()  # Workers have prefetched more batches than the loader has returned.
     assert state == {"epoch": 4, "served": 3, **IDENTITY}
     rest = list(iterator)
 
@@ -96,7 +96,7 @@ def test_a_state_within_an_epoch_of_other_batches_is_refused():
             next(iter(resumed))
         resumed.load_state_dict({"epoch": 4, "served": 7, **IDENTITY, name: 99})
         resumed.sampler.set_epoch(5)
-        assert len(list(resumed)) == 7, "from an epoch's end other batches are no obstacle"
+        assert len(list(resumed)) == 7, "at the end of an epoch the batches may change"
 
 
 class Unreadable(TensorSource):
@@ -107,7 +107,7 @@ class Unreadable(TensorSource):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_unreadable_sample_is_told_without_a_traceback(workers):
+def test_an_unreadable_sample_is_named_without_a_traceback(workers):
     each = loader(workers)
     each.dataset.source.__class__ = Unreadable
     with pytest.raises(ConfigurationError, match=r"^sample 17 is broken: repair it$"):

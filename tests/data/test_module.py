@@ -1,4 +1,4 @@
-"""What Lightning makes of the loaders: sharding, epochs, resume. Samples are known by their targets."""
+"""The loaders in Lightning: sharding, epochs and resuming. Each sample has its number as its target."""
 
 from collections import defaultdict
 
@@ -29,7 +29,7 @@ class Counted(TensorSource):
 
 
 class Numbered(ImageDataModule):
-    """Targets 0, 1, ... for training and 100, 101, ... for evaluation."""
+    """A data module with the targets 0, 1, ... for training and 100, 101, ... for evaluation."""
 
     def __init__(self, batch_size=BATCH, num_workers=0, seed=7):
         super().__init__(batch_size, num_workers, seed)
@@ -47,7 +47,10 @@ class ToFloat(nn.Module):
 
 
 class Recorder(LightningModule):
-    """Notes the batches of each stage. Steps its optimizer without a backward, after which no process could fork."""
+    """A module that records the batches of each stage.
+
+    It calls its optimizer without a backward, because after a backward the process could not fork ranks.
+    """
 
     def __init__(self, automatic=False):
         super().__init__()
@@ -71,16 +74,16 @@ class Recorder(LightningModule):
 
 
 class SaveRank(Callback):
-    """Keeps what each forked rank saw."""
+    """Saves the batches that each forked rank has seen."""
 
     def teardown(self, trainer, pl_module, stage):
         torch.save(dict(pl_module.seen), f"{trainer.state.fn.value}-{trainer.global_rank}.pt")
 
 
-def test_two_ranks_see_together_what_one_process_sees():
+def test_two_ranks_together_see_the_samples_of_one_process():
     def seen(function, **options):
-        one = quiet_trainer("ddp_fork", 2, max_epochs=2, callbacks=[SaveRank()])
-        getattr(one, function)(Recorder(automatic=True), datamodule=Numbered(), **options)
+        trainer = quiet_trainer("ddp_fork", 2, max_epochs=2, callbacks=[SaveRank()])
+        getattr(trainer, function)(Recorder(automatic=True), datamodule=Numbered(), **options)
         return [torch.load(f"{function}-{rank}.pt", weights_only=True) for rank in range(2)]
 
     alone = ShuffledBatches(TRAINING, 2 * BATCH, 7, num_replicas=1, rank=0, drop_last=False)
@@ -92,14 +95,14 @@ def test_two_ranks_see_together_what_one_process_sees():
     first, second = (rank["train"] for rank in seen("fit"))
     pairs = zip(first, second, strict=True)
     assert [(e, n, sorted(a.tolist() + b.tolist())) for (e, n, _, a), (*_, b) in pairs] == expected
-    # As validation and test are, whose loaders are made alike.
+    # Validation and test need no check of their own, because their loaders are created in the same way.
     batches = [rank["predict"] for rank in seen("predict")]
     assert [len(rank) for rank in batches] == [3, 3]
     assert [number for rank in batches for batch in rank for number in batch] == list(range(EVALUATION))
 
 
 class SaveAt(Callback):
-    """Saves a checkpoint in one of Lightning's hooks, once."""
+    """Saves a checkpoint once, in one of Lightning's hooks."""
 
     def __init__(self, hook, epoch, batch, path):
         self.wanted, self.path = (hook, epoch, batch), path
@@ -118,7 +121,7 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
-# 53 samples in batches of 4: 14 batches, number 0 to 13.
+# 53 samples in batches of 4 are 14 batches, with the numbers 0 to 13.
 POINTS = [
     ("batch", 0, 0),
     ("batch", 1, 4),
@@ -129,12 +132,12 @@ POINTS = [
     ("batch", 1, 13),
     ("validation", 1, 13),
 ]
-SOME = {0: POINTS, 2: [("batch", 1, 4), ("epoch", 0, None)]}  # By workers.
+SOME = {0: POINTS, 2: [("batch", 1, 4), ("epoch", 0, None)]}  # By number of workers.
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """All batches of three epochs, and checkpoints at each of POINTS, by one run without workers."""
+    """Return all batches of a run of three epochs without workers, and the paths of its checkpoints by point."""
     folder = tmp_path_factory.mktemp("checkpoints")
     paths = {point: folder / f"{number}.ckpt" for number, point in enumerate(POINTS)}
 
@@ -152,16 +155,18 @@ def test_a_resumed_run_sees_the_same_batches_bit_for_bit(uninterrupted, num_work
     expected, paths = uninterrupted
     for point in SOME[num_workers]:
         path, (_, epoch, batch) = paths[point], point
-        after = [one for one in expected if one[:2] > (epoch, 99 if batch is None else batch)]
+        after = [batch_seen for batch_seen in expected if batch_seen[:2] > (epoch, 99 if batch is None else batch)]
         model, data = Recorder(), Numbered(num_workers=num_workers)
         quiet_trainer(max_epochs=3, val_check_interval=7).fit(model, datamodule=data, ckpt_path=path, weights_only=True)
         seen = model.seen["train"]
-        assert [one[:2] for one in seen] == [one[:2] for one in after], point
+        assert [batch_seen[:2] for batch_seen in seen] == [batch_seen[:2] for batch_seen in after], point
         for (*_, images, targets), (*_, other_images, other_targets) in zip(seen, after, strict=True):
             assert torch.equal(images, other_images), point
             assert torch.equal(targets, other_targets), point
         if num_workers == 0:
-            assert len(data.train_source.fetched) == len(after), f"{point}: what was served before is not read again"
+            assert len(data.train_source.fetched) == len(after), (
+                f"{point}: batches from before the checkpoint are not read again"
+            )
 
 
 def test_overfit_batches_gives_the_same_batches_in_each_epoch():

@@ -1,4 +1,4 @@
-"""The data modules: shapes, splits, names, and what they say about bad data."""
+"""The data modules: shapes, splits, names, and error messages for invalid data."""
 
 import os
 from pathlib import Path
@@ -31,17 +31,17 @@ def set_up(module):
 
 
 def test_digits_are_split_by_seed_and_the_test_set_is_fixed():
-    one, same, other = (set_up(DigitsDataModule(seed=seed)) for seed in (0, 0, 1))
-    assert len(one.train_source) + len(one.val_source) + len(one.test_source) == 1797
-    assert torch.equal(one.val_source.images, same.val_source.images)
-    assert not torch.equal(one.val_source.images, other.val_source.images)
-    assert torch.equal(one.test_source.images, other.test_source.images)
-    images, targets = next(iter(one.train_dataloader()))
-    assert images.shape == (64, *one.image_shape)
+    first, same, other = (set_up(DigitsDataModule(seed=seed)) for seed in (0, 0, 1))
+    assert len(first.train_source) + len(first.val_source) + len(first.test_source) == 1797
+    assert torch.equal(first.val_source.images, same.val_source.images)
+    assert not torch.equal(first.val_source.images, other.val_source.images)
+    assert torch.equal(first.test_source.images, other.test_source.images)
+    images, targets = next(iter(first.train_dataloader()))
+    assert images.shape == (64, *first.image_shape)
     assert images.dtype == torch.float32
     assert targets.dtype == torch.int64
-    assert abs(float(torch.cat([x for x, _ in one.val_dataloader()]).mean())) < 0.1
-    assert len(one.class_names) == one.num_classes == 10
+    assert abs(float(torch.cat([x for x, _ in first.val_dataloader()]).mean())) < 0.1
+    assert len(first.class_names) == first.num_classes == 10
 
 
 def test_synthetic_images_follow_the_seed_and_can_be_learned():
@@ -58,12 +58,12 @@ def test_synthetic_images_follow_the_seed_and_can_be_learned():
 
 def test_a_failed_download_names_data_set_directory_and_remedy(tmp_path, monkeypatch):
     for name in ("http_proxy", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # Refuses every connection, also where there is a network.
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # A proxy that refuses every connection.
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
     for module in (MNISTDataModule, FashionMNISTDataModule, CIFAR10DataModule, CIFAR100DataModule):
         name = module.__name__.removesuffix("DataModule")
-        for download, why in ((True, "the download failed"), (False, f"it does not exist.*{name} stores from")):
+        for download, why in ((True, "the download failed"), (False, f"it does not exist.*{name} creates from")):
             with pytest.raises(ConfigurationError, match=f"no {name} in {tmp_path}/images: {why}") as caught:
                 module(root=tmp_path / "images", download=download).prepare_data()
             message = str(caught.value)
@@ -89,7 +89,7 @@ def make_folder(root, parts=("train", "val"), count=6):
             for index in range(count):
                 colour = (80 * number,) * 3
                 if index % 2:
-                    Image.new("L", (30, 20), colour[0]).save(folder / f"{index}.png")  # Grey: becomes colour.
+                    Image.new("L", (30, 20), colour[0]).save(folder / f"{index}.png")  # A grey image becomes RGB.
                 else:
                     Image.new("RGB", (30, 20), colour).save(folder / f"{index}.JPG", "JPEG")
 
@@ -106,7 +106,7 @@ def test_image_folder_reads_the_layout_of_imagenet():
     assert module.num_classes == 3
     images, targets = next(iter(module.val_dataloader()))
     assert images.shape[1:] == module.image_shape == (3, 16, 16)
-    assert targets.tolist() == [0, 0, 0]  # 18 images in 5 batches of 3 or 4.
+    assert targets.tolist() == [0, 0, 0]  # 18 images make 5 batches of 3 or 4.
     assert sum(len(t) for _, t in module.train_dataloader()) == 18
     names = [module.sample_name(int(i)) for _, indices in module.predict_dataloader() for i in indices]
     assert names == sorted(names)
@@ -117,8 +117,8 @@ def test_image_folder_reads_the_layout_of_imagenet():
 def test_images_are_prepared_as_pretrained_weights_expect():
     make_folder("images")
     halves = Preprocessing(32, 40, "bicubic", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
-    given = [{}, {"image_size": 16}, {"image_size": 16, "resize": 16}]
-    for options, expected in zip(given, [(32, 40), (16, 20), (16, 16)], strict=True):
+    choices = [{}, {"image_size": 16}, {"image_size": 16, "resize": 16}]
+    for options, expected in zip(choices, [(32, 40), (16, 20), (16, 16)], strict=True):
         module = ImageFolderDataModule(Path("images"), batch_size=18, num_workers=0, **options)
         module.prepare_as(halves)
         set_up(module)
@@ -143,9 +143,7 @@ def test_a_file_name_not_in_utf8_is_read_and_written():
     assert r"val/cat/caf\xe9.png" in names
     assert module.val_source.fetch([names.index(r"val/cat/caf\xe9.png")])[0].shape == (1, 3, 16, 16)
     Path("images/train/cat").rename(os.fsdecode(b"images/train/caf\xe9"))
-    with pytest.raises(
-        ConfigurationError, match=r"train/caf\\xe9: the name of this class's folder is not UTF-8: rename the"
-    ):
+    with pytest.raises(ConfigurationError, match=r"train/caf\\xe9: the name of this folder is not UTF-8; rename the"):
         ImageFolderDataModule(Path("images"))
 
 
@@ -155,13 +153,13 @@ def test_a_broken_image_is_refused_by_its_path_in_one_line():
     broken.write_bytes(broken.read_bytes()[:300])
     module = set_up(ImageFolderDataModule(Path("images"), image_size=16, num_workers=0))
     with pytest.raises(
-        ConfigurationError, match=r"^broken image images/train/dog/0.JPG \(.*\): repair or .* leaves out broken images$"
+        ConfigurationError, match=r"^broken image images/train/dog/0.JPG \(.*\): repair or .* skips broken images$"
     ):
         list(module.train_dataloader())
 
 
-def test_folders_are_parts_by_the_names_that_data_sets_give_them():
-    for number, (names, said) in enumerate(
+def test_folders_with_usual_names_are_found_as_training_validation_and_test():
+    for number, (names, test_folder) in enumerate(
         [
             (("training", "validation", "testing"), "testing"),
             (("Train", "Val"), "Val"),
@@ -173,13 +171,13 @@ def test_folders_are_parts_by_the_names_that_data_sets_give_them():
         make_folder(root, names)
         module = set_up(ImageFolderDataModule(root))
         assert module.class_names == ["cat", "dog", "eel"]
-        assert [len(one) for one in (module.train_source, module.val_source, module.test_source)] == [18, 18, 18]
+        assert [len(source) for source in (module.train_source, module.val_source, module.test_source)] == [18, 18, 18]
         assert module.describe("train") == f"18 in {root / names[0]}, 3 classes"
-        assert module.describe("test").splitlines()[0] == f"18 in {root / said}, 3 classes"
+        assert module.describe("test").splitlines()[0] == f"18 in {root / test_folder}, 3 classes"
         assert ("by which best.ckpt was chosen" in module.describe("test")) == (len(names) == 2)
 
 
-def test_links_are_followed_and_what_is_left_out_is_counted():
+def test_links_are_followed_and_skipped_files_are_counted():
     make_folder("images", ("train",))
     make_folder("elsewhere", (".",))
     Path("images/train/.cache").mkdir()
@@ -213,20 +211,23 @@ def folder(*directories, full=False, **options):
 
 MISTAKES = {
     "no such directory": (lambda: ImageFolderDataModule(Path("nowhere")), "no directory .*nowhere"),
-    "no classes": (lambda: ImageFolderDataModule(Path(".")), "has 0 class directories"),
+    "no classes": (lambda: ImageFolderDataModule(Path(".")), "contains 0 folders of classes"),
     "batch size": (lambda: DigitsDataModule(batch_size=0), "batch_size=0"),
     "workers": (lambda: DigitsDataModule(num_workers=-1), "num_workers=-1 is negative"),
     "sizes of images": (lambda: folder(resize=16, image_size=32), "image_size=32 and resize=16"),
-    "empty directory": (lambda: folder("train/owl", full=True), "no images for the class owl in .*owl: .* end in .jpg"),
+    "empty directory": (lambda: folder("train/owl", full=True), "no images of the class owl in .*owl: .* end in .jpg"),
     "nothing to predict": (lambda: folder("predict", full=True), "no images for predict in"),
-    "no images for the test": (lambda: folder("Test/cat", full=True), "no images for test in a directory for each cl"),
-    "two for one": (lambda: folder("valid", full=True), "images/val and images/valid are both folders for val"),
-    "for either": (lambda: folder("Eval", full=True), "images/Eval may be for validation or for the test: rename it"),
+    "no images for the test": (lambda: folder("Test/cat", full=True), "no images for test in a folder for each class"),
+    "two for one": (lambda: folder("valid", full=True), "images/val and images/valid are both the val split"),
+    "for either": (lambda: folder("Eval", full=True), "images/Eval may be the validation or the test split: rename it"),
     "other classes": (
         lambda: folder("val/fox", full=True),
-        "images/val has classes that images/train does not have: fox",
+        "images/val contains classes that images/train does not contain: fox",
     ),
-    "split": (lambda: set_up(DigitsDataModule(val_split=1.0)), "val_split=1.0 of 1438 samples leaves 0 for training"),
+    "split": (
+        lambda: set_up(DigitsDataModule(val_split=1.0)),
+        "val_split=1.0 of 1438 samples gives 0 samples for training",
+    ),
     "synthetic size": (lambda: SyntheticDataModule(num_samples=5), "num_samples=5: use at least 10"),
     "synthetic channels": (lambda: SyntheticDataModule(channels=0), "channels=0: use at least 1"),
 }

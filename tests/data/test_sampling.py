@@ -1,4 +1,4 @@
-"""Which rank sees which samples: every one, once, in the same number of batches."""
+"""The ranks together see every sample once, and all ranks have the same number of batches."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.light
 SIZES = list(itertools.product((1, 2, 3, 7, 16, 63, 64, 65, 1150), (1, 2, 5, 32), (1, 2, 3, 4)))
 
 
-# Loops and not parameters: each test is a process of its own.
+# These tests loop over their cases, because each parametrised case would run in a process of its own.
 def test_evaluation_sees_each_sample_once_in_equal_batches():
     for size, batch_size, world in SIZES:
         case = f"{size} samples, batch_size {batch_size}, {world} ranks"
@@ -53,16 +53,20 @@ def test_training_cuts_one_permutation_into_steps_and_shares():
             counts = [count for batch in of_step for count in sampler.counts(batch)]
             real = [
                 index
-                for own, requests in ranks
+                for of_rank, requests in ranks
                 for batch in of_step
-                for index in requests[batch][: own.counts(batch)[own.rank]]
+                for index in requests[batch][: of_rank.counts(batch)[of_rank.rank]]
             ]
             assert sorted(real) == sorted(whole), case
             assert len(whole) < samples or max(counts) - min(counts) <= 2, case
-            # Fewer samples than ranks: some are repeated, so that no rank is without, and count nothing.
+            # If there are fewer samples than ranks, samples are repeated with weight 0, so that every rank has one.
             assert all(requests[batch] for _, requests in ranks for batch in of_step), case
-            of_all = [own.weight(batch, math.inf, "equal") for own, _ in ranks for batch in of_step]
-            exact = [world * accumulated * count / len(whole) for own, _ in ranks for count in own_counts(own, of_step)]
+            of_all = [of_rank.weight(batch, math.inf, "equal") for of_rank, _ in ranks for batch in of_step]
+            exact = [
+                world * accumulated * count / len(whole)
+                for of_rank, _ in ranks
+                for count in own_counts(of_rank, of_step)
+            ]
             assert of_all == pytest.approx(exact), case
 
 
@@ -71,7 +75,7 @@ def own_counts(sampler, batches):
 
 
 def test_each_epoch_is_a_permutation_and_each_batch_has_a_seed():
-    """Of the number of the epoch and the seed alone, wherever it begins."""
+    """The permutation depends only on the epoch's number and the seed, also if the epoch starts in the middle."""
 
     def epoch(number=0, seed=0, skip=0, world=1, rank=0):
         sampler = ShuffledBatches(100, 10, seed, world, rank, drop_last=False)
@@ -93,5 +97,5 @@ def test_each_epoch_is_a_permutation_and_each_batch_has_a_seed():
 def test_drop_last_leaves_the_partial_batch_out():
     assert len(ShuffledBatches(65, 32, 0, 2, 0, drop_last=True)) == 2
     assert len(ShuffledBatches(65, 32, 0, 2, 0, drop_last=False)) == 3
-    with pytest.raises(ConfigurationError, match="31 training samples do not fill one global batch of 32"):
+    with pytest.raises(ConfigurationError, match="31 training samples are less than one global batch of 32"):
         ShuffledBatches(31, 32, 0, 2, 0, drop_last=True)

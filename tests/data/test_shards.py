@@ -1,4 +1,4 @@
-"""Images in shards: what is packed is what is read, interrupted or not, and what is wrong is said."""
+"""Images in shards: reading returns the packed images, packing can be interrupted, and faults are named."""
 
 import errno
 import hashlib
@@ -43,7 +43,7 @@ def picture(seed, width, height):
 
 
 def make_folder(root="images", count=14):
-    """A class for each image, so that a target names its image; all kinds of files."""
+    """Write images of several file types, each image with a class of its own, so that its target identifies it."""
     for number in range(count):
         folder = Path(root, "train", f"c{number:02}")
         folder.mkdir(parents=True)
@@ -77,12 +77,12 @@ def module(ranks=1, rank=0, **options):
     return result
 
 
-def test_shards_are_what_was_packed_and_any_image_is_one_read(packed, monkeypatch):
+def test_shards_contain_the_packed_files_and_each_image_takes_one_read(packed, monkeypatch):
     members = {}
     for shard in packed.parts["train"].shards:
         with tarfile.open(f"shards/{shard.file}") as file:
             names = file.getnames()
-            # WebDataset's rule: neighbours with the same name up to the first dot are a sample.
+            # In WebDataset's format, consecutive members with the same name up to the first dot are one sample.
             assert [name.split(".")[0] for name in names[::2]] == [name.split(".")[0] for name in names[1::2]]
             members |= {name: file.extractfile(name).read() for name in names}
     assert len(packed.parts["train"].shards) > 2
@@ -103,7 +103,7 @@ def test_shards_are_what_was_packed_and_any_image_is_one_read(packed, monkeypatc
     pickle.loads(pickle.dumps(source)).fetch([0, 1])
 
 
-def test_what_is_neither_jpeg_png_nor_webp_is_packed_as_png():
+def test_other_formats_than_jpeg_png_and_webp_are_packed_as_png():
     picture(0, 40, 30).save("one.tif")
     encoded = encode(Path("one.tif").read_bytes(), None, None)
     assert (encoded.extension, encoded.width, encoded.height) == ("png", 40, 30)
@@ -123,8 +123,8 @@ def test_images_are_prepared_as_pretrained_weights_expect(packed):
 
 
 @pytest.mark.parametrize("options", [AS_THEY_ARE, SHRUNK])
-def test_a_crop_is_that_of_the_whole_image(options):
-    """To the pixel, although little more than the crop is decoded."""
+def test_a_partly_decoded_crop_equals_the_crop_of_the_whole_image(options):
+    """The pixels are equal, although little more than the crop is decoded."""
     pack(make_folder(), Path("shards"), options, workers=1)
     source = module(val_split=0.1).train_source
     draw, shorter = random.Random(0), 0
@@ -144,8 +144,8 @@ def test_a_crop_is_that_of_the_whole_image(options):
             shown = cut(data, header, left, top, right, bottom)
             part = decoder(shown, 1)
             shorter += part.numel() < whole.numel()
-            found = part[top - shown.top : bottom - shown.top, left - shown.left : right - shown.left]
-            assert torch.equal(found, whole[top:bottom, left:right])
+            crop = part[top - shown.top : bottom - shown.top, left - shown.left : right - shown.left]
+            assert torch.equal(crop, whole[top:bottom, left:right])
     assert shorter > 20
 
 
@@ -173,16 +173,16 @@ def test_batch_k_is_the_same_for_any_processes_and_workers(packed):
     assert len(set(modules[0].train_source.targets.tolist())) == 12
 
 
-def test_storage_is_asked_for_a_whole_batch_before_reading(packed, monkeypatch):
+def test_reads_of_a_whole_batch_are_announced_to_the_system_first(packed, monkeypatch):
     source, seen, read = module().train_source, [], os.pread
     monkeypatch.setattr(os, "posix_fadvise", lambda file, start, count, advice: seen.append((file, count, start)))
-    monkeypatch.setattr(os, "pread", lambda *what: seen.append(what) or read(*what))
+    monkeypatch.setattr(os, "pread", lambda *arguments: seen.append(arguments) or read(*arguments))
     source.fetch([7, 0, 3])
     assert len(set(seen)) == 3
-    assert seen[:3] == seen[3:], "asked for as they are read then"
+    assert seen[:3] == seen[3:], "the announced ranges are read later"
 
 
-def test_bytes_are_normalised_on_the_device_to_the_same(packed):
+def test_normalising_on_the_device_gives_the_same_values(packed):
     plain, late = module(), module(pin_memory=False)
     late.trainer = SimpleNamespace(
         accelerator=CUDAAccelerator(),
@@ -194,12 +194,12 @@ def test_bytes_are_normalised_on_the_device_to_the_same(packed):
     for (images, targets), batch in zip(plain.train_dataloader(), late.train_dataloader(), strict=True):
         assert batch[0].dtype == torch.uint8
         moved, moved_targets = late.transfer_batch_to_device(list(batch), torch.device("cpu"), 0)
-        assert torch.equal(moved, images.double()), "of the type that the trainer's precision asks for"
+        assert torch.equal(moved, images.double()), "the dtype of the trainer's precision"
         assert moved.is_contiguous()
         assert torch.equal(moved_targets, targets)
 
 
-def test_an_interrupted_pack_leaves_nothing_and_begins_anew(monkeypatch):
+def test_an_interrupted_pack_leaves_nothing_and_can_be_repeated(monkeypatch):
     source, calls = make_folder(), []
     whole = pack(source, Path("whole"), AS_THEY_ARE, workers=1)
 
@@ -228,9 +228,9 @@ def test_the_command_lists_damaged_images_and_checks_shards(capsys):
     make_folder()
     Path("images/train/c00/two.jpg").write_bytes(Path("images/train/c00/one.jpg").read_bytes()[:400])
     main(["pack", "images/", "shards", "--size", "32"])
-    said = capsys.readouterr().out
-    assert "train/c00/two.jpg is damaged and was left out: " in said
-    assert "14 images for train in 1 shards" in said
+    output = capsys.readouterr().out
+    assert "train/c00/two.jpg is damaged and was left out: " in output
+    assert "14 images for train in 1 shards" in output
     main(["pack", "--check", "shards"])
     assert "all checksums match" in capsys.readouterr().out
     shard = Path("shards/train-000000.tar")
@@ -242,7 +242,7 @@ def test_the_command_lists_damaged_images_and_checks_shards(capsys):
         (["--check", "shards"], "train-000000.tar is damaged: its checksum"),
         (["nothing", "out"], "no directory "),
         (["images/", "out", "--quality", "99"], "--quality 99 is outside the range from 1 to 95"),
-        (["masks/", "out"], "masks has masks, which cannot be packed: use SegmentationFolderDataModule"),
+        (["masks/", "out"], "masks has masks, which cannot be packed: train with SegmentationFolderDataModule"),
     ):
         with pytest.raises(SystemExit) as stop:
             main(["pack", *words])
@@ -251,7 +251,7 @@ def test_the_command_lists_damaged_images_and_checks_shards(capsys):
     assert not Path("out").exists()
 
 
-def test_what_is_wrong_with_shards_is_said_with_the_remedy(packed, monkeypatch):
+def test_faults_of_shards_are_named_with_the_remedy(packed, monkeypatch):
     index, samples, shard = (Path("shards", name) for name in (INDEX, SAMPLES, "train-000001.tar"))
     pack(make_folder("more", 15), Path("others"), SHRUNK, workers=1)
     foreign, intact = Path("others/train-000001.tar").read_bytes(), shard.read_bytes()
@@ -267,18 +267,22 @@ def test_what_is_wrong_with_shards_is_said_with_the_remedy(packed, monkeypatch):
     fewer = described | {"class_names": described["class_names"][:5]}
     outside = str(Path("others/train-000000.tar").resolve())
     for path, content, message in (
-        (shard, intact[:-600], rf"000001.tar is truncated: it has {size - 600} bytes of {size}; copy it"),
-        (shard, intact + b"0", "the index belongs to other shards; copy all files"),
-        (shard, (foreign * 9)[:size], "belongs to another packing than index.json: copy all files of one packing"),
+        (shard, intact[:-600], rf"000001.tar is truncated: it has {size - 600} of {size} bytes; copy it"),
+        (shard, intact + b"0", "they were not written together; copy all files"),
+        (shard, (foreign * 9)[:size], "was not written together with index.json: copy all files of the same"),
         (shard, broken, r"broken image train/c\d\d/one.jpg in shards/train-000001.tar \(.*--check shards"),
-        (samples, b"PK", "samples.npz does not belong to index.json: copy both"),
+        (samples, b"PK", "samples.npz was not written together with index.json, or is damaged: copy both"),
         (index, b"{", "index.json is damaged"),
         (index, {}, r"index.json is damaged \(KeyError: 'version'\)"),
-        (index, described | {"version": 9}, "has version 9, and this cnnstrategies reads version 1"),
-        (index, with_shard("../more/train.tar"), "which is not a file of this folder: replace links"),
-        (index, with_shard(outside), "which is not a file of this folder: replace links"),
-        (index, with_shard("none.tar"), "no shard shards/none.tar, which index.json names: copy it"),
-        (index, fewer, r"an image of class 13, and the index has 5 classes \(0 to 4\)"),
+        (
+            index,
+            described | {"version": 9},
+            "has the format version 9, but this version of cnnstrategies reads format version 1",
+        ),
+        (index, with_shard("../more/train.tar"), "which is not a file in this folder: replace links"),
+        (index, with_shard(outside), "which is not a file in this folder: replace links"),
+        (index, with_shard("none.tar"), "the shard shards/none.tar is missing: copy it"),
+        (index, fewer, r"an image of class 13, but the index has only 5 classes \(0 to 4\)"),
     ):
         before = path.read_bytes()
         path.write_bytes(json.dumps(content).encode() if isinstance(content, dict) else content)
@@ -299,14 +303,16 @@ def test_what_is_wrong_with_shards_is_said_with_the_remedy(packed, monkeypatch):
             read_index(Path("shards"))
     shard.rename("elsewhere.tar")
     shard.symlink_to(Path("elsewhere.tar").resolve())
-    with pytest.raises(ConfigurationError, match=r"which is not a file of this folder: replace links by the files"):
+    with pytest.raises(ConfigurationError, match=r"which is not a file in this folder: replace links with the files"):
         read_index(Path("shards"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match="decoder=simplejpeg is not installed: pip install simplejpeg, or use"):
+    with pytest.raises(
+        ConfigurationError, match="decoder=simplejpeg needs the package simplejpeg: pip install simplejpeg, or use"
+    ):
         find_decoder("simplejpeg")
 
 
-# The mean width and height of 200,000 of torchvision's RandomResizedCrop for 500 x 375.
+# Mean width and height of 200,000 crops of torchvision's RandomResizedCrop for images of 500 x 375 pixels.
 TORCHVISION = (281.9, 270.3)
 
 
@@ -319,5 +325,5 @@ def test_crops_are_drawn_as_torchvision_draws_them():
     assert widths.mean() == pytest.approx(TORCHVISION[0], rel=0.01)
     assert heights.mean() == pytest.approx(TORCHVISION[1], rel=0.01)
     assert np.mean([crop.mirrored for crop in crops]) == pytest.approx(0.5, abs=0.02)
-    narrow = random_crops(np.array([10]), np.array([1000]))[0]  # Too narrow for any that is drawn.
+    narrow = random_crops(np.array([10]), np.array([1000]))[0]  # The image is too narrow for every crop that is drawn.
     assert (narrow.width, narrow.height, narrow.top) == (10, 13, 493)

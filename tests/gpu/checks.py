@@ -1,6 +1,6 @@
-"""What to see on a real GPU, each in a process of its own; run.py runs them in this order and writes the page.
+"""Checks on a real GPU. run.py runs each check in a process of its own, in this order, and writes the page.
 
-Each check yields what it has tried and what came of it, and raises where that is wrong.
+Each check yields descriptions of what it has tried with the results, and raises an error if a result is wrong.
 """
 
 import csv
@@ -34,26 +34,26 @@ from cnnstrategies.strategies.hybrid_pipeline.comparison import compare
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 ACCELERATOR = "gpu" if ON_GPU else "cpu"
-# On a CPU it is a rehearsal, of the smallest that there is.
+# On a CPU the checks are a rehearsal with the smallest sizes.
 EPOCHS, LEAST, SIZE, BATCH, STEPS = (8, 0.9, 224, 256, 60) if ON_GPU else (1, 0.1, 32, 16, 4)
 resnet18 = torchvision.models.resnet18 if ON_GPU else partial(ResNet, BasicBlock, [1, 1, 1, 1])
-RANKS_LIMIT = 300  # Seconds of a run of several ranks.
+RANKS_LIMIT = 300  # Time limit of a run with several ranks in seconds.
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 Rows = Iterator[tuple[str, str]]
 
 
 def staging() -> Rows:
-    """The parameter server's copies between host and device."""
+    """Check the parameter server's copies between host and device."""
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/paramserver/test_staging.py"]
     yield "tests/paramserver/test_staging.py", _run(tests).strip().splitlines()[-1]
 
 
 def fits() -> Rows:
-    """The quickstart, which learns its digits whatever trains it."""
+    """Check that the quickstart learns its digits under each strategy and precision."""
     cases = [("auto", "32-true"), ("parameter_server", "32-true"), ("auto", "bf16-mixed"), ("fsdp", "32-true")]
     cases += [("auto", "16-mixed"), ("parameter_server", "bf16-mixed")]
     if not ON_GPU:
-        cases = [case for case in cases if case[0] != "fsdp" and case[1] != "16-mixed"]  # Neither has a CPU.
+        cases = [case for case in cases if case[0] != "fsdp" and case[1] != "16-mixed"]  # Both need a GPU.
     with ThreadPoolExecutor(len(cases) if ON_GPU else 1) as pool:
         yield from pool.map(_quickstart, cases)
 
@@ -73,21 +73,27 @@ def _quickstart(case: tuple[str, str]) -> tuple[str, str]:
 
 
 class NoWaits(Callback):
-    """Raises where the host waits for the device, from the fourth step on."""
+    """Raises an error if the host waits for the device in a step, from the fourth step on."""
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
-        """torch raises in this mode; see ``torch.cuda.set_sync_debug_mode``. An epoch's first loss is looked at."""
+        """Let torch raise errors, except in an epoch's first step, whose loss is read.
+
+        See ``torch.cuda.set_sync_debug_mode``.
+        """
         if ON_GPU and index and trainer.global_step > 2:
             torch.cuda.set_sync_debug_mode("error")
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """What follows is not the step."""
+        """Let the host wait again: the step is over."""
         if ON_GPU:
             torch.cuda.set_sync_debug_mode("default")
 
 
 def waits() -> Rows:
-    """No step waits for the device. The parameter server comes first: forked ranks need a process without CUDA."""
+    """Check that no step waits for the device.
+
+    The parameter server comes first, because its ranks must be forked from a process that has not used CUDA.
+    """
     strategies: dict[str, Callable[[], Any]] = {
         "parameter_server": lambda: ParameterServerStrategy(start_method="fork"),
         "auto": lambda: "auto",
@@ -100,7 +106,7 @@ def waits() -> Rows:
 
 
 def comparison() -> Rows:
-    """The comparison before training refuses no network that is right."""
+    """Check that the comparison before training accepts a correctly divided network."""
     network = resnet18(num_classes=10)
     for _ in range(10 if ON_GPU else 1):
         compare(divide(network, ["layer2"]), torch.randn(8, 3, 32, 32), torch.device(DEVICE, 0))
@@ -108,7 +114,7 @@ def comparison() -> Rows:
 
 
 def speed() -> Rows:
-    """ResNet-50 in channels_last and bf16, compiled: ours, a loop of plain torch, and what the loader gives."""
+    """Measure a compiled ResNet-50 in channels_last and bf16 with fit and with plain torch, and a loader alone."""
     make = torchvision.models.resnet50 if ON_GPU else resnet18
     options: dict[str, Any] = {"channels_last": True, "compile_backend": "inductor" if ON_GPU else None}
     for _ in range(2 if ON_GPU else 1):
@@ -124,7 +130,7 @@ def speed() -> Rows:
 
 
 def several() -> Rows:
-    """Pipelines and DDP over NCCL, where there are several GPUs; as processes on the CPU in a rehearsal."""
+    """Measure pipelines and DDP over NCCL on several GPUs; a rehearsal uses processes on the CPU."""
     devices = torch.cuda.device_count() if ON_GPU else 2
     for replicas in ([1, 1], [2, 1]):
         for schedule in ("1f1b", "gpipe"):
@@ -138,7 +144,7 @@ def several() -> Rows:
 
 
 def one_card() -> Rows:
-    """Ranks of one card, over NCCL: each of these has learned in float64 what one process has."""
+    """Check that ranks on one card, over NCCL in float64, learn the same weights as one process."""
     with tempfile.TemporaryDirectory() as folder:
         alone = _ranks(1, "auto", folder)
         cases: list[tuple[int, str, dict[str, Any]]] = [
@@ -156,23 +162,26 @@ def one_card() -> Rows:
 
 
 def _compared(alone: dict[str, torch.Tensor], ranks: int, strategy: str, options: dict[str, Any]) -> tuple[str, str]:
-    what = f"{ranks} ranks on one card, {' '.join([strategy, *map(str, options.values())])}"
+    description = f"{ranks} ranks on one card, {' '.join([strategy, *map(str, options.values())])}"
     with tempfile.TemporaryDirectory() as folder:
         learned = _ranks(ranks, strategy, folder, **options)
     if "precision" in options:
-        return what, "has run"
-    return f"{what}, float64", f"{_apart(alone, learned, what):.1e} from one process"
+        return description, "has run"
+    return f"{description}, float64", f"{_apart(alone, learned, description):.1e} from one process"
 
 
-def _apart(alone: dict[str, torch.Tensor], learned: dict[str, torch.Tensor], what: str) -> float:
-    """How far the weights are from those of one process, which in float64 is rounding."""
+def _apart(alone: dict[str, torch.Tensor], learned: dict[str, torch.Tensor], description: str) -> float:
+    """Return the largest difference from the weights of one process; fail if it is more than rounding in float64."""
     apart = max(float((learned[name] - value).abs().max()) for name, value in alone.items())
-    assert apart < 1e-9, f"{what}: {apart} away from one process"
+    assert apart < 1e-9, f"{description}: {apart} away from one process"
     return apart
 
 
 def own_stage() -> Rows:
-    """What is built in ``configure_model`` is on each rank's card by its own stage alone, and learns the same."""
+    """Check that a network built in ``configure_model`` is on each rank's card only with its own stage.
+
+    The network must also learn the same weights as on one process.
+    """
     with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as parts:
         alone = _ranks(1, "auto", whole, held=whole)
         learned = _ranks(2, "hybrid_pipeline", parts, held=parts, replicas=[1, 1], cuts=["layer3"])
@@ -185,7 +194,7 @@ def own_stage() -> Rows:
 
 
 def compiled() -> Rows:
-    """Stages that torch compiles, over NCCL, learn in float64 what one process learns as it is."""
+    """Check that compiled stages, over NCCL in float64, learn the same weights as one process without compilation."""
     with tempfile.TemporaryDirectory() as folder:
         alone = _ranks(1, "auto", folder)
         options: dict[str, Any] = {"compile": "inductor" if ON_GPU else "eager", "replicas": [1, 1]}
@@ -195,16 +204,16 @@ def compiled() -> Rows:
 
 
 def lost() -> Rows:
-    """A rank that is killed under NCCL is named by the others, soon."""
+    """Check that the other ranks soon name a rank that is killed under NCCL."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LOST"] = f"{folder}/lost"
         (code, text), _ = _ended(2, "hybrid_pipeline", folder, lost=True, replicas=[1, 1], cuts=["layer2"])
         took = time.time() - float(Path(os.environ["LOST"]).read_text())
-    said = [line for line in text.splitlines() if "PeerError" in line and "(rank 1)" in line]
-    assert said, text[-3000:]
-    assert code, "rank 0 has ended as if nothing had been"
+    named = [line for line in text.splitlines() if "PeerError" in line and "(rank 1)" in line]
+    assert named, text[-3000:]
+    assert code, "rank 0 has ended without an error"
     assert took < 120, f"{took:.0f} s"
-    yield "2 ranks on one card, hybrid_pipeline [1, 1], rank 1 is killed", f"{said[-1]} (ended after {took:.1f} s)"
+    yield "2 ranks on one card, hybrid_pipeline [1, 1], rank 1 is killed", f"{named[-1]} (ended after {took:.1f} s)"
 
 
 def _ranks(ranks: int, strategy: str, folder: str, **options: Any) -> dict[str, torch.Tensor]:
@@ -215,7 +224,7 @@ def _ranks(ranks: int, strategy: str, folder: str, **options: Any) -> dict[str, 
 
 
 def _ended(ranks: int, strategy: str, folder: str, **options: Any) -> list[tuple[int, str]]:
-    """The exit code and output of each rank of one_card.py; the code is 124 where it still runs after the limit."""
+    """Return the exit code and output of each rank of one_card.py; the code is 124 if the rank reaches the limit."""
     words = [sys.executable, str(Path(__file__).with_name("one_card.py")), strategy, json.dumps(options)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -226,11 +235,11 @@ def _ended(ranks: int, strategy: str, folder: str, **options: Any) -> list[tuple
         common |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     processes = []
     for rank in range(ranks):
-        own = {"NODE_RANK": str(rank), "NCCL_HOSTID": f"host{rank}"} if ranks > 1 else {}
+        of_rank = {"NODE_RANK": str(rank), "NCCL_HOSTID": f"host{rank}"} if ranks > 1 else {}
         processes.append(
             subprocess.Popen(
                 [*words, f"{folder}/learned.pt"],
-                env={**os.environ, **common, **own},
+                env={**os.environ, **common, **of_rank},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -249,44 +258,44 @@ def _ended(ranks: int, strategy: str, folder: str, **options: Any) -> list[tuple
         return list(pool.map(end, processes))
 
 
-# They may run beside each other; nothing is timed.
+# Checks that may run at the same time, because they measure no times.
 TOGETHER = (staging, fits, waits, comparison, one_card, own_stage, compiled, lost)
 ALONE = (speed, several)
 
 
 def data(classes: int, watched: bool = False) -> DataLoader[Any]:
-    """The same batch for each step of an epoch, so that nothing is measured of a loader."""
+    """Return a loader with the same batch for each step, so that measurements do not include loading."""
     batch = torch.randn(BATCH, 3, SIZE, SIZE), torch.arange(BATCH) % classes
     return DataLoader(Same(batch, watched), batch_size=None, pin_memory=ON_GPU)
 
 
 class Same(Dataset[Any]):
-    """A batch as often as there are steps.
+    """A dataset that repeats one batch for all steps.
 
     Args:
         batch: Images and targets.
-        watched: Raise where the host waits for the device, from an epoch's fourth batch to its last, in whatever order
-            they are asked for. Of a callback that did so the parameter server would have to see whether it changes
-            weights, which is such a wait.
+        watched: Raise an error if the host waits for the device, from an epoch's fourth batch to its last, in the
+            order of requests. A callback cannot do this: the parameter server would check whether the callback has
+            changed weights, and this check waits for the device.
     """
 
     def __init__(self, batch: Any, watched: bool) -> None:
         self.batch = batch
         self.watched = watched and ON_GPU
-        self.given = 0
+        self.requests = 0
 
     def __len__(self) -> int:
         return STEPS
 
     def __getitem__(self, index: int) -> Any:
         if self.watched:
-            torch.cuda.set_sync_debug_mode("error" if 2 < self.given % STEPS < STEPS - 1 else "default")
-            self.given += 1
+            torch.cuda.set_sync_debug_mode("error" if 2 < self.requests % STEPS < STEPS - 1 else "default")
+            self.requests += 1
         return self.batch
 
 
 def trainer_of(strategy: Any, precision: Any, callbacks: list[Callback], **options: Any) -> Trainer:
-    """One of two epochs that shows and writes nothing."""
+    """Return a trainer of two epochs that shows and writes nothing."""
     return Trainer(
         accelerator=ACCELERATOR,
         strategy=strategy,
@@ -311,14 +320,14 @@ def fit(
     watched: bool = False,
     **options: Any,
 ) -> float:
-    """Train two epochs, and tell the images of a second of all but the first step."""
+    """Train two epochs, and return the images per second without the first step."""
     trainer = trainer_of(strategy, precision, [SamplesPerSecond()], devices=devices)
     trainer.fit(ImageClassifier(network, classes, SGD, **options), data(classes, watched))
     return float(trainer.callback_metrics["samples_per_s"])
 
 
 def plain(network: nn.Module) -> float:
-    """Images of a second of the loop that timm's and torchvision's scripts have."""
+    """Return the images per second of a training loop like that of timm's and torchvision's scripts."""
     network = network.to(DEVICE, memory_format=torch.channels_last)
     optimizer = SGD(network.parameters())
     compiled = torch.compile(network) if ON_GPU else network
@@ -349,6 +358,6 @@ def _run(words: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    check = next(one for one in (*TOGETHER, *ALONE) if one.__name__ == sys.argv[1])
+    check = next(candidate for candidate in (*TOGETHER, *ALONE) if candidate.__name__ == sys.argv[1])
     for row in check():
         print(json.dumps(row), flush=True)

@@ -1,7 +1,7 @@
-"""A rank of a run of several on one card; checks.py starts them, and compares what they have learned.
+"""One of several ranks on one card; checks.py starts the ranks and compares the weights that they have learned.
 
-NCCL refuses two ranks on one card of one host, so each says that it is a host of its own (``NCCL_HOSTID``), and their
-messages go over the loopback. What is seen so is true of the order of what runs on the device, not of speed.
+NCCL refuses two ranks on one card of one host, so each rank claims to be on a host of its own (``NCCL_HOSTID``), and
+the ranks' messages go over the loopback. Such a run shows the order of work on the device, but not its speed.
 """
 
 import json
@@ -23,54 +23,54 @@ from cnnstrategies import ImageClassifier
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 
 BATCH, STEPS, SIZE = 32, 6, 64 if ON_GPU else 32
-LOST_AT = 3  # The step in which a rank of `lost` ends.
+LOST_AT = 3  # Step in which the check `lost` kills a rank.
 
 
 class Held(Callback):
-    """Notes what this rank has taken of the card until its first step, and saves all that was learned.
+    """Records the memory of the card that this rank uses before its first step, and saves the learned weights.
 
     Args:
-        folder: Where to write it, in bytes.
+        folder: Folder for the number of bytes of each rank and for the checkpoint.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        """The network is where it trains."""
+        """Write the peak memory in bytes: the network is on its device now."""
         taken = torch.cuda.max_memory_allocated() if ON_GPU else 0
         Path(f"{self.folder}/{trainer.global_rank}.bytes").write_text(str(taken))
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
-        """After the fit a rank has its part alone."""
+        """Save the whole network now, because after the fit a rank has its own part only."""
         trainer.save_checkpoint(f"{self.folder}/own.ckpt")
 
 
 class InTurn(LightningModule):
-    """Builds its network in ``configure_model``, so that a rank of a pipeline never holds more than its stage."""
+    """A module that builds its network in ``configure_model``, so a pipeline's rank never holds more than its stage."""
 
     network: nn.Module
 
     def configure_model(self) -> None:
-        """As one process would build it, whatever the rank and its device."""
+        """Build the network with the same weights on every rank and device."""
         if not hasattr(self, "network"):
             torch.manual_seed(1)
             self.network = network()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
-        """That of the others."""
+        """Return the same optimizer as the other checks use."""
         return SGD(self.parameters())
 
 
 class Lost(Callback):
-    """Ends rank 1 as the kernel does where memory is short; each rank says when."""
+    """Kills rank 1 as the kernel does when memory is short, and writes the time of the kill to a file."""
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Another rank is in the same step, and waits for this one."""
+        """Kill rank 1 in a step in which the other rank waits for it."""
         if trainer.global_step == LOST_AT and trainer.global_rank == 1:
             torch.cuda.synchronize() if ON_GPU else None
             Path(os.environ["LOST"]).write_text(str(time.time()))
@@ -78,12 +78,12 @@ class Lost(Callback):
 
 
 def network() -> nn.Module:
-    """Of groups rather than batches normalised: so is it the same whatever a batch is cut into."""
+    """Return a ResNet-18 with group normalisation, whose results do not depend on the division of a batch."""
     return torchvision.models.resnet18(num_classes=10, norm_layer=lambda channels: nn.GroupNorm(8, channels))
 
 
 def train(strategy: Any, ranks: int, shards: int, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Some steps over the same samples, in the same global batches, whatever divides them."""
+    """Train some steps on the same samples in the same global batches under any strategy; return the weights."""
     torch.manual_seed(0)
     images, targets = torch.randn(BATCH * STEPS, 3, SIZE, SIZE), torch.randint(10, (BATCH * STEPS,))
     precision = options.get("precision", "64-true")
@@ -98,7 +98,7 @@ def train(strategy: Any, ranks: int, shards: int, options: dict[str, Any]) -> di
     trainer = trainer_of(strategy, precision, callbacks, devices=1, num_nodes=ranks, use_distributed_sampler=False)
     data = TensorDataset(images, targets)
     rank = int(os.environ.get("NODE_RANK", "0"))
-    # Lightning's own would shuffle. Of a pipeline those that are not of the first stage load nothing.
+    # Lightning's own sampler would shuffle. In a pipeline only ranks of the first stage load data.
     sampler = DistributedSampler(data, shards, rank if rank < shards else 0, shuffle=False)
     loader = DataLoader(data, BATCH // shards, sampler=sampler, pin_memory=ON_GPU)
     trainer.fit(module, loader)
@@ -109,7 +109,7 @@ def train(strategy: Any, ranks: int, shards: int, options: dict[str, Any]) -> di
 
 
 def main() -> None:
-    """Arguments: the strategy, its options, and where to put what rank 0 has learned."""
+    """Train one rank; the arguments are the strategy, its options in JSON, and the file for rank 0's weights."""
     name, options, file = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
     ranks = int(os.environ.get("RANKS", "1"))
     strategy: Any = name

@@ -1,6 +1,6 @@
-"""``make test-gpu``: every check of checks.py, some 10 minutes on one GPU; writes the page that is its argument.
+"""``make test-gpu``: run every check of checks.py and write the results to the page that is the argument.
 
-Without a GPU it is a rehearsal of the checks themselves, and writes nothing.
+The checks take about 10 minutes on one GPU. Without a GPU they run as a rehearsal on the CPU, and no page is written.
 """
 
 import datetime
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from checks import ALONE, ON_GPU, TOGETHER
 
-LIMIT = 400  # Seconds of a check.
+LIMIT = 400  # Time limit of a check in seconds.
 HEAD = """# On GPUs
 
 `make test-gpu` has written this page: what was tried on {gpus}, and what came of it.
@@ -27,7 +27,7 @@ HEAD = """# On GPUs
 
 
 def run(check: Callable[[], object]) -> tuple[list[tuple[str, str, str]], bool]:
-    """What a check has found, and whether it has failed, in a process of its own."""
+    """Run a check in a process of its own; return its rows of the page, and whether it has failed."""
     start = time.monotonic()
     process = subprocess.run(
         ["timeout", str(LIMIT), sys.executable, Path(__file__).with_name("checks.py"), check.__name__],
@@ -35,22 +35,22 @@ def run(check: Callable[[], object]) -> tuple[list[tuple[str, str, str]], bool]:
         text=True,
         check=False,
     )
-    own = [json.loads(line) for line in process.stdout.splitlines() if line.startswith('["')]
+    rows = [json.loads(line) for line in process.stdout.splitlines() if line.startswith('["')]
     if process.returncode:
         print(process.stderr[-4000:])
         last = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-        own.append(["", f"FAILED: {last}"])
-    for what, result in own:
-        print(f"{check.__name__}: {what}: {result}", flush=True)
+        rows.append(["", f"FAILED: {last}"])
+    for description, result in rows:
+        print(f"{check.__name__}: {description}: {result}", flush=True)
     print(f"{check.__name__}: {time.monotonic() - start:.0f} s", flush=True)
-    return [(check.__name__, what, result) for what, result in own], bool(process.returncode)
+    return [(check.__name__, description, result) for description, result in rows], bool(process.returncode)
 
 
 def main() -> None:
-    """Run them, those that are timed one after another; end with 1 where one has failed."""
+    """Run all checks, timed checks one after another, and exit with code 1 if a check has failed."""
     with ThreadPoolExecutor(len(TOGETHER) if ON_GPU else 1) as pool:
         ended = [*pool.map(run, TOGETHER), *map(run, ALONE)]
-    rows = [row for own, _ in ended for row in own]
+    rows = [row for rows_of_check, _ in ended for row in rows_of_check]
     if ON_GPU:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         text = HEAD.format(gpus=", ".join(names)) + "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -15,7 +15,7 @@ from cnnstrategies.cluster.run_folder import refuse_anothers
 from cnnstrategies.cluster.stores import LOOPBACK, on_loopback, own_store, serve_on_loopback
 
 
-@replaces(sbatch_script, killed_by=test_job.test_warned_and_preempted_jobs_are_requeued_and_failed_not)
+@replaces(sbatch_script, killed_by=test_job.test_warned_and_preempted_jobs_are_requeued_and_failed_jobs_are_not)
 def a_job_is_requeued_more_often_than_max_requeues_allows(
     original, options, size, folder, python, command, goes_on=False
 ):
@@ -26,24 +26,24 @@ def a_job_is_requeued_more_often_than_max_requeues_allows(
 removes(
     refuse_anothers,
     "a run resumes from the checkpoint of another run",
-    killed_by=test_run_folder.test_another_runs_checkpoint_is_not_gone_on_from,
+    killed_by=test_run_folder.test_a_run_does_not_resume_from_another_runs_checkpoint,
 )
 
 
 removes(
     own_store,
     "restarted ranks use the store of the dead ranks",
-    killed_by=test_torchrun.test_each_start_has_a_store_that_is_not_the_agents,
+    killed_by=test_torchrun.test_each_start_has_its_own_store_instead_of_the_agents,
     gives=contextlib.nullcontext(),
 )
 removes(
     on_loopback,
     "a run on one machine listens at the address that torch chooses",
-    killed_by=test_loopback.test_a_script_without_the_command_line,
+    killed_by=test_loopback.test_a_script_without_the_command_line_listens_on_the_loopback_only,
     gives=contextlib.nullcontext(),
 )
 
 
-@replaces(serve_on_loopback, killed_by=test_torchrun.test_each_start_has_a_store_that_is_not_the_agents)
+@replaces(serve_on_loopback, killed_by=test_torchrun.test_each_start_has_its_own_store_instead_of_the_agents)
 def the_store_of_one_machine_listens_on_all_interfaces(original, address=LOOPBACK, port=0):
     return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)

@@ -30,7 +30,7 @@ from cnnstrategies.runtime.processes import is_stopped, spawned_by_a_thread
 from cnnstrategies.runtime.whole_file import whole_file, writing
 
 
-@replaces(fail, killed_by=test_refusals.test_what_cannot_run_is_refused_in_a_line)
+@replaces(fail, killed_by=test_refusals.test_invalid_runs_are_refused_in_one_line)
 def a_mistake_in_the_configuration_ends_like_a_run_that_has_failed(original, message):
     try:
         original(message)
@@ -44,12 +44,12 @@ def tune_calls_one_of_two_equal_settings_faster(original, gains, error):
     return replace(judged, outcome="faster") if judged.speed > exp(MARGIN) else judged
 
 
-@replaces(choices, killed_by=test_tune_command.test_what_changes_learning_is_tried_only_when_it_is_allowed)
+@replaces(choices, killed_by=test_tune_command.test_settings_that_change_learning_are_tried_only_when_allowed)
 def tune_tries_settings_that_change_learning_without_permission(original, config, model, device, allow):
     return original(config, model, device, [*allow, "precision"])
 
 
-@replaces(Command.run, killed_by=test_front.test_no_garbage_is_looked_for_while_a_command_is_imported)
+@replaces(Command.run, killed_by=test_front.test_garbage_collection_is_off_while_a_command_is_imported)
 def garbage_collection_runs_while_a_command_is_imported(original, self, words):
     importlib.import_module(f"cnnstrategies.commands.{self.module}").main(self.parse(words)[0])
 
@@ -69,7 +69,7 @@ removes(
 
 @replaces(
     refusal_in,
-    killed_by=test_command_failures.test_what_a_spawned_rank_has_raised_is_explained_by_its_text,
+    killed_by=test_command_failures.test_an_error_of_a_spawned_rank_is_explained_by_its_text,
     noticed_by=(AttributeError,),
 )
 def a_full_disk_of_a_forked_rank_ends_in_a_traceback(original, traceback):
@@ -87,18 +87,18 @@ removes(
     killed_by=test_processes.test_a_rank_that_is_killed_or_stopped_is_named,
     gives=False,
     signum=19,
-    said="is stopped, as by SIGSTOP",
+    reason="is stopped, for example by SIGSTOP",
 )
 removes(
     spawned_by_a_thread,
     "a launcher waits for a spawned process that has died",
-    killed_by=test_processes.test_nobody_waits_for_what_dies_or_stops_in_its_imports,
+    killed_by=test_processes.test_starting_a_process_that_dies_or_stops_in_its_imports_does_not_block,
     gives=contextlib.nullcontext(),
     signum=9,
 )
 
 
-@replaces(whole_file, killed_by=test_predictions.test_on_a_full_disk_predictions_are_those_of_before_or_none)
+@replaces(whole_file, killed_by=test_predictions.test_a_full_disk_leaves_the_old_predictions_or_none)
 @contextlib.contextmanager
 def a_file_is_overwritten_in_place(original, path, remedy):
     with writing(path, remedy), open(path, "wb") as file:

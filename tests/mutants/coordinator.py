@@ -8,7 +8,7 @@ import test_dispatch
 import test_restart
 import test_simulation
 from mutants.faulty import removes, replaces
-from simulation.toys import Sheet
+from simulation.toys import MemoryJournal
 
 from cnnstrategies.paramserver.coordinator.collective_rounds import Rounds
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
@@ -19,8 +19,8 @@ from cnnstrategies.paramserver.core.node import Send
 from cnnstrategies.paramserver.core.requests import UNKNOWN, Asking
 from cnnstrategies.paramserver.drivers.coordinator import JournalFile
 
-GONE = test_dispatch.test_what_one_that_is_gone_had_not_processed_is_anothers
-HUNDRED_RUNS = test_simulation.test_nothing_is_violated
+GONE = test_dispatch.test_unprocessed_chunks_of_a_lost_worker_go_to_other_workers
+HUNDRED_RUNS = test_simulation.test_no_simulated_run_of_the_coordinator_violates_an_invariant
 _new = itertools.count(1 << 20)
 
 # Lost messages
@@ -85,13 +85,13 @@ def changes_by_a_timer_are_not_written_to_the_journal(original, self, now, name)
     return self.coordinator.on_timer(now, name)
 
 
-@replaces(Sheet.replace, killed_by=HUNDRED_RUNS)
+@replaces(MemoryJournal.replace, killed_by=HUNDRED_RUNS)
 def records_after_an_incomplete_record_are_lost(original, self, contents):
     if not self.read().startswith(contents):
         original(self, contents)
 
 
-@replaces(_records, killed_by=test_restart.test_a_record_with_a_changed_byte_was_said_to_nobody, where=-5)
+@replaces(_records, killed_by=test_restart.test_a_last_record_with_a_changed_byte_is_ignored, where=-5)
 def a_record_with_a_changed_byte_is_replayed(original, contents):
     start, signed = 0, b""
     while start < len(contents):
@@ -101,14 +101,14 @@ def a_record_with_a_changed_byte_is_replayed(original, contents):
     return original(signed)
 
 
-@replaces(Coordinator.start, killed_by=test_restart.test_the_time_without_a_coordinator_is_nobodys_silence)
+@replaces(Coordinator.start, killed_by=test_restart.test_the_time_without_a_coordinator_does_not_count_as_silence)
 def time_without_a_coordinator_counts_as_silence_of_the_members(original, self, now):
     if self._last_time is not None:
         self._last_time = now
     return original(self, now)
 
 
-@replaces(JournalFile.replace, killed_by=test_restart.test_a_file_is_its_users_alone_and_written_anew_as_a_whole)
+@replaces(JournalFile.replace, killed_by=test_restart.test_a_journal_file_is_private_and_replaced_atomically)
 def a_journal_is_rewritten_in_place(original, self, contents):
     self._path.write_bytes(b"")
     original(self, contents)
@@ -117,12 +117,12 @@ def a_journal_is_rewritten_in_place(original, self, contents):
 removes(
     Rounds.deadlock,
     "workers wait without end for a worker that has ended its epoch",
-    killed_by=test_coordinator.test_a_worker_that_needs_those_who_wait_for_it_ends_the_run,
+    killed_by=test_coordinator.test_workers_that_wait_for_each_other_end_the_run,
     gives=[],
 )
 
 
-@replaces(Roster.admit, killed_by=test_coordinator.test_a_server_that_training_did_not_wait_for_is_filled, dies=True)
+@replaces(Roster.admit, killed_by=test_coordinator.test_a_server_that_training_did_not_wait_for_gets_copies, dies=True)
 def a_server_that_registers_after_training_began_counts_as_a_first_server(original, self, now, peer, hello):
     self.lost_servers.discard(peer.id)
     return original(self, now, peer, hello)

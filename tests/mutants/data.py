@@ -36,12 +36,14 @@ def an_evaluation_counts_a_sample_twice(original, self, batch, rank):
 # Batches
 
 
-@replaces(BatchDataset.__getitem__, killed_by=test_loading.test_augmentation_depends_on_the_epoch_alone)
+@replaces(
+    BatchDataset.__getitem__, killed_by=test_loading.test_augmentation_depends_only_on_the_epoch_and_not_on_workers
+)
 def augmentation_depends_on_the_number_of_workers(original, self, request):
     return original(self, request._replace(seed=torch.initial_seed()))
 
 
-@replaces(unshared, killed_by=test_loading.test_batches_stay_and_an_unfinished_epoch_leaves_nothing)
+@replaces(unshared, killed_by=test_loading.test_batches_keep_their_values_and_an_unfinished_epoch_has_no_effect)
 def memory_of_a_batch_in_use_is_reused(original, batch):
     return batch
 
@@ -49,6 +51,8 @@ def memory_of_a_batch_in_use_is_reused(original, batch):
 # Shards
 
 
-@replaces(cut, killed_by=test_shards.test_a_crop_is_that_of_the_whole_image, options=test_shards.SHRUNK)
+@replaces(
+    cut, killed_by=test_shards.test_a_partly_decoded_crop_equals_the_crop_of_the_whole_image, options=test_shards.SHRUNK
+)
 def a_crop_differs_from_the_image_at_the_crops_edge(original, data, header, left, top, right, bottom):
     return original(data, header, left + MARGIN, top + MARGIN, right - MARGIN, bottom - MARGIN)

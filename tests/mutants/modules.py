@@ -64,7 +64,7 @@ def a_run_stops_within_an_accumulation(original, self, trainer, pl_module, batch
     self._step_at_start = -1 if trainer.global_step else 0
 
 
-@replaces(Comparison.__init__, killed_by=test_export.test_what_cannot_be_exported_is_refused_and_nothing_is_left)
+@replaces(Comparison.__init__, killed_by=test_export.test_a_failed_export_is_refused_and_leaves_no_files)
 def an_exported_network_may_give_different_logits(original, self, file, images, difference, largest, agreement, of=""):
     original(self, file, images, 0.0, largest, agreement, of)
 

@@ -13,7 +13,11 @@ from cnnstrategies.paramserver.server.server import Server
 OURS = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 
 
-@replaces(Server.on_message, killed_by=test_own_mistakes.test_a_roles_own_mistake_is_no_bad_message, mistake=KeyError)
+@replaces(
+    Server.on_message,
+    killed_by=test_own_mistakes.test_a_roles_own_mistake_is_not_taken_for_a_bad_message,
+    mistake=KeyError,
+)
 def a_servers_own_mistake_counts_as_a_bad_message(original, self, now, route, user, header, payload):
     try:
         return original(self, now, route, user, header, payload)
@@ -24,7 +28,7 @@ def a_servers_own_mistake_counts_as_a_bad_message(original, self, now, route, us
 
 @replaces(
     Loop.message,
-    killed_by=test_own_mistakes.test_a_roles_own_mistake_is_no_bad_message,
+    killed_by=test_own_mistakes.test_a_roles_own_mistake_is_not_taken_for_a_bad_message,
     noticed_by=(ControlError,),
     mistake=AssertionError,
 )
@@ -55,7 +59,7 @@ def a_failing_coordinator_does_not_send_the_runs_end(original, self, peer, messa
 
 @replaces(
     Message.integer,
-    killed_by=test_insider_fuzz.test_no_member_makes_a_server_fail,
+    killed_by=test_insider_fuzz.test_no_message_of_a_member_makes_a_server_fail,
     noticed_by=(TypeError,),
     options=test_insider_fuzz.MODES["async"],
 )
@@ -65,7 +69,7 @@ def a_server_accepts_none_in_place_of_an_integer(original, self, name, least=0):
 
 @replaces(
     Message.table,
-    killed_by=test_insider_fuzz.test_nothing_that_a_peer_says_fails_later,
+    killed_by=test_insider_fuzz.test_no_message_of_a_peer_makes_a_role_fail,
     noticed_by=(TypeError, ValueError, IndexError),
 )
 def a_members_report_is_accepted_in_any_form(original, self, name, *columns):

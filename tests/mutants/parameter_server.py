@@ -26,7 +26,7 @@ from cnnstrategies.strategies.parameter_server.step import Stepper
 # Combined pushes of a node
 
 
-@replaces(SharedState.lead, killed_by=test_combiner.test_nothing_of_the_living_is_lost_or_counts_twice, nodes=1)
+@replaces(SharedState.lead, killed_by=test_combiner.test_no_living_workers_gradient_is_lost_or_counts_twice, nodes=1)
 def gradients_that_a_dead_leader_did_not_push_are_lost(original, self, step):
     for gradient in self.gradients:
         gradient.zero_()
@@ -36,7 +36,9 @@ def gradients_that_a_dead_leader_did_not_push_are_lost(original, self, step):
 # Compression
 
 
-@replaces(Encoder.encode, killed_by=test_codecs.test_sent_and_kept_are_all_gradients_in_any_encoding, seed=0)
+@replaces(
+    Encoder.encode, killed_by=test_codecs.test_sent_and_kept_parts_add_up_to_the_gradients_in_any_encoding, seed=0
+)
 def gradients_that_compression_leaves_out_are_lost(original, self, gradient):
     return original(copy.copy(self), gradient)
 
@@ -44,7 +46,7 @@ def gradients_that_compression_leaves_out_are_lost(original, self, gradient):
 removes(
     may_be_lossy,
     "gradients that compression leaves out go to wrong parameters of a shared slice",
-    killed_by=test_shared_slices.test_small_parameters_share_a_slice_if_none_is_left_out,
+    killed_by=test_shared_slices.test_small_parameters_share_a_slice_unless_the_compression_is_lossy,
     gives=False,
 )
 
@@ -64,22 +66,24 @@ def each_worker_distributes_its_own_order_of_samples(original, sampler, epoch):
 # Security
 
 
-@replaces(check_endpoint, killed_by=test_security.test_any_network_needs_encryption_or_an_explicit_word)
+@replaces(check_endpoint, killed_by=test_security.test_any_network_needs_encryption_or_explicit_permission)
 def servers_listen_on_the_loopback_without_keys(original, endpoint, encrypted, insecure=False):
     original(endpoint, encrypted, insecure or endpoint.startswith("tcp://127."))
 
 
-@replaces(Gatekeeper.__init__, killed_by=test_security.test_a_key_that_is_not_the_members_own_gets_nowhere)
+@replaces(Gatekeeper.__init__, killed_by=test_security.test_a_process_without_the_members_own_key_is_refused)
 def any_key_is_admitted(original, self, context, admitted):
     original(self, context, lambda key: True)
 
 
-@replaces(parse_checked, killed_by=test_security.test_nobody_speaks_in_another_ones_name, key="a member's own")
+@replaces(
+    parse_checked, killed_by=test_security.test_nobody_can_send_messages_in_the_name_of_a_member, key="a member's own"
+)
 def a_member_may_send_in_another_members_name(original, frame, key, run):
     return parse(frame)
 
 
-@replaces(prove, killed_by=test_security.test_nobody_speaks_in_another_ones_name, key="a stranger's")
+@replaces(prove, killed_by=test_security.test_nobody_can_send_messages_in_the_name_of_a_member, key="a stranger's")
 def a_strangers_proof_is_accepted(original, run, public_key):
     return original(run, run.public)
 
@@ -93,7 +97,7 @@ def the_outer_momentum_moves_the_weights_after_no_local_step(original, self):
     original(self)
 
 
-@replaces(allow_files, killed_by=test_control_sockets.test_the_limit_of_files_is_raised_or_the_start_refused)
+@replaces(allow_files, killed_by=test_control_sockets.test_the_limit_of_open_files_is_raised_or_the_start_is_refused)
 def the_limit_of_open_files_is_not_raised(original, count, process):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     original(count, process)
@@ -105,7 +109,7 @@ def the_limit_of_open_files_is_not_raised(original, count, process):
 
 @replaces(
     Watched.end_silent,
-    killed_by=test_supervision.test_who_is_ended_because_it_was_silent_is_not_called_killed,
+    killed_by=test_supervision.test_a_silent_process_that_is_ended_is_not_reported_as_killed,
     stopped=True,
     seconds=61,
     missed=[],
@@ -119,5 +123,5 @@ def a_stopped_process_is_reported_as_killed(original, self):
 removes(
     pass_on_termination,
     "a server ignores the termination signal",
-    killed_by=test_control_sockets.test_a_server_that_is_told_to_end_has_the_run_stop,
+    killed_by=test_control_sockets.test_a_termination_signal_to_a_server_stops_the_run,
 )

@@ -213,9 +213,7 @@ def a_peers_batch_or_decision_is_unpickled(original, message):
     return pickle.loads(message)
 
 
-@replaces(
-    loaded_record, killed_by=test_codec.test_a_message_gets_no_class_but_those_of_records, name="this:Never", parts=[]
-)
+@replaces(loaded_record, killed_by=test_codec.test_a_message_can_create_only_records, name="this:Never", parts=[])
 def a_message_imports_a_module(original, name):
     importlib.import_module(name.partition(":")[0])
     return original(name)

@@ -19,7 +19,7 @@ from cnnstrategies.paramserver.server.shard import Shard
 from cnnstrategies.paramserver.server.store import Changes
 from cnnstrategies.paramserver.server.synchronous import Synchronous
 
-HUNDRED_RUNS = test_simulation.test_workers_and_servers_violate_nothing
+HUNDRED_RUNS = test_simulation.test_no_simulated_run_of_workers_and_servers_violates_an_invariant
 
 
 @replaces(Shard.pull, killed_by=HUNDRED_RUNS)
@@ -48,7 +48,7 @@ def workers_with_different_numbers_of_samples_get_equal_weights(original, self, 
 removes(
     SyncClock.leave,
     "a step waits for a dead worker",
-    killed_by=test_clocks.test_a_step_has_those_who_have_begun_before_it_and_live,
+    killed_by=test_clocks.test_the_members_of_a_step_are_the_living_workers_that_joined_before_it,
 )
 removes(
     Copies.safe,

@@ -11,7 +11,7 @@ from cnnstrategies.paramserver.core.view import ServersUnreachableError
 from cnnstrategies.paramserver.drivers.sockets import Bundle, notice_silence, send
 from cnnstrategies.paramserver.messages import SMALL_BYTES, InvalidMessageError, begins
 
-A_BYTE_CHANGES = test_failures.test_a_byte_that_changes_on_its_way_costs_a_connection
+A_BYTE_CHANGES = test_failures.test_a_changed_byte_costs_only_a_connection
 
 
 @replaces(send, killed_by=A_BYTE_CHANGES, noticed_by=(ServersUnreachableError,), back=True, what="contents")
@@ -30,7 +30,7 @@ removes(
 )
 
 
-@replaces(begins, killed_by=test_transport.test_a_header_without_payload_takes_no_other_for_it)
+@replaces(begins, killed_by=test_transport.test_a_header_without_its_payload_does_not_take_another_message_as_payload)
 def a_message_is_read_as_the_payload_of_a_lost_message(original, data, session):
     return original(data, session) and len(data) <= SMALL_BYTES
 

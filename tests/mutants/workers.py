@@ -11,7 +11,7 @@ from cnnstrategies.paramserver.worker.outgoing import Outgoing
 from cnnstrategies.paramserver.worker.pulls import Pulls
 from cnnstrategies.paramserver.worker.worker import WorkerRole
 
-HUNDRED_RUNS = test_simulation.test_workers_and_servers_violate_nothing
+HUNDRED_RUNS = test_simulation.test_no_simulated_run_of_workers_and_servers_violates_an_invariant
 
 
 @replaces(Pulls.take, killed_by=HUNDRED_RUNS)
@@ -30,7 +30,7 @@ def a_push_that_was_lost_is_not_sent_again(original, self, keys, step):
 removes(
     Pulls.expect_after_push,
     "a worker does not wait for the update of a pipelined push",
-    killed_by=test_sync.test_values_come_while_gradients_leave,
+    killed_by=test_sync.test_values_arrive_before_all_gradients_have_left,
 )
 
 

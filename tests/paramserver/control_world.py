@@ -1,4 +1,4 @@
-"""The coordinator and its members in virtual time, doing what a test has them do: for what single messages decide."""
+"""The coordinator and its members in virtual time, controlled by a test message by message."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simulation.faults import Fault, Moment, Network
-from simulation.toys import Sheet, newer_view
+from simulation.toys import MemoryJournal, newer_view
 from simulation.world import Program, Sleep, Tell, World
 
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
@@ -17,13 +17,13 @@ from cnnstrategies.paramserver.coordinator.status import PLACE, WATCH, WATCHER
 from cnnstrategies.paramserver.core.node import Call, End, Message, Peer, Role, Send
 
 LATENCY = 0.001
-WHILE = 0.01  # seconds in which a question is answered, if it is at once
-SOON = 0.1  # and in which a server has seen a view
+AT_ONCE = 0.01  # Seconds within which a request has a reply that does not wait for other members.
+SOON = 0.1  # Seconds within which a server has seen a view.
 LOST = Moment("lost")
 
 
 class Links(Network):
-    """Messages come at once and in order, but for those that a test has something happen to."""
+    """A network that delivers messages at once and in order, except messages to which a test assigns a fault."""
 
     def __init__(self) -> None:
         super().__init__(0, 0.0, tcp=True)
@@ -42,7 +42,7 @@ class Links(Network):
 
 @dataclass
 class Answer:
-    """What a call has come to; nothing as long as it waits."""
+    """The result of a call; None as long as the call waits."""
 
     value: Message | str | None = None
 
@@ -53,20 +53,20 @@ class Answer:
 
 
 class Run:
-    """A coordinator, and the members that a test lets come.
+    """A coordinator, and the members that a test starts.
 
     Args:
-        workers: That are expected.
-        servers: Likewise.
-        timeout: Seconds of silence; a heartbeat is a tenth of them.
-        settings: More of the coordinator's.
+        workers: Number of workers that the coordinator expects.
+        servers: Number of servers that the coordinator expects.
+        timeout: Time-out in seconds. Heartbeats are sent every tenth of it.
+        settings: Other settings of the coordinator.
     """
 
     def __init__(self, workers: int = 2, servers: int = 0, timeout: float = 10.0, **settings: Any) -> None:
         self.settings = {"timeout": timeout, "supervised": True, **settings}
         self.counts = workers, servers
         self.links = Links()
-        self.sheet = Sheet()
+        self.journal = MemoryJournal()
         self.world = World(0, self.links)
         self.figures: Callable[[Peer], dict[str, float]] = lambda peer: {}
         self._answers: dict[tuple[Peer, int], Answer] = {}
@@ -75,14 +75,14 @@ class Run:
         self.supervision = self._spawn(Peer("supervision", 0), Reporter(0), _idle())
 
     def coordinate(self, incarnation: int = 0) -> None:
-        """Start a coordinator, or kill it and have one follow it."""
+        """Start the coordinator, or replace it with its next incarnation."""
         coordinator = Coordinator(CoordinatorSettings("here", *self.counts, **self.settings))
-        role = Journaled(coordinator, self.sheet, follows=incarnation > 0)
+        role = Journaled(coordinator, self.journal, follows=incarnation > 0)
         self.coordinator = role.coordinator
         self._spawn(Peer("coordinator", 0, incarnation), role, _idle())
 
     def member(self, role: str, identity: int, incarnation: int = 0, sees: int = 1000) -> Peer:
-        """A worker or a server comes; a server sees so many views at once, and none after them."""
+        """Start a worker or a server. A server follows its first `sees` views at once, and none of the later views."""
         timeout = self.settings["timeout"]
         address = Address("here", role, identity, incarnation, timeout / 10, timeout, 600.0)
         hello = {"process": 4711, "host": "here", "endpoint": f"{role} {identity}.{incarnation}", "public_key": ""}
@@ -96,22 +96,22 @@ class Run:
         if before is not None:
             self.world.kill(before)
         self.world.spawn(peer, role, program)
-        self.passes(WHILE)
+        self.passes(AT_ONCE)
         return peer
 
     def passes(self, seconds: float) -> None:
-        """So much time does."""
+        """Let some seconds of virtual time pass."""
         over: list[bool] = []
         self.world.at(self.world.now + seconds, lambda: over.append(True))
         while not over:
             self.world.step()
 
     def call(self, peer: Peer, kind: str, *frames: bytes, **fields: Any) -> Answer:
-        """A member, or the supervision, asks for something."""
+        """Let a member or the supervision send the coordinator a request."""
         answer = Answer()
         self._answers[peer, len(self._answers) + 1] = answer
         self.world.tell(self.world.processes[peer[:2]], Call(len(self._answers), kind, fields, frames))
-        self.passes(WHILE)
+        self.passes(AT_ONCE)
         return answer
 
     def collect(
@@ -119,42 +119,42 @@ class Run:
     ) -> Answer:
         return self.call(peer, "collect", b"x", operation=operation, seal=seal, boundary=boundary, **more)
 
-    def died(self, peer: Peer, replaced: bool) -> None:
-        """Somebody is killed, and the supervision says so."""
+    def report_death(self, peer: Peer, replaced: bool) -> None:
+        """Kill a process and let the supervision report the death."""
         self.world.kill(self.world.processes[peer[:2]])
         about = {"role": peer.role, "id": peer.id, "incarnation": peer.incarnation, "process": 4711}
         self.call(self.supervision, "died", **about, how="was killed", replaced=replaced)
 
     def strike(self, kind: str, peer: Peer, seconds: float) -> None:
-        """Somebody is stopped (`pause`) or `cut` off for some seconds."""
+        """Let a fault such as `pause` or `cut` hit a process for some seconds."""
         self.world.strike(Fault(kind, peer.role, peer.id, self.world.now, seconds))
 
     @contextmanager
-    def loses(self, what: Callable[[Send], bool]) -> Iterator[None]:
-        """Messages are lost meanwhile."""
-        self.links.fate = lambda send: LOST if what(send) else None
+    def loses(self, is_lost: Callable[[Send], bool]) -> Iterator[None]:
+        """Lose the messages for which a function is true, as long as the context lasts."""
+        self.links.fate = lambda send: LOST if is_lost(send) else None
         yield
         self.links.fate = lambda send: None
 
     def ask(self, kind: str = WATCH, sender: Peer = Peer(WATCHER, 0), **fields: Any) -> Any:  # noqa: B008
-        """What the coordinator answers somebody at once who is no member."""
-        told = self.coordinator.on_message(self.world.now, sender, Message(kind, fields))
-        (message,) = [one.message for one in told if isinstance(one, Send) and one.to == sender]
+        """Return the fields of the coordinator's immediate reply to a process that is not a member."""
+        effects = self.coordinator.on_message(self.world.now, sender, Message(kind, fields))
+        (message,) = [effect.message for effect in effects if isinstance(effect, Send) and effect.to == sender]
         return message.fields
 
-    def joins(self) -> tuple[Peer, Answer]:
-        """One more takes a place, and waits to be let in."""
-        found = self.ask(PLACE)
-        peer = self.member("worker", found["place"], found["incarnation"])
+    def start_joiner(self) -> tuple[Peer, Answer]:
+        """Start a joiner; return it and the result of its wait to be let in."""
+        offer = self.ask(PLACE)
+        peer = self.member("worker", offer["place"], offer["incarnation"])
         return peer, self.collect(peer, "start", seal=True)
 
     def ended(self, peer: Peer) -> End | None:
-        """How it has ended for somebody."""
+        """Return the reason with which a process has ended, if it has."""
         return self.world.processes[peer[:2]].ended
 
     @property
     def members(self) -> list[Peer]:
-        return [one.peer for one in self.coordinator.roster.members]
+        return [member.peer for member in self.coordinator.roster.members]
 
     def _returned(self, peer: Peer, call: int, value: Message | str | None) -> None:
         if (peer, call) in self._answers:
@@ -162,11 +162,11 @@ class Run:
 
 
 def trained(workers: int, servers: int = 0, **settings: Any) -> tuple[Run, list[Peer]]:
-    """A run whose workers have begun to train, and these."""
+    """Return a run whose workers have begun to train, and the workers."""
     run = Run(workers, servers, **settings)
     for server in range(servers):
         run.member("server", server)
-    peers = [run.member("worker", one) for one in range(workers)]
+    peers = [run.member("worker", worker) for worker in range(workers)]
     for peer in peers:
         run.collect(peer, "start", seal=True)
     run.passes(SOON)
@@ -174,15 +174,18 @@ def trained(workers: int, servers: int = 0, **settings: Any) -> tuple[Run, list[
 
 
 def in_epoch(**settings: Any) -> tuple[Run, Peer, Peer]:
-    """Two workers with a server have begun an epoch of ten chunks, met at its boundary, and taken one each."""
-    run, (zero, one) = trained(2, 1, **settings)
-    for peer in (zero, one):
+    """Return a run with a server and two workers, and the two workers.
+
+    The workers have begun an epoch of ten chunks, have met at the epoch's boundary, and have taken one chunk each.
+    """
+    run, (first, second) = trained(2, 1, **settings)
+    for peer in (first, second):
         run.call(peer, "epoch", epoch=0, samples=10, chunk=1)
-    for peer in (zero, one):
+    for peer in (first, second):
         run.collect(peer, "boundary", boundary=True)
-    for peer in (zero, one):
+    for peer in (first, second):
         run.call(peer, "take", epoch=0, processed=0)
-    return run, zero, one
+    return run, first, second
 
 
 def _idle() -> Program:

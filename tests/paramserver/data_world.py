@@ -1,4 +1,4 @@
-"""Roles of servers whose messages reach each other at once unless they are lost, and what workers say to them."""
+"""Roles of servers whose messages arrive at once unless a test loses them, and messages of workers to the servers."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -32,51 +32,53 @@ class Servers:
     """Some servers, without sockets and clocks.
 
     Attributes:
-        lost: Says of a server's number and a message to another server whether it is lost.
-        told: What workers were told, with the texts that messages hold; `missed`: what servers that did not hear it.
+        lost: Returns whether a message between two servers is lost, from the sending server's id and the header.
+        to_workers: Messages to workers: header, JSON object and rest of the payload.
+        missed: Lost messages between servers: receiving server, header and JSON object.
+        reports: Reports of the servers to the person who runs the training.
     """
 
     def __init__(self, specification: Specification) -> None:
         self.specification = specification
         self.slices = cut(specification)
         self.roles: dict[int, Server] = {}
-        infos = tuple(ServerInfo(one, str(one), since=1) for one in range(specification.servers))
-        self.view = View(1, infos, tuple(WorkerInfo(one) for one in range(specification.workers)))
+        infos = tuple(ServerInfo(number, str(number), since=1) for number in range(specification.servers))
+        self.view = View(1, infos, tuple(WorkerInfo(number) for number in range(specification.workers)))
         self.now = 0.0
         self.lost: Lost = lambda sender, header: False
-        self.told: list[tuple[Header, dict[str, Any], bytes]] = []
+        self.to_workers: list[tuple[Header, dict[str, Any], bytes]] = []
         self.missed: list[tuple[int, Header, dict[str, Any]]] = []
-        self.said: list[str] = []
+        self.reports: list[str] = []
         self._sequence = 0
 
     # Servers
 
     def store(self, number: int, version: int = -1) -> Store:
-        """A server's slices, of which each is zeros of a version, or has no value yet."""
-        store = Store(self.specification, [one for one in self.slices if number in one.servers])
+        """Return the store of a server whose slices are zeros of a version; in version -1 they have no values yet."""
+        store = Store(self.specification, [slice_ for slice_ in self.slices if number in slice_.servers])
         for key, value in store.values.items():
             store.put(key, torch.zeros_like(value), version)
         return store
 
     def serve(self, number: int, store: Store | None = None) -> None:
-        """Start a server, in the place of another with that number."""
+        """Start a server, in place of any server with the same number."""
         self.roles[number] = Server(self.specification, number, store or self.store(number))
 
     def follow(self, view: View, servers: Collection[int] | None = None) -> None:
-        """Show a view to all, or to some."""
+        """Show a view to all servers, or to some."""
         self.view = view
         for number in list(self.roles if servers is None else servers):
             self._act(number, self.roles[number].follow(self.now, view))
 
     def without(self, server: int, workers: Collection[int] = ()) -> None:
-        """A server has died, and some workers, and the others hear of it."""
+        """Remove a server and some workers, and tell the other servers."""
         del self.roles[server]
-        left = tuple(one for one in self.view.servers if one.id != server)
-        there = tuple(one for one in self.view.workers if one.id not in workers)
-        self.follow(View(self.view.number + 1, left, there, lost=(server,)))
+        left = tuple(member for member in self.view.servers if member.id != server)
+        present = tuple(member for member in self.view.workers if member.id not in workers)
+        self.follow(View(self.view.number + 1, left, present, lost=(server,)))
 
     def look(self, seconds: float = 0.0) -> None:
-        """Have all look at the time."""
+        """Let some seconds pass and let all servers look at the time."""
         self.now += seconds
         for number, role in list(self.roles.items()):
             self._act(number, role.on_time(self.now))
@@ -86,7 +88,7 @@ class Servers:
         while waiting or (waiting := self._worked()):
             sender, effect = waiting.pop(0)
             if isinstance(effect, Say):
-                self.said.append(effect.text)
+                self.reports.append(effect.text)
             if not isinstance(effect, Parcel):
                 continue
             header, payload = effect.header, memoryview(bytearray(effect.payload))
@@ -94,16 +96,16 @@ class Servers:
                 self.tell(effect.to, sender, header, payload)
             elif effect.to in self.roles and not self.lost(sender, header):
                 heard = self.roles[effect.to].on_message(self.now, b"", "", header, payload)
-                waiting += [(effect.to, one) for one in heard]
+                waiting += [(effect.to, reaction) for reaction in heard]
             else:
                 self.missed.append((effect.to, header, _text(payload, header)))
 
     def tell(self, route: bytes, server: int, header: Header, payload: memoryview) -> None:
-        """A server says something to a worker."""
-        self.told.append((header, _text(payload, header), bytes(payload[header.meta :])))
+        """Deliver a server's message to a worker."""
+        self.to_workers.append((header, _text(payload, header), bytes(payload[header.meta :])))
 
     def _worked(self) -> list[tuple[int, Any]]:
-        """What servers do when nothing is on its way any more."""
+        """Return the effects of the work that servers do when no message is in transit."""
         made: list[tuple[int, Any]] = []
         for number, role in self.roles.items():
             made += [(number, effect) for effect in role.flush()]
@@ -112,25 +114,25 @@ class Servers:
         return made
 
     def versions(self, server: int) -> set[int]:
-        """Of a server's slices."""
+        """Return the versions of a server's slices."""
         return set(self.roles[server].store.versions.values())
 
     def values(self, server: int) -> set[float]:
-        """That a server's slices begin with."""
+        """Return the first element of each slice of a server."""
         return {float(value[0]) for value in self.roles[server].store.values.values()}
 
     # Workers
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        """The hyperparameters of all steps."""
+        """Hyperparameters of every step, one dictionary for each parameter group."""
         return [group.options for group in self.specification.groups]
 
     def send(
         self, kind: Kind, payload: bytes = b"", json: dict[str, Any] | None = None, worker: int = 0,
         to: Collection[int] | None = None, **fields: Any,
     ) -> None:  # fmt: skip
-        """A worker says something to all servers, or to some."""
+        """Deliver a worker's message to all servers, or to some."""
         text = b"" if json is None else pack_json(json)
         for number in list(self.roles if to is None else to):
             self._sequence += 1
@@ -139,22 +141,22 @@ class Servers:
             body = memoryview(bytearray(text + payload))
             self._act(number, self.roles[number].on_message(self.now, str(worker).encode(), "", header, body))
 
-    def say_hello(self, said: dict[str, Any], step: int = 0, worker: int = 0) -> None:
-        """A worker says where it is."""
+    def say_hello(self, contents: dict[str, Any], step: int = 0, worker: int = 0) -> None:
+        """Send a worker's HELLO with the worker's step."""
         base = self.view.number
-        self.send(Kind.HELLO, pack_keys([]), said, worker, step=step, base=base, encoding=Encoding.KEYS)
+        self.send(Kind.HELLO, pack_keys([]), contents, worker, step=step, base=base, encoding=Encoding.KEYS)
 
     def initialise(self) -> None:
-        """A worker gives zeros as initial values."""
+        """Send zeros as the initial values of all slices."""
         for slice_ in self.slices:
             self._send_slice(Kind.VALUE, slice_.key, 0.0, slice_.servers)
 
     def begin(self, step: int, worker: int = 0) -> None:
-        """A worker's pushes of a step follow."""
+        """Send a worker's BEGIN of a step."""
         self.send(Kind.BEGIN, json={"options": self.options}, worker=worker, step=step, weight=1.0)
 
     def push(self, step: int, worker: int = 0, gradient: float = 1.0, keys: Sequence[int] | None = None) -> None:
-        """A worker's pushes of a step, or some of them."""
+        """Send a worker's BEGIN of a step and its pushes, of all slices or of some."""
         self.begin(step, worker)
         for slice_ in self.slices:
             if keys is None or slice_.key in keys:
@@ -163,17 +165,17 @@ class Servers:
     def _send_slice(self, kind: Kind, key: int, value: float, servers: Collection[int], **fields: Any) -> None:
         slice_ = self.slices[key]
         payload = bytes(as_bytes(torch.full((slice_.numel,), value, dtype=slice_.dtype)))
-        there = [number for number in servers if number in self.roles]
-        self.send(kind, payload, key=key, encoding=Encoding.DENSE, to=there, **fields)
+        present = [number for number in servers if number in self.roles]
+        self.send(kind, payload, key=key, encoding=Encoding.DENSE, to=present, **fields)
 
     def welcomes(self) -> list[tuple[int, dict[str, Any], int]]:
-        """The servers that have welcomed workers, what they have said, and the step to begin with."""
-        texts = [(header, text) for header, text, _ in self.told if header.kind == Kind.WELCOME]
+        """Return server, JSON object and step to begin with of each WELCOME that was sent to a worker."""
+        texts = [(header, text) for header, text, _ in self.to_workers if header.kind == Kind.WELCOME]
         return [(header.sender - SERVER, text, header.step) for header, text in texts]
 
 
 def fresh(specification: Specification, workers: Collection[int] = (0,)) -> Servers:
-    """Servers with zeros for values, and workers that train."""
+    """Return servers whose values are zeros, after the given workers have joined."""
     run = Servers(specification)
     for number in range(specification.servers):
         run.serve(number)

@@ -1,7 +1,8 @@
-"""Nodes of workers that add up their gradients, one thread each, of which one runs at a time, with the real servers.
+"""Simulation of nodes whose workers add up their gradients in shared memory, with the real roles of servers.
 
-Who runs next is drawn whenever one waits, writes a mark or reads one. Workers die at any such moment, or are taken for
-dead and go on; each hears of it in its own time. What is sent has come at once.
+Each worker is a thread, and one thread runs at a time. The next thread is drawn whenever a worker waits or accesses a
+mark in shared memory. At any such moment a worker may die, or be taken for dead and go on. The other workers learn of a
+death after different delays. Messages arrive at once.
 """
 
 import random
@@ -17,7 +18,7 @@ from data_world import Servers
 from torch import Tensor, nn
 
 from cnnstrategies.paramserver import api
-from cnnstrategies.paramserver.combiner import shared_state as board_module
+from cnnstrategies.paramserver.combiner import shared_state as shared_state_module
 from cnnstrategies.paramserver.combiner import worker as worker_module
 from cnnstrategies.paramserver.combiner.shared_state import SharedState, size_of
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
@@ -29,17 +30,17 @@ from cnnstrategies.paramserver.specification import Specification
 SIZES = (3, 1, 2)
 STEPS = 6
 MOST_TURNS = 100_000
-TURN = 0.001  # seconds that one takes, for who looks at the time
+TURN = 0.001  # Virtual duration of a turn, in seconds.
 DENSE = ("none", "none")
 Arrived = tuple[int, Header, memoryview]
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """Raised in the thread of a worker that dies."""
 
 
 class LateEvent:
-    """A copy that reads and writes as late as it may, after all that were begun before."""
+    """A copy that reads and writes as late as possible, after all copies that were begun before it."""
 
     def __init__(self, copies: "LateCopies", target: Tensor, source: Tensor) -> None:
         self._copies, self._target, self._source = copies, target, source
@@ -60,7 +61,7 @@ class LateEvent:
 
 
 class LateCopies(StagedCopies):
-    """A device that copies to and from the host when it must."""
+    """Copies between a device and the host that happen as late as possible."""
 
     def __init__(self) -> None:
         self.queue: deque[LateEvent] = deque()
@@ -77,19 +78,19 @@ class LateCopies(StagedCopies):
         self._needed.append(event)
 
     def compute(self) -> None:
-        """The device goes on as far as something waits for copies."""
+        """Make the copies that the device's computations wait for."""
         for event in self._needed:
             event.synchronize()
         self._needed.clear()
 
 
 def rate(step: int) -> float:
-    """The learning rate of a step: another than that of the steps beside it."""
+    """Return the learning rate of a step, which differs from the rates of the steps before and after it."""
     return 1.0 if step % 2 else 0.5
 
 
 class NodeServers(Servers):
-    """The servers, which keep each version of the values, and have an inbox for each connection."""
+    """The servers, with a record of each version of the values and an inbox for each connection."""
 
     def __init__(self, specification: Specification) -> None:
         super().__init__(specification)
@@ -101,7 +102,7 @@ class NodeServers(Servers):
             self.inboxes[route].append((server, header, payload))
 
     def hear(self, route: bytes, parcel: Parcel) -> None:
-        """Have a server hear what a worker says."""
+        """Deliver a worker's message to a server."""
         assert isinstance(parcel.to, int)
         payload = memoryview(bytearray(parcel.payload))
         self._act(parcel.to, self.roles[parcel.to].on_message(self.now, route, "", parcel.header, payload))
@@ -114,21 +115,21 @@ class NodeServers(Servers):
 
     @property
     def step(self) -> int:
-        """How many steps have been made."""
+        """Number of steps that all servers have made."""
         return max(0, min(version for role in self.roles.values() for version in role.store.versions.values()))
 
     def made(self, step: int) -> list[Tensor]:
-        """The parameters after so many steps."""
+        """Return the parameters after a number of steps."""
         values = [torch.zeros(info.shape, dtype=torch.float64) for info in self.specification.parameters]
         for slice_ in self.slices:
             flat = self._versions[slice_.key, step].split([part.numel for part in slice_.parts])
-            for part, own in zip(slice_.parts, flat, strict=True):
-                values[part.parameter].view(-1)[part.start : part.stop] = own
+            for part, values_of_part in zip(slice_.parts, flat, strict=True):
+                values[part.parameter].view(-1)[part.start : part.stop] = values_of_part
         return values
 
 
 class FakeLinks:
-    """In the place of a worker's sockets."""
+    """Connections of a worker to the simulated servers, in place of sockets."""
 
     def __init__(self, world: "World", heard: Callable[[float, int, Header], bool]) -> None:
         self._world = world
@@ -163,9 +164,9 @@ class FakeLinks:
 
 
 class World:
-    """One run, with as many nodes as the seed says, or some; `patch` puts simulated devices and links in their place.
+    """One run with a drawn or given number of nodes. `patch` replaces devices and links with simulated ones.
 
-    A gradient has for each element of a parameter one for each rank and step, and is zero but for its own.
+    Each parameter has one element for each rank and step. A rank's gradient of a step is 1 there and 0 elsewhere.
     """
 
     def __init__(self, seed: int, patch: pytest.MonkeyPatch, nodes: int | None = None) -> None:
@@ -186,10 +187,10 @@ class World:
         self.servers.follow(replace(self.servers.view, number=2, workers=tuple(map(WorkerInfo, ranks)), begun=1))
         self.parameters = {rank: [value.detach().clone() for value in first] for rank in ranks}
         memory = {rank: memoryview(bytearray(size_of(first))) for rank in ranks}
-        self.boards = {rank: SharedState(memory[rank], first) for rank in ranks}
-        self.copies = [LateCopies() for _ in ranks] if self.random.random() < 0.3 else []  # Else there are no devices.
+        self.shared_states = {rank: SharedState(memory[rank], first) for rank in ranks}
+        self.copies = [LateCopies() for _ in ranks] if self.random.random() < 0.3 else []  # Empty without devices.
         patch.setattr(api, "Links", lambda specification, slices, views, heard, keys: FakeLinks(self, heard))
-        patch.setattr(api, "staging_for", lambda own: None)
+        patch.setattr(api, "staging_for", lambda parameters: None)
         patch.setattr(api, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.workers = {rank: self._worker(rank) for rank in ranks}
         self.views = [frozenset(ranks)]
@@ -199,7 +200,7 @@ class World:
             (rank, step, index)
             for rank in ranks for step in range(STEPS) for index in range(len(SIZES)) if self.random.random() < 0.1
         }  # fmt: skip
-        self.worked: dict[int, set[int]] = {rank: set() for rank in ranks}  # steps
+        self.worked: dict[int, set[int]] = {rank: set() for rank in ranks}  # By rank: steps with its gradients.
         self.left_out: dict[int, int] = dict.fromkeys(ranks, 0)
         self.finished: dict[int, int] = {}
         self.errors: list[BaseException] = []
@@ -221,25 +222,25 @@ class World:
 
     def _worker(self, rank: int) -> CombinedWorker:
         first = rank // self.per_node * self.per_node
-        boards = {other: self.boards[other] for other in range(first, first + self.per_node)}
+        shared_states = {other: self.shared_states[other] for other in range(first, first + self.per_node)}
         copies = self.copies[rank] if self.copies else None
-        self._patch.setattr(worker_module, "staging_for", lambda own: copies and Staging(own, copies))
+        self._patch.setattr(worker_module, "staging_for", lambda values: copies and Staging(values, copies))
         parameters, views = self.parameters[rank], SimpleNamespace()
         return CombinedWorker(
-            rank, boards, parameters,
+            rank, shared_states, parameters,
             lambda call: api.Worker(self.specification, parameters, views, rank, on_arrival=call),  # type: ignore[arg-type]
             lambda: self._alive(rank), self.pause, DENSE,
         )  # fmt: skip
 
     def _alive(self, rank: int) -> Collection[int]:
-        """What one knows of who lives: late, and never less than before."""
+        """Return the living ranks as a rank knows them: late, but never older than before."""
         self.seen[rank] = self.random.randint(self.seen[rank], len(self.views) - 1)
         return self.views[self.seen[rank]]
 
     # Threads
 
     def pause(self) -> None:
-        """Let others run."""
+        """Let other threads run."""
         rank = self._running
         assert rank is not None
         self._over.release()
@@ -248,13 +249,13 @@ class World:
             raise Killed
 
     def run(self) -> None:
-        """Run until all have ended."""
-        threads = {rank: threading.Thread(target=self._main, args=(rank,)) for rank in self.workers}
+        """Run until all threads have ended."""
+        threads = {rank: threading.Thread(target=self._run_rank, args=(rank,)) for rank in self.workers}
         for thread in threads.values():
             thread.start()
         while left := [rank for rank, thread in threads.items() if rank not in self.finished and thread.is_alive()]:
             self.turn += 1
-            self._play(self.turn)
+            self._let_ranks_die(self.turn)
             over = self.turn > MOST_TURNS or self.errors
             speeds = [self._speeds[rank] for rank in left]
             self._running = left[0] if over else self.random.choices(left, speeds)[0]
@@ -266,31 +267,31 @@ class World:
                 threads[self._running].join()
         if self.errors:
             raise self.errors[0]
-        assert self.turn <= MOST_TURNS, "somebody waits for ever"
+        assert self.turn <= MOST_TURNS, f"a worker still waits after {MOST_TURNS} turns"
 
-    def _play(self, turn: int) -> None:
+    def _let_ranks_die(self, turn: int) -> None:
         while self._deaths and self._deaths[0][0] <= turn:
             _, rank = self._deaths.pop(0)
             if rank in self.finished:
                 continue
             self.dead.add(rank)
-            if self.random.random() < 0.7:  # Else it was stopped, was taken for dead, and goes on.
+            if self.random.random() < 0.7:  # Otherwise the worker was stopped, counts as dead, and goes on.
                 self._killed.add(rank)
             self.views.append(self.views[-1] - {rank})
             view = self.servers.view
             others = tuple(worker for worker in view.workers if worker.id != rank)
             self.servers.follow(replace(view, number=view.number + 1, workers=others))
 
-    def _main(self, rank: int) -> None:
+    def _run_rank(self, rank: int) -> None:
         self._turns[rank].acquire()
         try:
             if rank not in self._killed:
                 self._train(rank)
         except Killed:
             pass
-        except (RemovedError, ServersUnreachableError):  # One that is gone before it comes is not answered.
+        except (RemovedError, ServersUnreachableError):  # Servers do not answer a worker that counts as dead.
             if rank not in self.dead:
-                self.errors.append(AssertionError(f"{rank} was not removed"))
+                self.errors.append(AssertionError(f"rank {rank} ends, but was not removed"))
         except BaseException as error:
             self.errors.append(error)
         self.finished[rank] = self.workers[rank].step
@@ -322,7 +323,7 @@ class World:
             for index in order:
                 if (rank, step, index) not in self.absent:
                     gradient = torch.zeros_like(self.parameters[rank][index])
-                    gradient[:, rank, min(step, STEPS - 1)] = 1.0  # One that is taken for dead may go on for longer.
+                    gradient[:, rank, min(step, STEPS - 1)] = 1.0  # A rank that counts as dead may train longer.
                     worker.push(index, gradient)
             worker.end_step()
             batches += 1
@@ -333,54 +334,58 @@ class World:
         left_out = worker.catch_up()
         self.left_out[rank] += left_out
         if rank not in self.dead:
-            assert batches + left_out == worker.step == STEPS, "steps are no longer those of the trainer"
+            assert batches + left_out == worker.step == STEPS, (
+                f"rank {rank} does not count the same steps as its trainer"
+            )
             self._check_values(rank, STEPS)
 
     def _check_values(self, rank: int, step: int) -> None:
         if self.copies:
             self.copies[rank].compute()
-        for own, value in zip(self.parameters[rank], self.servers.made(step), strict=True):
-            assert torch.equal(own, value), f"rank {rank} has other values than those of step {step}"
+        for parameter, value in zip(self.parameters[rank], self.servers.made(step), strict=True):
+            assert torch.equal(parameter, value), f"rank {rank} does not have the values of step {step}"
 
     # Checks
 
     def lost_a_leader(self, rank: int) -> bool:
-        """Whether one has died that has led a worker's node, and others go on without what it has not pushed."""
+        """Whether a leader of a rank's node has died while other nodes go on: the node may then leave out steps."""
         first = rank // self.per_node * self.per_node
         return self.nodes > 1 and any(other in self.dead for other in range(first, rank))
 
     def contributors(self, step: int, index: int) -> set[int]:
-        """The ranks whose gradients are in a step, each with the weight that it should have."""
+        """Return the ranks whose gradients are in a step, after a check of the gradients' weights."""
         change = (self.servers.made(step)[index] - self.servers.made(step + 1)[index]) / rate(step)
         assert torch.equal(change, change[:1].expand_as(change)), "a gradient is torn"
         shares = change[0, :, step].tolist()
-        assert change[0].count_nonzero() == sum(map(bool, shares)), "a gradient of another step"
-        found = {rank for rank, share in enumerate(shares) if share}
-        total = sum(self.samples.values())  # Where nobody dies, who has no gradient counts as one of zeros.
+        assert change[0].count_nonzero() == sum(map(bool, shares)), "a gradient of a different step is in the step"
+        ranks = {rank for rank, share in enumerate(shares) if share}
+        total = sum(self.samples.values())  # If no rank dies, a rank without a gradient counts with zeros.
         assert sum(shares) < 1 + 1e-9, "a gradient counts twice"
         for node in range(self.nodes):
-            of_node = [rank for rank in found if rank // self.per_node == node]
+            of_node = [rank for rank in ranks if rank // self.per_node == node]
             share = sum(shares[rank] for rank in of_node) / (sum(self.samples[rank] for rank in of_node) or 1.0)
             for rank in of_node:
                 each = share if self.dead else 1 / total
-                assert shares[rank] == pytest.approx(each * self.samples[rank]), "a gradient has another weight"
-        return found
+                assert shares[rank] == pytest.approx(each * self.samples[rank]), "a gradient has the wrong weight"
+        return ranks
 
 
 def simulate(seed: int, nodes: int | None = None) -> World:
-    """Run one, and check what holds in each."""
+    """Simulate a run, check what must hold in every run, and return the run."""
     with pytest.MonkeyPatch.context() as patch:
         world = World(seed, patch, nodes)
-        patch.setattr(board_module, "fence", world.pause)
+        patch.setattr(shared_state_module, "fence", world.pause)
         world.run()
     alive = set(range(world.count)) - world.dead
     assert not any(world.left_out[rank] for rank in alive if not world.lost_a_leader(rank)), "a step is left out"
     assert world.servers.step >= STEPS or not alive
     for step in range(world.servers.step):
         for index in range(len(SIZES)):
-            found = world.contributors(step, index)
+            ranks = world.contributors(step, index)
             for rank in alive:
                 gave = step in world.worked[rank] and (rank, step, index) not in world.absent
-                assert gave or rank not in found, f"rank {rank} is in step {step} with what it has not given"
-                assert rank in found or not gave or world.lost_a_leader(rank), f"rank {rank} is not in step {step}"
+                assert gave or rank not in ranks, f"step {step} has a gradient that rank {rank} did not give"
+                assert rank in ranks or not gave or world.lost_a_leader(rank), (
+                    f"step {step} lacks the gradient of rank {rank}"
+                )
     return world

@@ -1,4 +1,4 @@
-"""Servers and workers as threads of the test's own process: a fault is played where it happens, and costs no start."""
+"""Servers and workers as threads of the test's process, so that a fault does not cost the start of a process."""
 
 import threading
 import time
@@ -22,12 +22,12 @@ from cnnstrategies.paramserver.specification import Specification, hyperparamete
 
 
 class Roles:
-    """Some servers, each with a file of views of its own, and workers with theirs.
+    """Servers and workers that receive their views from the test.
 
     Attributes:
-        servers: Those that live.
-        view: The last that all were told.
-        keys: By role and number.
+        servers: The living servers, by id.
+        view: The last view that all processes were shown.
+        keys: Key pairs, by role and id.
     """
 
     def __init__(self, directory: Path, specification: Specification, encrypted: bool = False) -> None:
@@ -42,68 +42,72 @@ class Roles:
         self._views: list[tuple[str, Views]] = []
         self._results: dict[str, Any] = {}
         numbers = range(specification.servers)
-        servers = tuple(ServerInfo(one, f"ipc://{directory}/{one}", self._public(f"server-{one}")) for one in numbers)
-        workers = tuple(WorkerInfo(one, 0, self._public(f"worker-{one}")) for one in range(specification.workers))
+        servers = tuple(
+            ServerInfo(number, f"ipc://{directory}/{number}", self._public(f"server-{number}")) for number in numbers
+        )
+        workers = tuple(
+            WorkerInfo(number, 0, self._public(f"worker-{number}")) for number in range(specification.workers)
+        )
         self.view = View(1, servers, workers)
         for number in numbers:
             self.serve(number)
 
-    def _public(self, who: str) -> str:
+    def _public(self, role: str) -> str:
         if not self._encrypted:
             return ""
-        return self.keys.setdefault(who, KeyPair.create()).public
+        return self.keys.setdefault(role, KeyPair.create()).public
 
     # Membership
 
-    def views(self, who: str) -> Views:
-        """What one role is told."""
-        views = Views(lambda: (self._shown.get(who, View(-1, (), ())), None), lambda: None)
-        self._views.append((who, views))
+    def views(self, role: str) -> Views:
+        """Return the views that one role receives."""
+        views = Views(lambda: (self._shown.get(role, View(-1, (), ())), None), lambda: None)
+        self._views.append((role, views))
         return views
 
-    def show(self, who: str, view: View) -> None:
-        """Tell one role of a view."""
-        self._shown[who] = view
+    def show(self, role: str, view: View) -> None:
+        """Show a view to one role."""
+        self._shown[role] = view
         for listens, views in self._views:
-            if listens == who:
+            if listens == role:
                 views.ring()
 
     def publish(self, **changes: Any) -> None:
-        """Tell all of another view; servers that others have copies of may be lost."""
+        """Show all roles a new view. Servers that the view leaves out count as lost if their slices have backups."""
         view = replace(self.view, number=self.view.number + 1, **changes)
         gone = set(range(self.specification.servers)) - {info.id for info in view.servers}
         lost = tuple(sorted(gone)) if len(gone) < self.specification.replication else ()
         self.view = replace(view, lost=lost)
-        for who in list(self._shown):
-            self.show(who, self.view)
+        for role in list(self._shown):
+            self.show(role, self.view)
 
     def lose(self, number: int) -> None:
-        """A server dies, and all hear of it."""
+        """Kill a server and tell all roles."""
         self.kill(number)
         self.publish(servers=tuple(info for info in self.view.servers if info.id != number))
 
     def with_worker(self, number: int) -> None:
-        """Tell all that a worker has come."""
+        """Show all roles a view with another worker."""
         self.publish(workers=(*self.view.workers, WorkerInfo(number, 0, self._public(f"worker-{number}"))))
 
     # Servers
 
     def serve(self, number: int) -> None:
         """Start a server that the view names."""
-        who = f"server-{number}"
-        self.show(who, self.view)
+        role = f"server-{number}"
+        self.show(role, self.view)
         (endpoint,) = (info.endpoint for info in self.view.servers if info.id == number)
-        server = ServerService(self.specification, self.views(who), number, endpoint, self.keys.get(who))
+        server = ServerService(self.specification, self.views(role), number, endpoint, self.keys.get(role))
         self.servers[number] = server
-        self._start(who, server.run)
+        self._start(role, server.run)
 
     def kill(self, number: int) -> None:
-        """Have a server answer no more."""
+        """Stop a server."""
         self.servers.pop(number).stop()
         self._threads.pop(f"server-{number}").join()
 
-    def serve_again(self, number: int) -> None:
-        """Another server takes the place of one that has died, and all hear of it."""
+    def replace_server(self, number: int) -> None:
+        """Replace a dead server with a new server and tell all roles."""
         since = self.view.number + 1
         others = tuple(info for info in self.view.servers if info.id != number)
         endpoint, public = f"ipc://{self.directory}/{number}-{since}", self._public(f"server-{number}")
@@ -113,73 +117,81 @@ class Roles:
     # Workers
 
     def connect(self, number: int, values: Sequence[Tensor], incarnation: int = 0, **more: Any) -> Worker:
-        """A worker with parameters of its own."""
-        who = f"worker-{number}"
-        self.show(who, self.view)
-        worker = Worker(self.specification, values, self.views(who), number, incarnation, self.keys.get(who), **more)
+        """Return a worker that trains the given values."""
+        role = f"worker-{number}"
+        self.show(role, self.view)
+        worker = Worker(self.specification, values, self.views(role), number, incarnation, self.keys.get(role), **more)
         self._workers.append(worker)
         return worker
 
     def worker(self, number: int = 0) -> tuple[Worker, list[Tensor]]:
-        """A worker, and its parameters: zeros."""
+        """Return a worker and its parameters, which are zeros."""
         infos = self.specification.parameters
         values = [torch.zeros(info.shape, dtype=getattr(torch, info.dtype)) for info in infos]
         return self.connect(number, values), values
 
     def joined(self) -> tuple[Worker, list[Tensor]]:
-        """A worker that trains from now on, alone, and its parameters."""
+        """Return a worker that has joined as the only worker, and its parameters."""
         worker, values = self.worker()
         join([worker])
         return worker, values
 
     def all_joined(self) -> list[tuple[Worker, list[Tensor]]]:
-        """All workers, which train from now on, with their parameters."""
-        found = [self.worker(number) for number in range(self.specification.workers)]
-        join([worker for worker, _ in found])
-        return found
+        """Return all workers, which have joined, each with its parameters."""
+        workers = [self.worker(number) for number in range(self.specification.workers)]
+        join([worker for worker, _ in workers])
+        return workers
 
     def step(self, worker: Worker, gradient: float | Sequence[Tensor | None] = 1.0) -> None:
-        """One step, to its end."""
+        """Make a step and wait for all values."""
         self.begin(worker, gradient)
         worker.wait_all()
 
     def begin(self, worker: Worker, gradient: float | Sequence[Tensor | None] = 1.0) -> None:
-        """One step without the answers: with the same gradient of all elements, or with one of some parameters."""
+        """Push the gradients of a step without waiting for values.
+
+        Args:
+            gradient: The gradient of every element, or one tensor for each parameter, None for no gradient.
+        """
         worker.begin_step(self.options, 1)
         for index, info in enumerate(self.specification.parameters):
             if isinstance(gradient, float):
                 worker.push(index, torch.full(info.shape, gradient, dtype=getattr(torch, info.dtype)))
-            elif (own := gradient[index]) is not None:
-                worker.push(index, own)
+            elif (tensor := gradient[index]) is not None:
+                worker.push(index, tensor)
         worker.end_step()
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        """The hyperparameters of a step."""
+        """Hyperparameters of a step, one dictionary for each parameter group."""
         return [dict(group.options) for group in self.specification.groups]
 
     def train(self, work: Callable[..., Any], *args: Any) -> list[Any]:
-        """What all workers return at once; each is given what connects its parameters, its number and more."""
+        """Run a function in one thread for each worker, and return the results in the order of the workers.
+
+        Args:
+            work: Called with a function that connects the worker's parameters, the worker's id, and `args`.
+        """
         for number in range(self.specification.workers):
             self._start(f"worker-{number}", partial(work, partial(self.connect, number), number, *args))
         names = [f"worker-{number}" for number in range(self.specification.workers)]
         running = names
-        while running:  # One that fails is waited for by others.
+        while running:  # The threads are polled, because the other workers would wait for a failed worker.
             time.sleep(0.005)
-            running = [who for who in names if self._threads[who].is_alive()]
-            for who in names:
-                assert who in running or who in self._results, f"{who} has failed"
-        return [self._results[who] for who in names]
+            running = [name for name in names if self._threads[name].is_alive()]
+            for name in names:
+                assert name in running or name in self._results, f"{name} has failed"
+        return [self._results[name] for name in names]
 
-    def _start(self, who: str, run: Callable[[], Any]) -> None:
+    def _start(self, role: str, run: Callable[[], Any]) -> None:
         def keep() -> None:
             try:
-                self._results[who] = run()
+                self._results[role] = run()
             except BaseException:
                 traceback.print_exc()
 
-        self._threads[who] = threading.Thread(target=keep, name=who, daemon=True)
-        self._threads[who].start()
+        self._threads[role] = threading.Thread(target=keep, name=role, daemon=True)
+        self._threads[role].start()
 
     def __enter__(self) -> "Roles":
         return self
@@ -192,11 +204,11 @@ class Roles:
 
 
 class PlainRoles(Roles):
-    """Roles that train zeros.
+    """Roles that train parameters that begin as zeros.
 
     Attributes:
-        parameters: The zeros.
-        optimizer: Of the servers.
+        parameters: The initial parameters, zeros.
+        optimizer: The optimizer that the servers use, here on `parameters`.
     """
 
     def __init__(
@@ -210,12 +222,12 @@ class PlainRoles(Roles):
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        """The hyperparameters of a step."""
+        """Hyperparameters of a step, one dictionary for each parameter group."""
         return hyperparameters(self.optimizer)
 
 
 def join(workers: Sequence[Worker]) -> None:
-    """Have workers train from now on, one after the other: all say first that they are there."""
+    """Let workers join one after the other, after all have sent the servers their first hello."""
     for worker in workers:
         worker.initialise()
         worker.meet()
@@ -224,8 +236,12 @@ def join(workers: Sequence[Worker]) -> None:
 
 
 def until(condition: Callable[[], object], timeout: float = 60) -> None:
-    """Wait until something holds."""
+    """Wait until a condition holds.
+
+    Raises:
+        AssertionError: The condition does not hold after `timeout` seconds.
+    """
     deadline = time.monotonic() + patience.at_most(timeout)
     while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
+        assert time.monotonic() < deadline, f"the condition does not hold after {timeout} s"
         time.sleep(0.002)

@@ -1,4 +1,4 @@
-"""Wires between the processes of a run, each of which may do any harm that wires do: see `FAULTS`."""
+"""Wires between the processes of a run. A wire may do any harm in `FAULTS` to the bytes that it carries."""
 
 import asyncio
 import contextlib
@@ -11,30 +11,31 @@ from collections import Counter
 from functools import partial
 
 FAULTS = ("nothing", "nothing", "byte", "byte", "drop", "half", "stall")
-HERE, FAR = "127.0.0.1", "127.0.0.2"  # A wire is reached at the same port of another address.
+HERE, FAR = "127.0.0.1", "127.0.0.2"  # A process listens on HERE; its wire listens on the same port of FAR.
 STALL = 20.0  # seconds
-LOOK = 0.02  # seconds between two looks at whether this thread gets to run
-NOTICED = 0.5  # seconds that it needs at most if it does
-LATEST = 0.3  # seconds that bytes may need
+LOOK = 0.02  # Seconds between two looks at whether this thread gets to run.
+NOTICED = 0.5  # A longer delay of a look, in seconds, means that the thread was starved.
+LATEST = 0.3  # Longest delay of bytes, in seconds.
 
 
 class Wires(threading.Thread):
-    """Carries bytes, in a thread.
+    """Thread that carries bytes over wires.
 
     Args:
-        seed: What is done to which connection depends on it.
-        faults: Which there are.
-        faulty: How many connections of each wire are hit, the first ones: so every run comes to an end.
-        lost: Which part of the pieces that come is lost, whatever the connection.
+        seed: Seed of the faults.
+        faults: Faults from which one is drawn for each connection.
+        faulty: Number of connections of each wire that faults may hit. Later connections are sound, so that every run
+            ends.
+        lost: Fraction of the pieces of data that are lost, on any connection.
 
     Attributes:
-        met: The faults that have come to pass, and when.
-        starved: Seconds in which this thread did not get to run: nor, then, did the processes.
+        events: The faults that have happened, each with its time.
+        starved: Seconds in which this thread did not get to run. The processes of the run did not either.
     """
 
     def __init__(self, seed: int, faults: tuple[str, ...] = FAULTS, faulty: int = 6, lost: float = 0.0) -> None:
         super().__init__(daemon=True)
-        self.met: list[tuple[str, float]] = []
+        self.events: list[tuple[str, float]] = []
         self.starved = 0.0
         self._chance = random.Random(seed)
         self._faults = faults
@@ -45,15 +46,15 @@ class Wires(threading.Thread):
         self._over = False
 
     def lay(self, port: int) -> None:
-        """Lay a wire to a port; before the thread is started."""
+        """Lay a wire to a port. Call this before the thread is started."""
         self._listeners[port] = socket.create_server((FAR, port))
 
     def run(self) -> None:
-        """Carry."""
+        """Carry bytes until :meth:`end` is called."""
         asyncio.run(self._run())
 
     def end(self) -> None:
-        """Stop."""
+        """Stop the thread."""
         self._over = True
         self.join()
 
@@ -66,7 +67,7 @@ class Wires(threading.Thread):
             self.starved += max(0.0, time.monotonic() - began - NOTICED)
 
     async def _connect(self, port: int, near_in: StreamReader, near_out: StreamWriter) -> None:
-        """Carry what comes on a connection, with a fault at one of its ends, when a byte with some number comes."""
+        """Carry the bytes of a connection; a fault may happen in one direction, at a byte whose position is drawn."""
         chance, self._counts[port] = self._chance, self._counts[port] + 1
         fault = chance.choice(self._faults) if self._counts[port] <= self._faulty else "nothing"
         delay = chance.choice([0.0, chance.uniform(0, LATEST)])
@@ -81,20 +82,21 @@ class Wires(threading.Thread):
                 for side, way in enumerate(ways)
             ]
             await asyncio.wait(carried, return_when=asyncio.FIRST_COMPLETED)
-            for one in carried:
-                one.cancel()
+            for task in carried:
+                task.cancel()
         for end in ends:
             with contextlib.suppress(OSError):
-                end.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # Processes that were forked have it, too.
+                # Closing alone would not end the connection: forked processes have the socket as well.
+                end.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
             end.close()
 
     async def _carry(self, source: StreamReader, target: StreamWriter, delay: float, fault: str, place: int) -> None:
-        """Carry bytes one way, until the connection ends."""
+        """Carry bytes in one direction, until the connection ends."""
         deaf = False
         with contextlib.suppress(OSError):
             while data := await source.read(1 << 16):
                 if fault != "nothing" and place < len(data):
-                    self.met.append((fault, time.monotonic()))
+                    self.events.append((fault, time.monotonic()))
                     if fault == "byte":
                         data = data[:place] + bytes([data[place] ^ 1 << self._chance.randrange(8)]) + data[place + 1 :]
                     elif fault == "drop":
@@ -108,7 +110,7 @@ class Wires(threading.Thread):
                 place -= len(data)
                 await asyncio.sleep(delay)
                 if self._chance.random() < self._lost:
-                    self.met.append(("lost", time.monotonic()))
+                    self.events.append(("lost", time.monotonic()))
                 elif not deaf:
                     target.write(data)
                     await target.drain()

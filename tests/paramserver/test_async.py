@@ -1,4 +1,4 @@
-"""Modes in which workers run on their own: async, ssp."""
+"""Modes in which workers do not wait for each other in every step: async and ssp."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from cnnstrategies.paramserver.specification import Specification
     ids=str,
 )
 def test_one_worker_alone_trains_as_one_process(options: dict[str, Any], tmp_path: Path) -> None:
-    """Clipping is of each worker's gradient."""
+    """Clip each worker's gradient: with one worker this equals clipping in one process."""
 
     def clip(parameters: list[Tensor]) -> None:
         if "clip_norm" in options:
@@ -37,20 +37,20 @@ def test_one_worker_alone_trains_as_one_process(options: dict[str, Any], tmp_pat
 @pytest.mark.light
 @pytest.mark.parametrize("mode", [{"mode": "async"}, {"mode": "ssp", "staleness": 2}, {"mode": "sync"}], ids=str)
 def test_workers_leave_and_come_back_between_epochs(mode: dict[str, Any], tmp_path: Path) -> None:
-    """No push after the return is taken for one of before."""
+    """Check that pushes after a worker's return are not mistaken for repeated pushes from before."""
     parameter = nn.Parameter(torch.zeros(10))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     with Roles(tmp_path, Specification.of([("w", parameter)], optimizer, 2, **mode)) as run:
-        found = [run.worker(number) for number in range(2)]
+        workers = [run.worker(number) for number in range(2)]
         for _ in range(3):
-            join([worker for worker, _ in found])
+            join([worker for worker, _ in workers])
             for _ in range(5):
-                for worker, _ in found:
+                for worker, _ in workers:
                     run.begin(worker)
-                for worker, _ in found:
+                for worker, _ in workers:
                     worker.wait_all()
-            for worker, _ in found:
+            for worker, _ in workers:
                 worker.leave()
-        for worker, (value,) in found:
+        for worker, (value,) in workers:
             worker.refresh()
             assert torch.equal(value, torch.full((10,), -15.0 if mode["mode"] == "sync" else -30.0))

@@ -1,4 +1,4 @@
-"""Pulled changes: workers have the servers' values but for what is left out, and that comes with the next ones."""
+"""Pulls of compressed changes: workers lack only what a change leaves out, and later changes add what was left out."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,11 +24,11 @@ STEPS, RATIO = 5, 0.2
 
 
 @pytest.mark.light
-def test_a_change_goes_only_to_who_has_what_it_was_made_from() -> None:
+def test_a_change_goes_only_to_workers_with_the_values_that_it_builds_on() -> None:
     value = torch.tensor([1.0, 2.0])
     changes = Changes(TopK.encoding, 0.5, {0: value})
     mark = changes.mark(0)
-    assert changes.answer(0, mark, True) == (bytes(value.numpy()), Encoding.DENSE, mark), "none was made"
+    assert changes.answer(0, mark, True) == (bytes(value.numpy()), Encoding.DENSE, mark), "no change was made"
     value.add_(1.0)
     payload = changes.make(0)
     assert changes.answer(0, mark, True) == (payload, TopK.encoding, mark)
@@ -38,33 +38,37 @@ def test_a_change_goes_only_to_who_has_what_it_was_made_from() -> None:
 
 
 @pytest.mark.light
-def test_a_worker_adds_a_change_only_to_what_it_was_made_from() -> None:
+def test_a_worker_adds_a_change_only_to_the_values_that_it_builds_on() -> None:
     slices = cut(specify(SGD, 1))
-    had, change = PulledValues(slices), torch.ones(slices[0].numel, dtype=torch.float64)
+    pulled, change = PulledValues(slices), torch.ones(slices[0].numel, dtype=torch.float64)
     header = Header(Kind.PULLED, 0, 0, 1, Encoding.DENSE, base=3, weight=5.0)
-    whole = had.take(header, change)
+    whole = pulled.take(header, change)
     assert whole is not None
     for base, mark in ((3, 5.0), (5, 5.0), (4, 6.0)):
-        assert had.take(header._replace(encoding=TopK.encoding, base=base, weight=mark), change) is None
-    nearer = had.take(header._replace(encoding=TopK.encoding, base=4), change)
+        assert pulled.take(header._replace(encoding=TopK.encoding, base=base, weight=mark), change) is None
+    nearer = pulled.take(header._replace(encoding=TopK.encoding, base=4), change)
     assert nearer is not None
     assert nearer.unique().tolist() == [2.0]
 
 
 @pytest.mark.light
-def test_who_wants_changes_alone_gets_the_values() -> None:
-    """Also from a copy: what was known is that of many steps before."""
+def test_a_worker_that_wants_a_change_gets_values_if_none_was_made() -> None:
+    """Check the server, and a copy that takes over the values that workers had many steps before."""
     value = torch.ones(4)
     changes, copy = (Changes(OneBit.encoding, 0.5, {0: value}, FP16.encoding) for _ in range(2))
     value.add_(1.0)
     assert not changes.make(0, {Encoding.DENSE})
     copy.take_over(0, changes.known[0], 0, 0 in changes.behind)
-    for one in (changes, copy):
-        assert one.answer(0, one.mark(0), True, OneBit.encoding) == (bytes(value.numpy()), Encoding.DENSE, ALONE)
+    for server_changes in (changes, copy):
+        assert server_changes.answer(0, server_changes.mark(0), True, OneBit.encoding) == (
+            bytes(value.numpy()),
+            Encoding.DENSE,
+            ALONE,
+        )
 
 
 def in_one_process(optimizer_options: dict[str, Any], size: int) -> dict[str, Tensor]:
-    """Steps of the servers' values by gradients at the workers', slice by slice as servers and workers have them."""
+    """Train servers' values with gradients at the workers' values, which follow by changes; return the latter."""
     values, network = make_network(), make_network()
     optimizer = make_optimizer(values, optimizer_options)
     scheduler = make_scheduler(optimizer)
@@ -77,18 +81,18 @@ def in_one_process(optimizer_options: dict[str, Any], size: int) -> dict[str, Te
         optimizer.step()
         scheduler.step()
         pairs = [*zip(values.parameters(), network.parameters(), strict=True)]
-        for one in slices:
-            parts = [(part, *(each.data.view(-1) for each in pairs[part.parameter])) for part in one.parts]
+        for slice_ in slices:
+            parts = [(part, *(each.data.view(-1) for each in pairs[part.parameter])) for part in slice_.parts]
             left = torch.cat([(value - known)[part.start : part.stop] for part, value, known in parts]).float()
-            largest = left.abs().topk(max(1, round(RATIO * one.numel))).indices
-            change = torch.zeros(one.numel, dtype=torch.float64)
+            largest = left.abs().topk(max(1, round(RATIO * slice_.numel))).indices
+            change = torch.zeros(slice_.numel, dtype=torch.float64)
             change[largest] = left[largest].double()
-            for (part, _, known), own in zip(parts, change.split(one.sizes), strict=True):
-                known[part.start : part.stop] += own
+            for (part, _, known), part_change in zip(parts, change.split(slice_.sizes), strict=True):
+                known[part.start : part.stop] += part_change
     return network.state_dict()
 
 
-def test_training_equals_one_process_that_leaves_out_the_same(tmp_path: Path) -> None:
+def test_training_with_changes_equals_one_process_with_the_same_compression(tmp_path: Path) -> None:
     expected = run_apart(in_one_process, SGD, 12)
     more: dict[str, Any] = {"servers": 2, "replication": 2, "topk_density": RATIO}
     specification = specify(SGD, 2, pull_compression="topk", **more)
@@ -99,33 +103,33 @@ def test_training_equals_one_process_that_leaves_out_the_same(tmp_path: Path) ->
 
 
 def encodings_by_step(worker: Worker, levels: Sequence[int]) -> None:
-    """Have a worker use the rungs of its ladder in this order: nothing, a half, and one bit a value."""
+    """Let a worker use these levels, one for each step: 0 is dense, 1 is fp16, and 2 is onebit."""
     assert worker.chooser is not None
     worker.chooser.next = worker.chooser.follow = lambda step, _: levels[step]  # type: ignore[method-assign]
 
 
 @pytest.mark.light
 @pytest.mark.parametrize("dies", [4, 6, 9])
-def test_who_changes_encodings_has_what_the_server_counts_with(dies: int, tmp_path: Path) -> None:
-    """A change is made from the rounded values of the step before, whose bytes it spares; also by a copy."""
+def test_a_worker_that_changes_encodings_has_the_values_that_the_server_assumes(dies: int, tmp_path: Path) -> None:
+    """Check that a change builds on the rounded values of the step before, also after a backup has taken over."""
     levels, sizes = [0, 1, 2, 2, 2, 1, 2, 0, 0, 2, 2, 2], []
     gradients = torch.randn(len(levels), 40, generator=torch.Generator().manual_seed(0))
-    value, known, expected, rung_before = nn.Parameter(torch.zeros(40)), torch.zeros(40), [], 0
+    value, known, expected, level_before = nn.Parameter(torch.zeros(40)), torch.zeros(40), [], 0
     optimizer = torch.optim.SGD([value], lr=0.5, momentum=0.5)
     for level, gradient in zip(levels, gradients, strict=True):
         value.grad = gradient
         optimizer.step()
         left = value.detach() - known
         change = torch.where(left > 0, left[left > 0].mean(), left[left <= 0].mean())
-        if level == 2 and rung_before > 0:
+        if level == 2 and level_before > 0:
             known = known + change
         else:
             known = value.detach().half().float() if level == 1 else value.detach().clone()
         expected.append(known)
-        rung_before = level
+        level_before = level
     with PlainRoles(tmp_path, (40,), servers=2, replication=2, pull_compression="auto") as run:
         (slice_,) = cut(run.specification)
-        worker, (had,) = run.joined()
+        worker, (pulled,) = run.joined()
         encodings_by_step(worker, levels)
         for step, gradient in enumerate(gradients):
             if step == dies:
@@ -133,14 +137,14 @@ def test_who_changes_encodings_has_what_the_server_counts_with(dies: int, tmp_pa
             before = worker.counters.bytes_received
             run.step(worker, [gradient])
             sizes.append(worker.counters.bytes_received - before)
-            torch.testing.assert_close(had, expected[step], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(pulled, expected[step], rtol=1e-5, atol=1e-6)
     whole, half, bits = 160, 80, 8 + 5
     assert sizes == [whole, half, bits, bits, bits, half, bits, whole, whole, whole, bits, bits]
 
 
 @pytest.mark.light
-def test_where_one_wants_changes_all_have_the_same_if_they_can(tmp_path: Path) -> None:
-    """Who wants values gets the change that another wants, if it has what that is made from."""
+def test_one_workers_change_goes_to_all_workers_that_can_apply_it(tmp_path: Path) -> None:
+    """Check that a worker that asks for values gets another worker's change if the worker has the change's base."""
     with PlainRoles(tmp_path, (40,), workers=2, pull_compression="auto") as run:
         workers, values = zip(*(run.worker(number) for number in range(2)), strict=True)
         sizes = []
@@ -153,7 +157,9 @@ def test_where_one_wants_changes_all_have_the_same_if_they_can(tmp_path: Path) -
                 run.begin(worker, [torch.randn(40, generator=torch.Generator().manual_seed(2 * step + number))])
             for worker in workers:
                 worker.wait_all()
-            sizes.append([worker.counters.bytes_received - had for worker, had in zip(workers, before, strict=True)])
+            sizes.append(
+                [worker.counters.bytes_received - received for worker, received in zip(workers, before, strict=True)]
+            )
             assert torch.equal(values[0][0], values[1][0])
     assert sizes == [[80, 80], [13, 13], [13, 13], [160, 160], [160, 160], [13, 160], [13, 13]]
 
@@ -163,9 +169,9 @@ def test_validation_has_the_servers_values_and_training_goes_on(tmp_path: Path) 
     with PlainRoles(tmp_path, (40,), workers=1, pull_compression="topk", topk_density=0.1) as run:
         worker, (value,) = run.joined()
         run.step(worker)
-        had = value.clone()
+        before = value.clone()
         worker.refresh()
-        assert not torch.equal(value, had)
-        assert value.unique().tolist() == [-0.5], "the servers' own values, as validation and checkpoints have them"
+        assert not torch.equal(value, before)
+        assert value.unique().tolist() == [-0.5], "validation and checkpoints use the servers' own values"
         run.step(worker, 0.0)
-        assert (value == 0).sum() == 32, "training goes on with what changes have brought"
+        assert (value == 0).sum() == 32, "training goes on from the values to which changes have led"

@@ -1,4 +1,4 @@
-"""A worker's side: each layer waits for its own values, in the order of their use, and none waits for ever."""
+"""A worker's side: each layer waits only for its own values, in the order of use, and does not wait for ever."""
 
 import time
 from pathlib import Path
@@ -15,8 +15,8 @@ from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.worker.worker import Wait
 
 
-def test_a_parameter_is_waited_for_alone_and_pulls_follow_use() -> None:
-    """A forward in the reverse order of the parameters asks for them in that order from the next step on."""
+def test_each_parameter_is_waited_for_separately_and_pulls_follow_the_order_of_use() -> None:
+    """Check that after a forward in reverse order the worker pulls the parameters in that order."""
     pair = Pair()
     role, count = pair.role, len(pair.values)
     slices = cut(specify({"name": "SGD", "lr": 0.5}, 1))
@@ -29,13 +29,13 @@ def test_a_parameter_is_waited_for_alone_and_pulls_follow_use() -> None:
         assert not role.here(index).waiting()
     role.begin_step([group.options for group in specify({"name": "SGD", "lr": 0.5}, 1).groups], 1.0)
     role.end_step()
-    (asked,) = [one for one in role.connections.take() if one.header.kind == Kind.PULL]
+    (asked,) = [parcel for parcel in role.connections.take() if parcel.header.kind == Kind.PULL]
     order = [part.parameter for key in unpack_keys(memoryview(asked.payload)) for part in slices[key].parts[-1:]]
     assert order == sorted(order, reverse=True)
 
 
-def test_what_servers_would_drop_is_an_error_at_its_worker(tmp_path: Path) -> None:
-    """A step that waits for it would never end."""
+def test_a_push_that_servers_would_drop_is_an_error_at_the_worker(tmp_path: Path) -> None:
+    """Check the worker's errors: otherwise the step would wait for ever for the push that the servers drop."""
     with PlainRoles(tmp_path) as run:
         with pytest.raises(ConfigurationError, match=r"float64.*float32.*pass the parameters from which"):
             run.connect(0, [torch.zeros(40, dtype=torch.float64)])
@@ -55,8 +55,8 @@ def test_what_servers_would_drop_is_an_error_at_its_worker(tmp_path: Path) -> No
         worker.wait_all()
 
 
-def test_who_sends_for_long_is_not_taken_for_deaf(tmp_path: Path) -> None:
-    """As on a slow link that is full of gradients: what a server answers last of all it has not read yet."""
+def test_a_worker_that_sends_for_long_is_not_taken_for_deaf(tmp_path: Path) -> None:
+    """Simulate a slow link full of gradients: the server has not read the message that it would answer."""
     with PlainRoles(tmp_path, timeout=2.0) as run:
         worker, _ = run.joined()
         connections = worker.role.connections
@@ -67,4 +67,4 @@ def test_who_sends_for_long_is_not_taken_for_deaf(tmp_path: Path) -> None:
         def waiting() -> bool:
             return time.monotonic() < ends
 
-        worker.wait_for(Wait(waiting, lambda: handle(0, Kind.VALUE)))  # Which no server answers.
+        worker.wait_for(Wait(waiting, lambda: handle(0, Kind.VALUE)))  # Servers do not answer VALUE.

@@ -1,4 +1,4 @@
-"""The state machines of the modes, on random histories, and what a vote costs."""
+"""The state machines of the modes, and the cost of a vote."""
 
 import pytest
 
@@ -8,10 +8,10 @@ from cnnstrategies.paramserver.server.decision import Reports
 pytestmark = pytest.mark.light
 
 
-def test_a_step_has_those_who_have_begun_before_it_and_live() -> None:
+def test_the_members_of_a_step_are_the_living_workers_that_joined_before_it() -> None:
     clock = SyncClock(expected=3)
     assert clock.join(0) == clock.join(1) == 0
-    assert clock.ready({0, 1}) is None, "one of the start has not come"
+    assert clock.ready({0, 1}) is None, "a worker of the start has not joined"
     clock.leave(2)
     assert clock.ready({0}) is None
     assert clock.ready({0, 1}) == {0, 1}
@@ -19,24 +19,24 @@ def test_a_step_has_those_who_have_begun_before_it_and_live() -> None:
     assert clock.join(3, 3) == 3
     clock.decide(1)
     assert clock.members == {0, 1}
-    for _ in range(2):  # The same decision twice counts once.
+    for _ in range(2):  # A repeated decision counts once.
         clock.decide(2)
     assert clock.step == 3
     assert clock.members == {0, 1, 3}
     assert clock.ready({0, 1}) is None
 
 
-def test_a_node_has_come_with_one_of_its_workers_and_is_gone_with_all() -> None:
+def test_a_node_joins_with_its_first_worker_and_leaves_with_its_last() -> None:
     clock = SyncClock(expected=2, per_node=2)
     clock.join(0)
     for dead in (1, 2):
         clock.leave(dead)
-        assert clock.ready({0}) is None, "the other node has not come"
+        assert clock.ready({0}) is None, "the other node has not joined"
     clock.leave(3)
     assert clock.ready({0}) == {0}
 
 
-def test_a_worker_is_as_far_ahead_as_staleness_says_at_most() -> None:
+def test_a_worker_is_at_most_staleness_steps_ahead() -> None:
     for staleness in (0, 3):
         clock = StaleClock(staleness, expected=3)
         clock.join(0)
@@ -44,7 +44,7 @@ def test_a_worker_is_as_far_ahead_as_staleness_says_at_most() -> None:
         clock.finished(0, staleness)
         clock.finished(1, staleness + 1)
         assert clock.may_start(staleness)
-        assert not clock.may_start(staleness + 1), "one has not come"
+        assert not clock.may_start(staleness + 1), "a worker has not joined"
         clock.leave(2)
         assert clock.may_start(2 * staleness)
         assert not clock.may_start(2 * staleness + 1)
@@ -52,11 +52,11 @@ def test_a_worker_is_as_far_ahead_as_staleness_says_at_most() -> None:
         clock.finished(1, 7)
         clock.leave(0)
         clock.leave(1)
-        assert clock.join(0) == clock.join(1) == 7, "all have left for a while"
+        assert clock.join(0) == clock.join(1) == 7, "after all workers have left for a while"
 
 
-def test_who_is_called_is_waited_for_but_not_for_ever() -> None:
-    """Of a server that begins to lead: it may have met only some of the members."""
+def test_a_roll_call_waits_for_workers_but_not_for_ever() -> None:
+    """Check the roll call of a new leader, which may not have met all members."""
     roll = RollCall()
     roll.follow(dict.fromkeys(range(4), 0))
     assert roll.complete
@@ -66,25 +66,25 @@ def test_who_is_called_is_waited_for_but_not_for_ever() -> None:
     assert roll.follow(dict.fromkeys(range(3), 0)) == [3]
     assert not roll.complete
     roll.call({1})
-    assert not roll.expire(5.0 + PATIENCE_SECONDS), "the patience begins anew"
+    assert not roll.expire(5.0 + PATIENCE_SECONDS), "a new call restarts the patience"
     assert not roll.complete
     assert roll.expire(5.0 + 2 * PATIENCE_SECONDS)
     assert roll.complete
-    assert not roll.expire(50.0), "only once"
+    assert not roll.expire(50.0), "a roll call expires only once"
 
 
 class Number(int):
-    """A worker's number that counts how often one is looked at."""
+    """A worker's number that counts how often such numbers are hashed."""
 
-    looks = 0
+    hashes = 0
 
     def __hash__(self) -> int:
-        Number.looks += 1
+        Number.hashes += 1
         return int.__hash__(self)
 
 
-def looks_in_a_step(workers: int, servers: int = 4) -> int:
-    """Of the leader at workers' numbers, for the votes that come worker by worker, as pushes get complete."""
+def hashes_in_a_step(workers: int, servers: int = 4) -> int:
+    """Return the number of hashes of workers' numbers while a leader receives the votes of a step, worker by worker."""
     reports, clock = Reports(), SyncClock(workers)
     numbers = [Number(worker) for worker in range(workers)]
     reports.follow(range(servers))
@@ -92,7 +92,7 @@ def looks_in_a_step(workers: int, servers: int = 4) -> int:
         clock.join(worker)
     for server in range(servers):
         reports.add(server, ())
-    Number.looks = 0
+    Number.hashes = 0
     for worker in numbers:
         for server in range(servers):
             reports.add(server, {(0, worker)})
@@ -100,10 +100,10 @@ def looks_in_a_step(workers: int, servers: int = 4) -> int:
             assert complete is not None
             ready = clock.ready(complete)
             assert (ready is None) == (len(complete) < workers)
-    return Number.looks
+    return Number.hashes
 
 
-def test_a_vote_costs_the_leader_the_same_for_any_workers() -> None:
-    few, many = looks_in_a_step(100), looks_in_a_step(800)
+def test_the_cost_of_a_vote_does_not_grow_with_the_number_of_workers() -> None:
+    few, many = hashes_in_a_step(100), hashes_in_a_step(800)
     assert few >= 100
-    assert many < 1.1 * 8 * few, f"{few} looks for 100 workers, {many} for 800"
+    assert many < 1.1 * 8 * few, f"{few} hashes for 100 workers, {many} for 800"

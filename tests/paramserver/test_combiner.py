@@ -1,4 +1,4 @@
-"""A node pushes once: what its workers give is in each step once, whoever of them dies."""
+"""Nodes that push once for all their workers: each worker's gradient is in each step once, whichever worker dies."""
 
 from unittest.mock import Mock
 
@@ -13,25 +13,25 @@ from cnnstrategies.paramserver.core.view import RemovedError, ServersUnreachable
 
 
 @pytest.mark.parametrize("nodes", [None, 1])
-def test_nothing_of_the_living_is_lost_or_counts_twice(nodes: int | None) -> None:
-    """A node alone leaves out no step, also of pipelined ones, where one was begun with what its leader had pushed."""
+def test_no_living_workers_gradient_is_lost_or_counts_twice(nodes: int | None) -> None:
+    """Check runs of several nodes, and of a single node, which leaves out no step even when steps are pipelined."""
     for seed in range(10):
         simulate(seed, nodes)
 
 
-def test_who_leads_may_have_died_or_forgotten_steps_and_all_hear_of_it() -> None:
+def test_workers_notice_their_own_removal_and_a_leader_that_went_back() -> None:
     parameters, alive = [torch.zeros(2)], {0, 1, 2}
-    boards = {rank: SharedState(memoryview(bytearray(size_of(parameters))), parameters) for rank in range(3)}
-    worker = CombinedWorker(2, boards, parameters, lambda came: Mock(), lambda: alive, lambda: None, DENSE)
-    boards[0].publish_value(0, torch.ones(2), 2 * 7)
-    boards[0].lead(7)
+    shared_states = {rank: SharedState(memoryview(bytearray(size_of(parameters))), parameters) for rank in range(3)}
+    worker = CombinedWorker(2, shared_states, parameters, lambda on_arrival: Mock(), lambda: alive, lambda: None, DENSE)
+    shared_states[0].publish_value(0, torch.ones(2), 2 * 7)
+    shared_states[0].lead(7)
     assert worker.join() == 7
     assert parameters[0].tolist() == [1.0, 1.0]
     alive.discard(2)
     with pytest.raises(RemovedError, match="worker 2 counts as dead"):
         worker.begin_step((), 1)
     alive.symmetric_difference_update({0, 2})
-    boards[1].lead(5)
+    shared_states[1].lead(5)
     with pytest.raises(ServersUnreachableError, match="gone back to step 5, and this node has already begun step 7"):
         worker.begin_step((), 1)
 

@@ -1,4 +1,4 @@
-"""Encodings give back what they should, and error feedback makes up for what they leave out."""
+"""Encodings decode to the expected values, and error feedback makes up for the parts that they leave out."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ def sent(encoder: Encoder, gradient: torch.Tensor) -> torch.Tensor:
     return decode(payload, encoding, gradient.numel(), gradient.dtype)
 
 
-def test_without_compression_no_bit_changes_nor_is_copied() -> None:
+def test_without_compression_gradients_are_neither_changed_nor_copied() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         gradient = torch.randn(33).to(dtype)
         got = sent(Encoder("none", 0.1), gradient)
@@ -33,7 +33,7 @@ def test_without_compression_no_bit_changes_nor_is_copied() -> None:
         assert got.data_ptr() == gradient.data_ptr()
 
 
-def test_half_precision_rounds_and_keeps_what_is_beyond_its_range() -> None:
+def test_half_precision_rounds_and_clips_to_its_range() -> None:
     gradient = torch.randn(100)
     for compression in ("fp16", "bf16"):
         torch.testing.assert_close(sent(Encoder(compression, 0.1), gradient), gradient, rtol=1e-2, atol=1e-3)
@@ -43,7 +43,7 @@ def test_half_precision_rounds_and_keeps_what_is_beyond_its_range() -> None:
 
 @pytest.mark.parametrize("width", [4, 4000])
 def test_a_gradient_beyond_fp16_is_refused_by_name(width: int) -> None:
-    """In a slice of its own or of several; what is no finite number goes on as it is, as everywhere."""
+    """Check parameters with slices of their own and shared slices. Infinities and NaN are sent unchanged."""
     network = nn.Sequential(nn.Linear(width, 1), nn.Linear(1, 1))
     optimizer, sink = torch.optim.SGD(network.parameters(), 0.1), lambda *_, **__: 0
     to: Any = SimpleNamespace(view=SimpleNamespace(servers=()), send=sink, primary=sink)
@@ -66,9 +66,9 @@ def test_a_gradient_beyond_fp16_is_refused_by_name(width: int) -> None:
 
 @pytest.mark.parametrize("total", [7, SAMPLE, 8 * SAMPLE, 12 * SAMPLE + 5])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
-def test_a_selection_by_sample_is_that_among_all(total: int, share: float) -> None:
+def test_selecting_the_largest_elements_by_a_sample_is_exact(total: int, share: float) -> None:
     torch.manual_seed(0)
-    spread = torch.randperm(total).float()  # No two are equal.
+    spread = torch.randperm(total).float()  # All elements differ.
     rare = torch.zeros(total)
     rare[torch.randperm(total)[: total // 100 + 1]] = 1.0 + torch.rand(total // 100 + 1)
     broken = spread.clone()
@@ -76,7 +76,7 @@ def test_a_selection_by_sample_is_that_among_all(total: int, share: float) -> No
     count = max(1, round(share * total))
     for values in (spread, rare, torch.zeros(total), broken):
         chosen = largest(values, count)
-        assert torch.equal(chosen, chosen.unique()), "each once, in rising order"
+        assert torch.equal(chosen, chosen.unique()), "each index occurs once, in rising order"
         expected = values.topk(count).values.nan_to_num(nan=-1.0).sort().values
         assert torch.equal(values[chosen].nan_to_num(nan=-1.0).sort().values, expected)
 

@@ -1,4 +1,4 @@
-"""The coordinator and its members over sockets: what threads, sockets and programs add to the roles."""
+"""The coordinator and its members over real sockets, with their threads and processes."""
 
 import os
 import resource
@@ -28,12 +28,12 @@ from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.services import CoordinatorProcess, Handle, ServerProcess, start
 
-TIMEOUT = 60.0  # Nobody is silent for so long on a busy machine.
+TIMEOUT = 60.0  # Seconds; a process of a busy machine is not silent for this long.
 
 
 @contextmanager
 def serving(endpoint: str, workers: int, session: int = 0) -> Iterator[threading.Event]:
-    """A coordinator in a thread; gives what is set as soon as it listens."""
+    """Run a coordinator in a thread; give an event that is set as soon as the coordinator listens."""
     over, listens = threading.Event(), threading.Event()
 
     def serve() -> None:
@@ -52,18 +52,18 @@ def serving(endpoint: str, workers: int, session: int = 0) -> Iterator[threading
 
 @contextmanager
 def processes(directory: Path) -> Iterator[tuple[Membership, Handle, Handle]]:
-    """A worker, and the processes of a coordinator and a server."""
+    """Give a worker, and the processes of a coordinator and a server."""
     endpoint = f"ipc://{directory}/coordinator"
     coordinator = start(CoordinatorProcess(CoordinatorSettings(endpoint, 1, 1, TIMEOUT)), "fork")
     place = Address(endpoint, "server", 0, 0, 0.5, TIMEOUT)
     server = start(ServerProcess(place, f"ipc://{directory}/server", starter=os.getpid()), "fork")
     member = worker(endpoint, 0)
     try:
-        until(lambda: member.members[1] == 1)  # Both are members.
+        until(lambda: member.members[1] == 1)  # The server is a member.
         yield member, coordinator, server
     finally:
-        for one in (server, coordinator):
-            one.send_signal(signal.SIGKILL)
+        for handle in (server, coordinator):
+            handle.send_signal(signal.SIGKILL)
         member.close(leave=False)
 
 
@@ -71,8 +71,8 @@ def worker(endpoint: str, number: int, session: int = 0) -> Membership:
     return Membership(Address(endpoint, "worker", number, 0, 0.05, TIMEOUT, session=session))
 
 
-def together(members: list[Membership], function: Callable[[Collectives], Any]) -> list[Any]:
-    """What all workers have of something that they do at the same time; then they leave."""
+def in_parallel(members: list[Membership], function: Callable[[Collectives], Any]) -> list[Any]:
+    """Call a function for all workers at the same time, let the workers leave, and return the results."""
 
     def work(member: Membership) -> Any:
         result = function(Collectives(member))
@@ -95,15 +95,15 @@ def every_collective(collectives: Collectives) -> dict[str, Any]:
         results[how] = collectives.reduce(tensor, how).tolist()
     results["integer"] = collectives.reduce(torch.tensor(rank), "sum").item()
     results["start"] = collectives.start().joined
-    results["view"] = [one.id for one in collectives.membership.views.current().workers]
-    collectives.barrier()  # Nobody leaves before the others have looked.
+    results["view"] = [worker.id for worker in collectives.membership.views.current().workers]
+    collectives.barrier()  # No worker leaves before the other workers have read the view.
     return results
 
 
-def test_collectives_give_every_worker_the_same(tmp_path: Path) -> None:
+def test_collectives_give_every_worker_the_same_results(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/coordinator"
     with serving(endpoint, 3):
-        results = together([worker(endpoint, rank) for rank in range(3)], every_collective)
+        results = in_parallel([worker(endpoint, rank) for rank in range(3)], every_collective)
     expected = {
         "gather": {rank: {"rank": rank} for rank in range(3)},
         "broadcast": [1, None, "text"],
@@ -119,22 +119,24 @@ def test_collectives_give_every_worker_the_same(tmp_path: Path) -> None:
     assert results == [expected] * 3
 
 
-def test_a_worker_ahead_knocks_until_its_coordinator_is_there() -> None:
+def test_a_worker_of_a_later_session_waits_until_its_coordinator_listens() -> None:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     with serving(endpoint, 2) as listens:
-        listens.wait()  # Else the other coordinator may come first, and this one waits for its end.
+        listens.wait()  # Otherwise the second coordinator might come first, and the first would wait for its end.
         with serving(endpoint, 2, session=1) as second:
             ahead = worker(endpoint, 1, session=1)
             members = [worker(endpoint, rank) for rank in range(2)]
-            often = together(members, lambda collectives: [list(collectives.gather(0).values) for _ in range(50)])
+            often = in_parallel(members, lambda collectives: [list(collectives.gather(0).values) for _ in range(50)])
             assert often == [[[0, 1]] * 50] * 2
-            both = together([worker(endpoint, 0, session=1), ahead], lambda collectives: collectives.gather(1).values)
+            both = in_parallel(
+                [worker(endpoint, 0, session=1), ahead], lambda collectives: collectives.gather(1).values
+            )
             assert both == [{0: 1, 1: 1}] * 2
             assert second.is_set()
 
 
 def test_services_start_without_lightning_and_outlive_signals(tmp_path: Path) -> None:
-    """These reach every process of a job; the workers stop after their step, and need the services until then."""
+    """Send signals that reach every process of a job: workers need the services until they have ended their step."""
     settings = CoordinatorSettings(f"ipc://{tmp_path}/coordinator", 1, 0)
     coordinator = start(CoordinatorProcess(settings), "program")
     until((tmp_path / "coordinator").exists)
@@ -145,30 +147,30 @@ def test_services_start_without_lightning_and_outlive_signals(tmp_path: Path) ->
     loaded = Path(f"/proc/{coordinator.pid}/maps").read_text()
     coordinator.send_signal(signal.SIGKILL)
     coordinator.wait()
-    # They would take more time than all the rest.
+    # Imports of torch would take longer than everything else that the coordinator does at its start.
     assert "/zmq/" in loaded
     assert "/torch/" not in loaded
-    assert "/torchvision/" not in loaded  # Lightning brings it along.
+    assert "/torchvision/" not in loaded  # Lightning imports torchvision.
 
 
-def test_a_server_that_is_told_to_end_has_the_run_stop(tmp_path: Path) -> None:
-    """It may be the only process that hears it, and the others need it until they have stopped."""
+def test_a_termination_signal_to_a_server_stops_the_run(tmp_path: Path) -> None:
+    """Send the signal to the server only; the server goes on, because the workers need it until they have stopped."""
     with processes(tmp_path) as (member, _, server):
         server.send_signal(signal.SIGTERM)
         until(lambda: member.stop_signal == signal.SIGTERM)
         assert server.poll() is None
 
 
-def test_whoever_waits_long_says_so(
+def test_a_long_wait_in_a_collective_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(membership, "WARN_SECONDS", 0.1)
     endpoint = f"ipc://{tmp_path}/coordinator"
-    said: list[str] = []
+    output: list[str] = []
 
     def is_told() -> bool:
-        said.append(capfd.readouterr().err)
-        return "worker 0 has waited in `second` for " in "".join(said)
+        output.append(capfd.readouterr().err)
+        return "worker 0 has waited in `second` for " in "".join(output)
 
     def meet(collectives: Collectives) -> None:
         if collectives.membership.address.id == 1:
@@ -176,13 +178,13 @@ def test_whoever_waits_long_says_so(
         collectives.barrier("second")
 
     with serving(endpoint, 2):
-        together([worker(endpoint, rank) for rank in range(2)], meet)
+        in_parallel([worker(endpoint, rank) for rank in range(2)], meet)
 
 
-# What the system lets a process have
+# Limits of the system
 
 
-def test_the_limit_of_files_is_raised_or_the_start_refused(tmp_path: Path) -> None:
+def test_the_limit_of_open_files_is_raised_or_the_start_is_refused(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (300, 1000))
     settings = CoordinatorSettings(f"ipc://{tmp_path}/c", 100, 10)
     CoordinatorService(settings).close()
@@ -193,7 +195,7 @@ def test_the_limit_of_files_is_raised_or_the_start_refused(tmp_path: Path) -> No
         PlainRoles(tmp_path, workers=500)
 
 
-def test_strangers_keep_no_member_out_and_another_key_is_named(tmp_path: Path) -> None:
+def test_strangers_do_not_block_members_and_a_wrong_key_is_named(tmp_path: Path) -> None:
     port, key = free_port(), tmp_path / "key"
     endpoint = f"tcp://127.0.0.1:{port}"
     KeyPair.create().save(key)
@@ -215,10 +217,10 @@ def test_strangers_keep_no_member_out_and_another_key_is_named(tmp_path: Path) -
     coordinator.send_signal(signal.SIGKILL)
 
 
-def test_a_start_is_refused_where_its_threads_cannot_be() -> None:
+def test_a_start_is_refused_if_the_system_does_not_allow_its_threads() -> None:
     allow_threads(4)
     if os.getuid() == 0:
-        os.setuid(65534)  # No limit counts for root.
+        os.setuid(65534)  # Limits do not apply to root.
     resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
     with pytest.raises(
         ConfigurationError, match=r"4 processes .* need about 32 threads.* raise the limit \(`ulimit -u`"

@@ -1,4 +1,4 @@
-"""What the coordinator tells its members and who watches: who takes part, who waits for whom, why it is over."""
+"""Messages of the coordinator to its members and to observers: membership, waits, and reasons for the end."""
 
 import math
 
@@ -13,35 +13,35 @@ from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
 pytestmark = pytest.mark.light
 
 
-def test_workers_that_do_not_agree_are_told_where_each_is() -> None:
-    run, (zero, one) = trained(2)
-    waits = run.collect(zero, "validation")
-    run.collect(one, "reduce sum")
+def test_workers_in_different_collectives_get_an_error_that_names_both() -> None:
+    run, (first, second) = trained(2)
+    waits = run.collect(first, "validation")
+    run.collect(second, "reduce sum")
     assert isinstance(waits.value, str)
     assert "`validation`" in waits.value
     assert "`reduce sum`" in waits.value
 
 
-def test_a_request_with_other_contents_is_answered() -> None:
+def test_a_request_with_wrong_contents_gets_an_error() -> None:
     run, (worker,) = trained(1)
     answer = run.call(worker, "take", epoch="first", processed=0)
     assert isinstance(answer.value, str)
     assert answer.value.startswith("`take` has wrong contents: ")
 
 
-def test_who_comes_after_all_have_left_is_told() -> None:
+def test_a_process_that_comes_after_all_workers_have_left_is_told() -> None:
     run, workers = trained(2, 1)
     for peer in workers:
         run.call(peer, "leave")
     run.passes(2.0)
     over = End("the session is over: every worker has left", clean=True)
-    assert run.ended(Peer("server", 0)) == over, "it has nothing more to do"
+    assert run.ended(Peer("server", 0)) == over, "the server has nothing more to do"
     assert run.ended(run.member("worker", 1, incarnation=1)) == over
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_a_server_that_training_did_not_wait_for_is_filled(dies: bool) -> None:
-    """The first process of its place has never registered."""
+def test_a_server_that_training_did_not_wait_for_gets_copies(dies: bool) -> None:
+    """Start training without server 0, whose first process has not registered."""
     run = Run(1, 2, survivable=1)
     run.member("server", 1)
     worker = run.member("worker", 0)
@@ -52,15 +52,15 @@ def test_a_server_that_training_did_not_wait_for_is_filled(dies: bool) -> None:
     run.passes(2.0)
     run.member("server", 0, incarnation=int(dies))
     roster = run.coordinator.roster
-    (came,) = (member.since for member in roster.members if member.peer[:2] == ("server", 0))
+    (since,) = (member.since for member in roster.members if member.peer[:2] == ("server", 0))
     assert roster.sealed
-    assert (came == roster.number > 1) == dies
+    assert (since == roster.number > 1) == dies
 
 
 @pytest.mark.parametrize("copies", [0, 1])
 @pytest.mark.parametrize("set_up", [True, False])
-def test_a_server_that_lives_and_takes_up_no_view_is_lost(set_up: bool, copies: int) -> None:
-    """Not while it is set up, which may take as long as to appear."""
+def test_a_living_server_that_does_not_follow_views_is_lost(set_up: bool, copies: int) -> None:
+    """Check both patiences: a server that is still being set up has as long as processes have to appear."""
     run = Run(1, 2, survivable=copies, supervised=False, appear=100.0)
     run.member("server", 0)
     blind = run.member("server", 1, sees=int(set_up))
@@ -79,8 +79,8 @@ def test_a_server_that_lives_and_takes_up_no_view_is_lost(set_up: bool, copies: 
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_the_stopped_miss_a_lost_coordinator_after_a_time_out(comes: bool) -> None:
-    """No sooner: it could not hear it. And no later, whatever had come while it was stopped."""
+def test_a_stopped_worker_misses_the_coordinator_a_time_out_after_going_on(comes: bool) -> None:
+    """Check that the worker waits a whole time-out after it goes on, also if a message arrived during the stop."""
     run, (worker,) = trained(1)
     run.links.fate = lambda send: Moment("late", 0.3) if comes and send.message.kind == "done" else None
     run.call(worker, "epoch", epoch=0, samples=4, chunk=1)
@@ -95,7 +95,10 @@ def test_the_stopped_miss_a_lost_coordinator_after_a_time_out(comes: bool) -> No
 
 
 def end_of_the_run(figures: dict[int, dict[str, float]]) -> str | None:
-    """What three workers are told of whom the first two wait in a collective; each says how far it is."""
+    """Return the reason with which a run of three workers ends, or None.
+
+    Two workers wait in a collective for the third. `figures` holds the progress that each worker reports.
+    """
     run = Run(3)
     run.figures = lambda peer: figures[peer.id]
     peers = [run.member("worker", number) for number in range(3)]
@@ -106,8 +109,8 @@ def end_of_the_run(figures: dict[int, dict[str, float]]) -> str | None:
     return None if ended is None else ended.reason
 
 
-def test_a_worker_that_needs_those_who_wait_for_it_ends_the_run():
-    """Who has made as many steps may be on its way, and so may who allows that others are behind."""
+def test_workers_that_wait_for_each_other_end_the_run():
+    """Check also that a worker that does not wait for the others does not end the run: it may still come."""
     at_five = {"pushed": 5, "needs": 5}
     assert end_of_the_run({0: at_five, 1: at_five, 2: {"pushed": 6, "needs": 6}}) == (
         "no worker can go on: worker 0, worker 1 in `boundary` for worker 2; "
@@ -118,18 +121,20 @@ def test_a_worker_that_needs_those_who_wait_for_it_ends_the_run():
     assert "worker 2 in `step 4` for worker 1: " in text
     for third in (at_five, {"pushed": 6, "needs": 2}, {"step": 9}, {"pushed": 3, "needs": 3}):
         assert end_of_the_run({0: at_five, 1: at_five, 2: third}) is None, third
-    assert end_of_the_run({0: {}, 1: {}, 2: {"pushed": 6, "needs": 6}}) is None, "these have not said how far they are"
+    assert end_of_the_run({0: {}, 1: {}, 2: {"pushed": 6, "needs": 6}}) is None, (
+        "the waiting workers have not reported their progress"
+    )
 
 
-# Who watches
+# Observers
 
 
-def test_a_run_is_shown_with_its_members_waits_and_deaths() -> None:
-    run, (zero, one) = trained(2, 1, survivable=1)
+def test_an_observer_sees_members_waits_and_deaths() -> None:
+    run, (first, second) = trained(2, 1, survivable=1)
     figures = {"step": 3, "samples": 24.0, "sent": 1000, "received": 900, "waited": 0.5, "staleness": 2}
-    run.figures = lambda peer: figures if peer == zero else {}
-    run.collect(zero, "metric")
-    run.died(Peer("server", 0, 0, 7), replaced=True)
+    run.figures = lambda peer: figures if peer == first else {}
+    run.collect(first, "metric")
+    run.report_death(Peer("server", 0, 0, 7), replaced=True)
     run.passes(2.0)
     run.member("server", 0, incarnation=1)
     answer = run.ask()
@@ -137,24 +142,24 @@ def test_a_run_is_shown_with_its_members_waits_and_deaths() -> None:
     assert answer["seconds"] == pytest.approx(run.world.now)
     assert answer["waits"] == [["metric", "worker 0", "worker 1"]]
     members = answer["members"]
-    assert [(it["role"], it["id"], it["incarnation"]) for it in members] == [
+    assert [(member["role"], member["id"], member["incarnation"]) for member in members] == [
         ("server", 0, 1),
-        (*zero[:3],),
-        (*one[:3],),
+        (*first[:3],),
+        (*second[:3],),
     ]
     _, shown, other = members
     assert (shown["process"], shown["host"], shown["takes_part"], shown["figures"]) == (4711, "here", True, figures)
     assert 0 < shown["silent"] <= 1.0
-    assert 0 < answer["seconds"] - shown["measured"] <= 1.1, "at the last heartbeat"
+    assert 0 < answer["seconds"] - shown["measured"] <= 1.1, "figures are as old as the last heartbeat"
     assert other["figures"] == {}
-    (died, how), (came, whom) = answer["faults"]
-    assert how == "server 0 (process 4711 on here) was killed"
-    assert whom == "server 0 (process 4711 on here) has taken the place of the process before it"
-    assert 2.0 < died - came < 2.1
+    (died_at, death), (replaced_at, replacement) = answer["faults"]
+    assert death == "server 0 (process 4711 on here) was killed"
+    assert replacement == "server 0 (process 4711 on here) has taken the place of the process before it"
+    assert 2.0 < died_at - replaced_at < 2.1
     assert answer["losses"] == 1
 
 
-def test_a_member_with_false_figures_is_dropped_not_its_words() -> None:
+def test_a_heartbeat_with_invalid_figures_is_dropped_as_a_whole() -> None:
     run, (worker,) = trained(1)
     beat = {"session": 0, "here": 9, "seen": 9, "signal": 0}
     run.coordinator.on_message(run.world.now, worker, Message("beat", {**beat, "figures": {"step": 1}}))
@@ -171,7 +176,11 @@ def test_members_hear_of_a_restarted_coordinator() -> None:
     run.coordinate(1)
     run.passes(2.0)
     answer = run.ask()
-    assert (answer["restarts"], answer["losses"], [one["role"] for one in answer["members"]]) == (1, 1, ["worker"])
+    assert (answer["restarts"], answer["losses"], [member["role"] for member in answer["members"]]) == (
+        1,
+        1,
+        ["worker"],
+    )
     ((_, text),) = answer["faults"]
     assert text == "the coordinator was started again"
     role = run.world.processes[worker[:2]].role

@@ -1,4 +1,4 @@
-"""What a process does and keeps does not grow with the number of steps, and with that of others only as it must."""
+"""Messages and memory of a process do not grow with the number of steps, and little with the number of processes."""
 
 from collections import Counter, deque
 from pathlib import Path
@@ -19,7 +19,7 @@ PLAIN = (str, bytes, bytearray, int, float, type(None), torch.Tensor, memoryview
 
 
 class Counting(Network):
-    """Nothing goes wrong; messages are counted by receiver and kind."""
+    """A network without faults that counts messages by receiver and kind."""
 
     def __init__(self) -> None:
         super().__init__(0, run.TIMEOUT, tcp=True)
@@ -39,26 +39,26 @@ def test_a_step_costs_a_push_for_each_slice_and_two_messages(workers: int, serve
         steps = sent["BEGIN"]
         assert steps > 10 * workers
         assert sent["PUSH"] == steps * sum(slice_.servers[0] == server for slice_ in cut(plan.specification))
-        assert steps <= sent["PULL"] <= steps + 2 * workers, "and when a worker joins and leaves"
+        assert steps <= sent["PULL"] <= steps + 2 * workers, "one pull per step, and one when a worker joins and leaves"
         if server == 0:
-            assert sent["VOTE"] <= steps * (servers - 1), "of each other server"
+            assert sent["VOTE"] <= steps * (servers - 1), "one vote of each other server"
         else:
             assert sent["DECIDE"] <= 2 * steps / workers + servers
 
 
-def kept(thing: object, seen: set[int] | None = None) -> int:
-    """How many things an object holds, and what it holds, and so on."""
+def objects_in(subject: object, seen: set[int] | None = None) -> int:
+    """Return the number of objects that an object refers to, directly or through other objects."""
     seen = set() if seen is None else seen
-    if isinstance(thing, PLAIN) or id(thing) in seen:
+    if isinstance(subject, PLAIN) or id(subject) in seen:
         return 0
-    seen.add(id(thing))
-    if isinstance(thing, dict):
-        held = [*thing.keys(), *thing.values()]
-    elif isinstance(thing, list | tuple | set | frozenset | deque):
-        held = list(thing)
+    seen.add(id(subject))
+    if isinstance(subject, dict):
+        held = [*subject.keys(), *subject.values()]
+    elif isinstance(subject, list | tuple | set | frozenset | deque):
+        held = list(subject)
     else:
-        held = list(getattr(thing, "__dict__", {}).values())
-    return len(held) + sum(kept(one, seen) for one in held)
+        held = list(getattr(subject, "__dict__", {}).values())
+    return len(held) + sum(objects_in(item, seen) for item in held)
 
 
 def test_nothing_on_a_server_grows_with_the_steps() -> None:
@@ -67,7 +67,7 @@ def test_nothing_on_a_server_grows_with_the_steps() -> None:
     for step in range(30):
         for worker in range(2):
             world.push(step, worker)
-        counts.append(max(map(kept, world.roles.values())))
+        counts.append(max(map(objects_in, world.roles.values())))
     assert world.versions(0) == {30}
     assert max(counts[15:]) <= max(counts[:15])
 
@@ -78,5 +78,5 @@ def test_nothing_on_a_worker_grows_with_the_steps(tmp_path: Path) -> None:
         counts = []
         for _ in range(30):
             roles.step(worker)
-            counts.append(kept(worker.role))
+            counts.append(objects_in(worker.role))
     assert max(counts[15:]) <= max(counts[:15])

@@ -1,6 +1,6 @@
-"""What a death costs over real sockets: nothing where others have copies; else the error says what is lost.
+"""Deaths of servers over real sockets: nothing is lost if backups have copies; otherwise the error names the loss.
 
-That each message may be the last, and that whoever is left goes on, is what the traces and the simulated runs prove.
+Traces and simulated runs show that any message may be a process's last, and that the remaining processes go on.
 """
 
 import contextlib
@@ -32,16 +32,16 @@ def test_servers_that_do_not_reach_each_other_are_named(tmp_path: Path) -> None:
             run.joined()
 
 
-LONG = b"\x02\0\0\0\0\0"  # How a frame of more than 255 and less than 65,536 bytes begins.
+LONG = b"\x02\0\0\0\0\0"  # Beginning of each frame of more than 255 and less than 65,536 bytes.
 
 
 class Cable:
-    """Leads to a listening process, for any number of others, and may change a byte.
+    """A proxy to a listening process that may change one byte of the data that it carries.
 
     Attributes:
-        endpoint: Where it is reached instead.
-        change: Which of the next frames is changed: one from the listening process or to it, in its contents or its
-            length; None if nothing is to be, or has been.
+        endpoint: Endpoint of the proxy.
+        change: The frame to change next: whether it comes from the listening process, and whether its "contents" or its
+            "length" changes. None if no change is left.
     """
 
     def __init__(self, path: Path, listening: str) -> None:
@@ -70,11 +70,11 @@ class Cable:
                 end.shutdown(socket.SHUT_RDWR)
 
     def _after(self, data: bytes, back: bool) -> bytes:
-        """What becomes of some bytes."""
+        """Return data as the proxy passes it on."""
         if self.change == (back, "contents"):
             place = len(data) - 1
         elif self.change == (back, "length") and data.startswith(LONG):
-            place = len(LONG)  # 65,536 bytes more or less, that nobody sends.
+            place = len(LONG)  # Changes the frame's length by 65,536 bytes.
         else:
             return data
         self.change = None
@@ -82,16 +82,16 @@ class Cable:
 
 
 def lay_cables(run: Roles) -> list[Cable]:
-    """Have everyone reach the servers over cables."""
+    """Let all processes reach the servers over cables."""
     cables = [Cable(run.directory / f"cable-{info.id}", info.endpoint) for info in run.view.servers]
     behind = zip(run.view.servers, cables, strict=True)
     run.publish(servers=tuple(dataclasses.replace(info, endpoint=cable.endpoint) for info, cable in behind))
     return cables
 
 
-@pytest.mark.parametrize(("back", "what"), [(True, "contents"), (False, "length")], ids=["from a server", "to one"])
-def test_a_byte_that_changes_on_its_way_costs_a_connection(back: bool, what: str, tmp_path: Path) -> None:
-    """Servers that have copies of each other's slices; each of their cables changes one byte."""
+@pytest.mark.parametrize(("back", "changed"), [(True, "contents"), (False, "length")], ids=["from a server", "to one"])
+def test_a_changed_byte_costs_only_a_connection(back: bool, changed: str, tmp_path: Path) -> None:
+    """Train with two servers that back each other up, and change one byte on the cable of each."""
     options: dict[str, Any] = {"servers": 2, "replication": 2, "clip_norm": 0.3, "timeout": 6.0}
     with PlainRoles(tmp_path, (400, 300), encrypted=True, **options) as run:
         cables = lay_cables(run)
@@ -99,7 +99,7 @@ def test_a_byte_that_changes_on_its_way_costs_a_connection(back: bool, what: str
         for step in range(6):
             if step == 3:
                 for cable in cables:
-                    cable.change = back, what
+                    cable.change = back, changed
             run.step(worker)
             for parameter in run.parameters:
                 parameter.grad = torch.ones_like(parameter)
@@ -111,7 +111,7 @@ def test_a_byte_that_changes_on_its_way_costs_a_connection(back: bool, what: str
 
 
 @pytest.mark.light
-def test_the_optimizer_state_is_whole_if_a_server_dies_then(tmp_path: Path) -> None:
+def test_the_optimizer_state_is_complete_if_a_server_dies_during_the_request(tmp_path: Path) -> None:
     with PlainRoles(tmp_path, (40, 30), servers=2, replication=2) as run:
         worker, _ = run.joined()
         run.step(worker)
@@ -128,6 +128,6 @@ def test_a_worker_that_left_hears_of_a_server_without_values(tmp_path: Path) -> 
         run.step(worker)
         worker.leave()
         run.kill(0)
-        threading.Timer(0.1, run.serve_again, args=(0,)).start()
+        threading.Timer(0.1, run.replace_server, args=(0,)).start()
         with pytest.raises(ServersUnreachableError, match="server 0 was started again, but its slices"):
             worker.refresh()

@@ -1,6 +1,6 @@
-"""Whatever arrives, a server lives, keeps its parameters, and allocates no more than it declared.
+"""A server that receives arbitrary bytes lives, keeps its parameters, and allocates no more memory than it declares.
 
-The number of cases can be raised: ``CNNSTRATEGIES_FUZZ_CASES=1000000 pytest tests/paramserver/test_fuzz.py``.
+To run more cases: ``CNNSTRATEGIES_FUZZ_CASES=1000000 pytest tests/paramserver/test_fuzz.py``.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from training import SGD, specify
 from cnnstrategies.paramserver.messages import HEADER_BYTES, NO_STEP, SERVER, Header, Kind, known_encodings
 
 CASES = int(os.environ.get("CNNSTRATEGIES_FUZZ_CASES", "8000"))
-INSIDER = 1  # a member that never joined: nothing that it pushes may count
-STRANGERS = [(2, 0), (0, 1), (INSIDER, 7), (SERVER + 1, 0), (SERVER + 5, 0)]  # with their incarnations
+INSIDER = 1  # Id of a member that has not joined, so that its pushes must not count.
+STRANGERS = [(2, 0), (0, 1), (INSIDER, 7), (SERVER + 1, 0), (SERVER + 5, 0)]  # Senders and incarnations.
 
 
-def said_by_the_insider(chance: random.Random, session: int, number: int, /, **more: int) -> tuple[bytes, bytes]:
-    """A message that is right in all but its contents; none asks to join."""
+def insider_message(chance: random.Random, session: int, number: int, /, **more: int) -> tuple[bytes, bytes]:
+    """Return header and payload of a message of the insider: valid except for its contents, and never a HELLO."""
     payload = chance.randbytes(chance.choice([0, 1, 7, 16, 144, 2000]))
-    said = Header(
+    header = Header(
         chance.choice([kind for kind in Kind if kind != Kind.HELLO]),
         INSIDER,
         session,
@@ -38,11 +38,11 @@ def said_by_the_insider(chance: random.Random, session: int, number: int, /, **m
         base=chance.choice([0, 1, NO_STEP]),
         weight=chance.choice([0.0, 1.0, -1.0, float("nan"), float("inf")]),
     )
-    return said._replace(**more).pack(), payload
+    return header._replace(**more).pack(), payload
 
 
-def wrong(chance: random.Random, session: int, number: int) -> list[bytes]:
-    """The frames of something that is wrong; with a number it is the insider's."""
+def invalid_frames(chance: random.Random, session: int, number: int) -> list[bytes]:
+    """Return the frames of an invalid message; `number` is the message's sequence number."""
     sender, incarnation = chance.choice(STRANGERS)
     lengths = {"length": chance.choice([1 << 12, (1 << 32) - 1]), "meta": chance.choice([0, (1 << 32) - 1])}
     changes = [
@@ -51,44 +51,44 @@ def wrong(chance: random.Random, session: int, number: int) -> list[bytes]:
         {},  # of another version
         {"session": chance.choice([0, session ^ 1])},
         {"sender": sender, "incarnation": incarnation, "sequence": 1 << 63},
-        {"sender": 0, "sequence": chance.randrange(1, 5)},  # A replay: worker 0 has sent messages with these numbers.
+        {"sender": 0, "sequence": chance.randrange(1, 5)},  # A replay: worker 0 has already used these numbers.
         lengths,
     ]
-    which = chance.randrange(len(changes))
-    header, payload = said_by_the_insider(chance, session, number, **changes[which])
-    if which == 0:
+    choice = chance.randrange(len(changes))
+    header, payload = insider_message(chance, session, number, **changes[choice])
+    if choice == 0:
         header = chance.randbytes(chance.choice([0, 16, HEADER_BYTES]))
-    elif which == 1:
+    elif choice == 1:
         header = header[: chance.randrange(HEADER_BYTES)]
-    elif which == 2:
+    elif choice == 2:
         place = chance.randrange(5)  # the magic bytes and the version
         header = header[:place] + bytes([header[place] ^ 1 << chance.randrange(8)]) + header[place + 1 :]
     return chance.choice([[header + payload], [header + payload], [(header + payload) * 3], [header, payload, payload]])
 
 
 def peak_memory() -> int:
-    """The most bytes that this process has held so far."""
+    """Return the peak memory of this process, in bytes."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
 
 
 def send_all(endpoint: str, session: int, count: int, chance: random.Random) -> None:
-    """Sends messages with several connections; returns when the server has read them."""
+    """Send messages over several connections, and return when the server has read them."""
     with zmq.Context() as context:
         insider, *others = (context.socket(zmq.DEALER) for _ in range(4))
         for dealer in (insider, *others):
             dealer.linger = -1
             dealer.connect(endpoint)
         for number in range(1, count + 1):
-            # The insider's in order: its numbers must rise to get past the look for replays.
-            insider.send(b"".join(said_by_the_insider(chance, session, number)))
-            others[number % 3].send_multipart(wrong(chance, session, number))
+            # The insider's messages are sent in order: with falling numbers they would count as replays.
+            insider.send(b"".join(insider_message(chance, session, number)))
+            others[number % 3].send_multipart(invalid_frames(chance, session, number))
         for dealer in (insider, *others):
             dealer.close()
 
 
 def garble_the_transport(endpoint: str, chance: random.Random) -> None:
-    """Bytes that are not even zmq's: noise, a greeting and then noise, a frame of 2**62 bytes."""
+    """Send bytes that violate ZeroMQ's protocol: noise, a greeting followed by noise, a frame of 2**62 bytes."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
     ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
     for data in (
@@ -126,8 +126,8 @@ def test_bad_input_changes_nothing(tmp_path: Path) -> None:
         dropped = run.servers[0].role.dropped
     for old, new in zip(before, values, strict=True):
         torch.testing.assert_close(new, old - 0.1)
-    # libzmq keeps up to 64 unread messages of each of the connections, each of up to the largest payload.
+    # libzmq keeps up to 64 unread messages of each connection, each as large as the largest payload.
     bound = 4 * 64 * (8 * 4096 + (1 << 18))
-    assert growth < bound, f"{growth} bytes more, with what the attacker holds"
+    assert growth < bound, f"memory grew by {growth} bytes, the attacker's own memory included"
     assert sum(dropped.values()) > 0.7 * CASES, dropped
-    assert len(dropped) < 30, "few reasons, so few lines in the log"
+    assert len(dropped) < 30, "the server logs a line for each reason, so reasons must be few"

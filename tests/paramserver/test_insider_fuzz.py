@@ -1,7 +1,7 @@
-"""Whatever a peer says, a server or the coordinator takes or refuses it: nothing fails later in what is done with it.
+"""A server and the coordinator accept or refuse any message of a peer, and an accepted message causes no later error.
 
-Real messages with something changed, from those who have sent them. A `KeyError` is then a mistake of the role's own,
-and ends it; see `test_own_mistakes.py`.
+The tests change real messages and send them in the name of their senders. Any other exception, such as a `KeyError`, is
+a mistake of the role and would end its process; see `test_own_mistakes.py`.
 """
 
 import contextlib
@@ -45,11 +45,11 @@ VALUES = [*NUMBERS, *TEXTS, *LISTS, None, True, False]
 
 
 def changed(value: Any, chance: random.Random) -> Any:
-    """A value of JSON in which something is replaced, left out or doubled."""
+    """Return a JSON value in which something is replaced, left out or doubled."""
     if isinstance(value, dict) and value and chance.random() < 0.9:
         name = chance.choice(list(value))
         if chance.random() < 0.15:
-            return {one: it for one, it in value.items() if one != name}
+            return {key: entry for key, entry in value.items() if key != name}
         return {**value, name: changed(value[name], chance)}
     if isinstance(value, list) and value and chance.random() < 0.8:
         place = chance.randrange(len(value))
@@ -61,16 +61,16 @@ def changed(value: Any, chance: random.Random) -> Any:
 # The coordinator and its members
 
 RUNS = 40
-CHANGES = 6  # of a message that is rare: with fewer it would depend on chance whether each field is hit
+CHANGES = 6  # Changed versions of each rare message; with fewer, chance would decide whether each field is changed.
 Calls = list[tuple[str, tuple[Any, ...]]]
 
 
 @contextlib.contextmanager
-def noting(*kinds: Any, copies: bool = True) -> Iterator[dict[Any, tuple[Any, Calls]]]:
-    """Of each role of these kinds a copy as it was first, and what its driver calls of it, one after the other."""
+def recording(*kinds: Any, copies: bool = True) -> Iterator[dict[Any, tuple[Any, Calls]]]:
+    """Record the calls of some classes' roles; give, by role, a copy of its first state and its calls in order."""
     incarnations: dict[Any, tuple[Any, Calls]] = {}
 
-    def noted(name: str, right: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(name: str, right: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any) -> Any:
             if self not in incarnations:
                 incarnations[self] = copy.deepcopy(self) if copies else None, []
@@ -83,13 +83,13 @@ def noting(*kinds: Any, copies: bool = True) -> Iterator[dict[Any, tuple[Any, Ca
         for kind in kinds:
             for name in ("start", "on_message", "on_timer", "on_call"):
                 if hasattr(kind, name):
-                    patch.setattr(kind, name, noted(name, getattr(kind, name)))
+                    patch.setattr(kind, name, recorded(name, getattr(kind, name)))
         yield incarnations
 
 
-def wrong(sender: Peer, message: Message, chance: random.Random) -> bytes:
-    """What a peer has said, as it comes, with something changed: in the contents, in their form, or in any byte."""
-    fields, frames = json.loads(json.dumps(message.fields)), [bytes(one) for one in message.frames]
+def invalid_frame(sender: Peer, message: Message, chance: random.Random) -> bytes:
+    """Return the frame of a peer's message with a change of the contents, of their encoding or of any byte."""
+    fields, frames = json.loads(json.dumps(message.fields)), [bytes(frame) for frame in message.frames]
     place = chance.randrange(2 * len(frames)) if frames else len(frames)
     if place >= len(frames):
         fields = changed(fields, chance)
@@ -114,10 +114,10 @@ def wrong(sender: Peer, message: Message, chance: random.Random) -> bytes:
     return bytes(frame)
 
 
-def test_nothing_that_a_peer_says_fails_later() -> None:
-    """What runs with deaths and restarts of the coordinator have told a role, with changed messages among it."""
+def test_no_message_of_a_peer_makes_a_role_fail() -> None:
+    """Replay the messages of runs with deaths and restarts of the coordinator, mixed with changed messages."""
     chance = random.Random(0)
-    with noting(Coordinator, Participant) as incarnations:
+    with recording(Coordinator, Participant) as incarnations:
         for seed in range(RUNS):
             control.run(*control.drawn(seed), seed)
     dropped = 0
@@ -128,7 +128,7 @@ def test_nothing_that_a_peer_says_fails_later() -> None:
                 rare = message.kind in ("leave", "stop", "view")
                 for _ in range(CHANGES if rare else chance.random() < 0.02):
                     try:
-                        role.on_message(now, *parse(wrong(sender, message, chance)))
+                        role.on_message(now, *parse(invalid_frame(sender, message, chance)))
                     except ControlError:
                         dropped += 1
             with contextlib.suppress(ControlError):
@@ -138,8 +138,8 @@ def test_nothing_that_a_peer_says_fails_later() -> None:
 
 # Servers
 
-ATTACKS = 6  # in each mode
-CASES = 100  # of each
+ATTACKS = 6  # Number of attacks in each mode.
+CASES = 100  # Number of messages in each attack.
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "pipelined": {"pipelined": True},
@@ -157,14 +157,14 @@ HEADERS: dict[str, list[Any]] = {
 
 
 class Attack:
-    """Two servers with two copies amid what two workers do; and what a member says then, in some way wrong."""
+    """Two servers that back each other up, in the middle of a run with two workers, and changed messages to them."""
 
     def __init__(self, options: dict[str, Any], seed: int) -> None:
         self.random = random.Random(seed)
         some = self.random.choice([SGD, ADAMW])
         self.run = Servers(specify(some, 2, servers=2, replication=2, slice_bytes=1 << 12, **options))
         self.bounds = Bounds(1 << 20, len(self.run.slices))
-        with noting(Server, copies=False) as incarnations:
+        with recording(Server, copies=False) as incarnations:
             self.begin()
         self.heard: list[tuple[int, Header, bytes]] = [
             (number, header, bytes(payload))
@@ -185,9 +185,9 @@ class Attack:
                 self.run.push(step, worker)
                 self.pull(step + 1, worker)
         for worker in range(self.random.randrange(3)):
-            self.run.push(steps, worker, keys=[one.key for one in self.run.slices if self.random.random() < 0.5])
+            self.run.push(steps, worker, keys=[slice_.key for slice_ in self.run.slices if self.random.random() < 0.5])
         if self.random.random() < 0.5:
-            self.run.serve(1)  # It is another one's place now, and is sent copies.
+            self.run.serve(1)  # A new server takes the place and receives copies.
             infos = self.run.view.servers[0], ServerInfo(1, "1", since=2)
             self.run.follow(replace(self.run.view, number=2, servers=infos))
         self.run.look(1.0)
@@ -195,11 +195,11 @@ class Attack:
 
     def pull(self, step: int, worker: int, **fields: int) -> None:
         for server in self.run.roles:
-            own = pack_keys([one.key for one in self.run.slices if one.servers[0] == server])
-            self.run.send(Kind.PULL, own, worker=worker, step=step, encoding=Encoding.KEYS, to=(server,), **fields)
+            keys = pack_keys([slice_.key for slice_ in self.run.slices if slice_.servers[0] == server])
+            self.run.send(Kind.PULL, keys, worker=worker, step=step, encoding=Encoding.KEYS, to=(server,), **fields)
 
     def changed(self, header: Header, payload: bytes) -> tuple[Header, bytes]:
-        """A message with something of its header, its JSON object or what follows that changed."""
+        """Return a message with changes in its header, its JSON object or the rest of its payload."""
         text, rest = payload[: header.meta], payload[header.meta :]
         for _ in range(self.random.choice([1, 1, 2])):
             if text and self.random.random() < 0.6:
@@ -214,7 +214,7 @@ class Attack:
         return header._replace(meta=len(text), length=len(text) + len(rest)), text + rest
 
     def cases(self, count: int) -> Iterator[tuple[int, Header, memoryview]]:
-        """To which server what is said; each kind as often as any other, with numbers that are new to it."""
+        """Yield changed messages with their receivers: all kinds equally often, with new sequence numbers."""
         by_kind: dict[Kind, list[tuple[int, Header, bytes]]] = {}
         last: dict[tuple[int, int], int] = {}
         for to, header, payload in self.heard:
@@ -227,9 +227,9 @@ class Attack:
             yield to, header._replace(sequence=last[to, header.sender]), memoryview(bytearray(payload))
 
     def play(self, count: int) -> None:
-        for to, said, payload in self.cases(count):
+        for to, sent_header, payload in self.cases(count):
             try:
-                header = unpack(said.pack(), len(payload), said.session, self.bounds)
+                header = unpack(sent_header.pack(), len(payload), sent_header.session, self.bounds)
             except InvalidMessageError:
                 continue
             self.run.roles[to].on_message(self.run.now, str(header.sender).encode(), "", header, payload)
@@ -238,6 +238,6 @@ class Attack:
 
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES.keys())
-def test_no_member_makes_a_server_fail(options: dict[str, Any]) -> None:
+def test_no_message_of_a_member_makes_a_server_fail(options: dict[str, Any]) -> None:
     for seed in range(ATTACKS):
         Attack(options, seed).play(CASES)

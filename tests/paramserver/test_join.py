@@ -1,4 +1,4 @@
-"""Workers that join a run, leave it, or were started again in the middle of an epoch, as the coordinator sees them."""
+"""The coordinator's treatment of joiners, and of workers that leave or are started again in the middle of an epoch."""
 
 import pytest
 from control_world import Answer, Run, in_epoch
@@ -11,10 +11,10 @@ from cnnstrategies.paramserver.server.clocks import StaleClock
 pytestmark = pytest.mark.light
 
 
-def test_places_are_given_while_there_are_some():
+def test_joiners_get_places_while_places_are_free():
     run = Run(2, 1, max_joiners=2)
-    found = run.ask(PLACE)
-    assert (found["place"], found["incarnation"], found["workers"]) == (2, 0, 2)
+    offer = run.ask(PLACE)
+    assert (offer["place"], offer["incarnation"], offer["workers"]) == (2, 0, 2)
     peer = run.member("worker", 2)
     assert run.ask(PLACE)["place"] == 3
     assert "was registered already" in run.ask("hello", Peer("worker", 2, 0, 8), session=0)["message"]
@@ -27,67 +27,67 @@ def test_places_are_given_while_there_are_some():
     assert "place" not in Run(2, 1).ask(PLACE)
 
 
-def test_who_may_join_before_training_is_not_waited_for():
+def test_training_does_not_wait_for_a_joiner():
     run = Run(2, 1, max_joiners=2, supervised=False)
-    peer, _ = run.joins()
-    members = [run.member("server", 0), *(run.member("worker", one) for one in range(2))]
+    peer, _ = run.start_joiner()
+    members = [run.member("server", 0), *(run.member("worker", number) for number in range(2))]
     run.strike("pause", peer, 60.0)
     run.passes(40.0)
     assert run.members == members
     assert (run.ask()["ended"], run.ask()["missing"]) == (None, [])
 
 
-def test_one_is_let_in_after_a_boundary_with_what_was_told():
-    run, zero, one = in_epoch(max_joiners=2)
+def test_a_joiner_is_let_in_after_a_boundary_with_the_boundarys_result():
+    run, first, second = in_epoch(max_joiners=2)
     with run.loses(lambda send: send.message.kind == "view"):
-        peer, started = run.joins()
+        peer, started = run.start_joiner()
         run.passes(2.0)
-        assert started.value is None, "nobody is told before the others know it"
+        assert started.value is None, "a joiner is not let in before all members have its view"
     run.passes(3.0)
-    told = started.fields
-    assert (told["sequence"], told["midway"], told["joined"]) == (1, 1, True)
-    assert (told["ids"], told["admitted"]) == ([0, 1], [2])
+    result = started.fields
+    assert (result["sequence"], result["midway"], result["joined"]) == (1, 1, True)
+    assert (result["ids"], result["admitted"]) == ([0, 1], [2])
     run.call(peer, "epoch", epoch=0, samples=10, chunk=1)
     chunk = run.call(peer, "take", epoch=0, processed=0).fields
     assert (chunk["start"], chunk["stop"]) == (2, 3)
-    # The others wait for it at the end of the epoch, until it has left.
-    gathered = [run.collect(who) for who in (zero, one)]
+    # The workers wait for the joiner at the end of the epoch, until it has left.
+    gathered = [run.collect(worker) for worker in (first, second)]
     run.passes(2.0)
     assert not any(answer.value for answer in gathered)
     run.call(peer, "leave", epoch=0, processed=1)
     assert [answer.fields["ids"] for answer in gathered] == [[0, 1]] * 2
 
 
-def test_one_is_not_let_in_when_others_met_since_the_boundary():
-    run, zero, one = in_epoch(max_joiners=2)
-    for who in (zero, one):
-        run.collect(who)
-    peer, started = run.joins()
+def test_a_joiner_is_not_let_in_after_a_later_collective():
+    run, first, second = in_epoch(max_joiners=2)
+    for worker in (first, second):
+        run.collect(worker)
+    peer, started = run.start_joiner()
     run.passes(2.0)
     assert started.value is None
-    for who in (zero, one):
-        run.collect(who, "boundary", boundary=True)
+    for worker in (first, second):
+        run.collect(worker, "boundary", boundary=True)
     run.passes(2.0)
     assert (started.fields["sequence"], started.fields["admitted"]) == (3, [2])
     assert "midway" not in started.fields
-    # The next one waits until those that were let in at the boundary have begun.
-    _, started = run.joins()
+    # The next joiner waits until the joiner that was let in at the boundary has begun.
+    _, started = run.start_joiner()
     run.passes(2.0)
     assert started.value is None
-    run.call(zero, "epoch", epoch=1, samples=10, chunk=1)
-    for who in (zero, one, peer):
-        run.collect(who, "admitted")
+    run.call(first, "epoch", epoch=1, samples=10, chunk=1)
+    for worker in (first, second, peer):
+        run.collect(worker, "admitted")
     run.passes(2.0)
     assert (started.fields["sequence"], started.fields["midway"]) == (4, 3)
 
 
-def test_who_waits_to_join_is_told_of_the_end():
-    run, zero, one = in_epoch(max_joiners=2)
-    for who in (zero, one):
-        run.collect(who)
-    peer, _ = run.joins()
-    for who in (zero, one):
-        run.call(who, "leave")
+def test_a_waiting_joiner_hears_of_the_end_of_the_run():
+    run, first, second = in_epoch(max_joiners=2)
+    for worker in (first, second):
+        run.collect(worker)
+    peer, _ = run.start_joiner()
+    for worker in (first, second):
+        run.call(worker, "leave")
     ended = run.ended(peer)
     assert ended is not None
     assert ended.clean
@@ -95,10 +95,10 @@ def test_who_waits_to_join_is_told_of_the_end():
     assert "place" not in run.ask(PLACE)
 
 
-def test_what_is_kept_of_who_joins_does_not_grow_with_epochs():
+def test_the_record_of_joiners_does_not_grow_with_epochs():
     run, *_ = in_epoch(max_joiners=1)
     for incarnation in range(50):
-        peer, _ = run.joins()
+        peer, _ = run.start_joiner()
         assert peer.incarnation == incarnation
         run.call(peer, "leave")
     roster = run.coordinator.roster
@@ -107,44 +107,44 @@ def test_what_is_kept_of_who_joins_does_not_grow_with_epochs():
     assert not roster.history.faults
 
 
-def comes_back(run: Run, one: Peer, midway: bool = True) -> Answer:
-    """A worker dies, is started again, and asks to be let in; what it is told when all have the newest view."""
-    run.died(one, replaced=True)
-    again = run.member(one.role, one.id, one.incarnation + 1)
+def restart(run: Run, worker: Peer, midway: bool = True) -> Answer:
+    """Kill a worker, start it again, let it ask to be let in, and return the result of its request."""
+    run.report_death(worker, replaced=True)
+    again = run.member(worker.role, worker.id, worker.incarnation + 1)
     answer = run.collect(again, "start", seal=True, **({MIDWAY: True} if midway else {}))
     run.passes(2.0)
     return answer
 
 
-@pytest.mark.parametrize("why", ["it says nothing", "the others' next epoch has begun"])
-def test_one_waits_for_the_next_boundary(why: str) -> None:
-    run, zero, one = in_epoch()
-    if why != "it says nothing":
-        run.call(zero, "epoch", epoch=1, samples=10, chunk=1)
-    start = comes_back(run, one, midway=why != "it says nothing")
+@pytest.mark.parametrize("why", ["it cannot come midway", "the others' next epoch has begun"])
+def test_a_restarted_worker_waits_for_the_next_boundary(why: str) -> None:
+    run, first, second = in_epoch()
+    if why != "it cannot come midway":
+        run.call(first, "epoch", epoch=1, samples=10, chunk=1)
+    start = restart(run, second, midway=why != "it cannot come midway")
     assert start.value is None
-    run.collect(zero, "boundary", boundary=True)
+    run.collect(first, "boundary", boundary=True)
     run.passes(2.0)
     assert (start.fields["sequence"], start.fields["admitted"]) == (2, [1])
     assert MIDWAY not in start.fields
 
 
-def test_one_waits_for_a_boundary_if_the_last_let_one_in():
-    run, zero, one = in_epoch(max_joiners=1)
-    for peer in (zero, one):
+def test_a_restarted_worker_waits_for_a_boundary_if_the_last_boundary_let_a_joiner_in():
+    run, first, second = in_epoch(max_joiners=1)
+    for peer in (first, second):
         run.collect(peer)
-    joined, _ = run.joins()
-    for peer in (zero, one):
+    joined, _ = run.start_joiner()
+    for peer in (first, second):
         run.call(peer, "epoch", epoch=1, samples=10, chunk=1)
         run.collect(peer, "boundary", boundary=True)
     run.passes(2.0)
-    for peer in (zero, one, joined):
+    for peer in (first, second, joined):
         run.collect(peer, "admitted")
     assert run.coordinator.dispatcher.may_join(1)
-    assert comes_back(run, one).value is None
+    assert restart(run, second).value is None
 
 
-def test_who_joins_stands_for_no_worker_that_is_expected():
+def test_a_joiner_does_not_replace_an_expected_worker():
     clock = StaleClock(1, expected=2)
     clock.join(2)
     clock.join(0)

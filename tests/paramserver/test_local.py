@@ -1,4 +1,4 @@
-"""Mode local: workers make their own steps, and the servers an outer one on the mean of what these have changed."""
+"""Mode local: workers make local steps, and the servers make an outer step with the mean of the workers' changes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,21 +16,21 @@ from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.specification import Specification
 
 OWN_STEPS, ROUNDS = 3, 4
-SAMPLES = (12, 6)  # of each worker's batch
+SAMPLES = (12, 6)  # Number of samples in each worker's part of a batch.
 DILOCO = {"name": "SGD", "lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
 def own_steps(network: nn.Module, optimizer: torch.optim.Optimizer, id: int, number: int) -> None:
-    """A worker's part of a round, on its own part of each batch."""
-    own = slice(SAMPLES[0]) if id == 0 else slice(SAMPLES[0], None)
+    """Make a worker's local steps of a round, on the worker's part of each batch."""
+    rows = slice(SAMPLES[0]) if id == 0 else slice(SAMPLES[0], None)
     for images, targets in batches(ROUNDS * OWN_STEPS, 18)[number * OWN_STEPS :][:OWN_STEPS]:
         optimizer.zero_grad()
-        F.cross_entropy(network(images[own]), targets[own]).backward()
+        F.cross_entropy(network(images[rows]), targets[rows]).backward()
         optimizer.step()
 
 
 def diloco() -> tuple[list[Tensor], dict[str, Any]]:
-    """The algorithm of the paper in one process: the values after the last round, and the outer optimizer's state."""
+    """Train as in the paper on DiLoCo, in one process; return the values and the outer optimizer's state."""
     whole = make_network()
     optimizer = make_optimizer(whole, DILOCO)
     networks = [make_network() for _ in SAMPLES]
@@ -41,7 +41,7 @@ def diloco() -> tuple[list[Tensor], dict[str, Any]]:
             own_steps(network, inner[id], id, number)
         for value, *theirs in zip(whole.parameters(), *(n.parameters() for n in networks), strict=True):
             parts = zip(SAMPLES, theirs, strict=True)
-            value.grad = sum(size * (value.detach() - own.detach()) for size, own in parts) / sum(SAMPLES)
+            value.grad = sum(size * (value.detach() - local.detach()) for size, local in parts) / sum(SAMPLES)
         optimizer.step()
     return [p.detach() for p in whole.parameters()], optimizer.state_dict()["state"]
 
@@ -70,12 +70,12 @@ def train(
 
 
 def test_local_mode_equals_diloco_in_one_process(tmp_path: Path) -> None:
-    """Also when a server dies in the middle."""
+    """Train while a server dies in the middle."""
     expected, momentum = run_apart(diloco)
     specification = specify(DILOCO, 2, servers=2, replication=2, mode="local", slice_bytes=512)
     with Roles(tmp_path, specification) as run:
         (first, state), (second, _) = run.train(train, run.options, lambda: run.lose(1))
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert all(torch.equal(value, same) for value, same in zip(first, second, strict=True))
     for got, value in zip(first, expected, strict=True):
         torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-14)
     for index, parts in momentum.items():
@@ -87,8 +87,8 @@ def test_local_mode_equals_diloco_in_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.light
 @pytest.mark.parametrize("options", [{"compression": "topk", "topk_density": 0.25}, {"pull_compression": "fp16"}])
-def test_a_worker_sends_the_difference_to_what_it_was_given(options: dict[str, Any], tmp_path: Path) -> None:
-    """What is left out of a push comes with a later one, and what a pull rounds is not taken for a worker's doing."""
+def test_a_worker_sends_the_difference_to_the_values_that_it_pulled(options: dict[str, Any], tmp_path: Path) -> None:
+    """Check that later pushes add what a push leaves out, and that a pull's rounding does not count as a change."""
 
     named = [("w", nn.Parameter(torch.zeros(64, dtype=torch.float64)))]
     optimizer = torch.optim.SGD([named[0][1]], lr=1.0)
@@ -105,12 +105,12 @@ def test_a_worker_sends_the_difference_to_what_it_was_given(options: dict[str, A
 
 
 @pytest.mark.light
-def test_a_server_back_in_round_one_gets_the_initial_values(tmp_path: Path) -> None:
-    """What a worker's own steps have made of them comes with its push: it would count twice."""
+def test_a_server_restarted_in_the_first_round_gets_the_initial_values(tmp_path: Path) -> None:
+    """Check that the server does not get the worker's current values: the push's difference would count twice."""
     with PlainRoles(tmp_path, mode="local") as run:
         worker, (value,) = run.joined()
         value.sub_(1.0)
         run.kill(0)
-        run.serve_again(0)
+        run.replace_server(0)
         run.step(worker, [value])
     torch.testing.assert_close(value, torch.full_like(value, -0.5))

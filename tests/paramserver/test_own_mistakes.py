@@ -1,4 +1,4 @@
-"""A mistake in this package's own code is taken for no bad message: it ends its process, and the others name that."""
+"""A mistake in this package's own code does not count as a bad message: it ends its process, and the others name it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ from cnnstrategies.paramserver.services import Handle
 from cnnstrategies.paramserver.specification import Specification
 
 MISTAKES = [KeyError, TypeError, AssertionError, AttributeError, ValueError]
-SOON = 30.0  # seconds after the death of the process that has failed; a silent one is missed after TIMEOUT
+SOON = 30.0  # Seconds after a process's failure, less than the TIMEOUT after which a silent process is missed.
 
 
 def slip(mistake: type[Exception]) -> Callable[..., NoReturn]:
@@ -40,8 +40,10 @@ def slip(mistake: type[Exception]) -> Callable[..., NoReturn]:
 
 @pytest.mark.light
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_roles_own_mistake_is_no_bad_message(mistake: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a server's, nor the coordinator's in what any process says, or in a request, which it might refuse."""
+def test_a_roles_own_mistake_is_not_taken_for_a_bad_message(
+    mistake: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check mistakes of a server, and of the coordinator in a message and in a request, which it might refuse."""
     sent: list[Message] = []
     loop = Loop(Coordinator(CoordinatorSettings("here", 1, 0)), lambda peer, message: sent.append(message))
     loop.start()
@@ -65,19 +67,19 @@ def test_a_roles_own_mistake_is_no_bad_message(mistake: type[Exception], monkeyp
 
 
 class OfThisFile(torch.optim.SGD):
-    """An optimizer that a server is told of by a name that it cannot import."""
+    """An optimizer whose name a server cannot import."""
 
 
-def specified(member: Membership, kind: type[torch.optim.Optimizer] = torch.optim.SGD) -> None:
-    """A worker tells what is trained."""
+def publish_specification(member: Membership, kind: type[torch.optim.Optimizer] = torch.optim.SGD) -> None:
+    """Publish a worker's specification of the training."""
     parameter = nn.Parameter(torch.zeros(40))
     optimizer = kind([parameter], lr=0.5)  # type: ignore[call-arg]
     specification = Specification.of([("0", parameter)], optimizer, 1, timeout=TIMEOUT)
     Collectives(member).put(specification.to_json())
 
 
-def ends(member: Membership, failed: Handle) -> str:
-    """What a worker hears when a process has ended with an error: at once, and not when it counts as silent."""
+def reason_of_the_end(member: Membership, failed: Handle) -> str:
+    """Wait until a process has failed, and return the reason with which the run then ends at once for a worker."""
     until(lambda: failed.poll() is not None)
     assert failed.poll() == 1
     with pytest.raises(RunEnded) as ended:
@@ -88,24 +90,24 @@ def ends(member: Membership, failed: Handle) -> str:
 def test_a_failing_server_shows_its_traceback_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ServerService, "run", slip(KeyError))  # Forked with it.
+    monkeypatch.setattr(ServerService, "run", slip(KeyError))  # The forked server inherits the patch.
     with processes(tmp_path) as (member, _, server):
-        specified(member)
-        assert ends(member, server) == "server 0 failed: KeyError: 'a slip of ours'"
-    said = capfd.readouterr().err
-    assert "Traceback" in said
-    assert "KeyError: 'a slip of ours'" in said
+        publish_specification(member)
+        assert reason_of_the_end(member, server) == "server 0 failed: KeyError: 'a slip of ours'"
+    errors = capfd.readouterr().err
+    assert "Traceback" in errors
+    assert "KeyError: 'a slip of ours'" in errors
 
 
 def test_a_server_without_the_optimizers_class_ends_and_names_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever watches it: ranks that something else has started watch nobody."""
+    """Check without a supervision: ranks that another program has started have none."""
     OfThisFile.__module__ = "a_script"
     with processes(tmp_path) as (member, _, server):
-        specified(member, OfThisFile)
-        told = ends(member, server)
-    for text in (told, capfd.readouterr().err):
+        publish_specification(member, OfThisFile)
+        reason = reason_of_the_end(member, server)
+    for text in (reason, capfd.readouterr().err):
         assert "optimizer a_script.OfThisFile: the server cannot import this class; define it at the top level" in text
 
 
@@ -116,19 +118,19 @@ def test_a_failing_coordinator_shows_its_traceback_and_tells_all(
     monkeypatch.setattr(Coordinator, "on_message", lambda *args: slip(TypeError)() if now.exists() else right(*args))
     with processes(tmp_path) as (member, coordinator, server):
         now.touch()
-        assert ends(member, coordinator) == "the coordinator failed: TypeError: a slip of ours"
+        assert reason_of_the_end(member, coordinator) == "the coordinator failed: TypeError: a slip of ours"
         until(lambda: server.poll() is not None)
         assert server.poll() == 1
-    said = capfd.readouterr().err
-    assert "Traceback" in said
-    assert "TypeError: a slip of ours" in said
+    errors = capfd.readouterr().err
+    assert "Traceback" in errors
+    assert "TypeError: a slip of ours" in errors
 
 
 def test_a_member_whose_heartbeats_fail_hears_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with processes(tmp_path) as (member, _, _):
-        monkeypatch.setattr(Participant, "on_timer", slip(AttributeError))  # In this process alone.
+        monkeypatch.setattr(Participant, "on_timer", slip(AttributeError))  # Only in this process.
         with pytest.raises(RunEnded, match="worker 0: the heartbeat thread failed: AttributeError: a slip of ours"):
             member.views.wait_newer(1 << 60, TIMEOUT / 4)
     assert "Traceback" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""What a worker asks, maybe twice, and which answer belongs to which question."""
+"""Questions of workers, some of them repeated, and the answers that belong to them."""
 
 from collections.abc import Generator
 from typing import Any
@@ -20,19 +20,20 @@ PLAIN = {"name": "SGD", "lr": 0.5}
 
 
 def role_of(specification: Specification, id: int) -> tuple[WorkerRole, list[torch.Tensor]]:
-    """A worker of a run with one server, and its values."""
+    """Return the role of a worker in a run with one server, and the worker's values."""
     values = [torch.zeros(info.shape, dtype=torch.float64) for info in specification.parameters]
     role = WorkerRole(specification, cut(specification), values, id, 0)
     role.follow(0.0, View(1, (ServerInfo(0, "0"),), tuple(map(WorkerInfo, range(specification.workers)))))
     return role, values
 
 
-def test_who_leads_no_more_does_not_say_where_a_worker_begins() -> None:
-    """It has said that it leads; then the view has changed, or it was replaced."""
+def test_a_former_leader_does_not_decide_where_a_worker_begins() -> None:
+    """Let a server report that it leads, and then that it does not lead any more."""
     specification = specify(PLAIN, 2)
     role, _ = role_of(specification, 1)
     procedure, wait, steps = role.join(0.0), Wait(lambda: False), []
-    for number, leads in enumerate([True, False, True, True], 1):  # Who is there, and then from which step on; twice.
+    # The worker asks for the leader and then for its first step. It asks for both again.
+    for number, leads in enumerate([True, False, True, True], 1):
         while not wait.waiting():
             wait = next(procedure)
         role.begin_waiting(number / 10, wait)
@@ -40,9 +41,9 @@ def test_who_leads_no_more_does_not_say_where_a_worker_begins() -> None:
         steps.append(role.step)
         asked = role.connections.take()[-1]
         joins = unpack_json(memoryview(asked.payload), asked.header)["joins"]
-        said = {"ready": True, "lost": False, "leader": leads, "deaf": [], "held": False}
-        said["asked"] = asked.header.sequence
-        header, payload = compose(SERVER, specification.session, Kind.WELCOME, number, json=said, step=7 * joins)
+        contents = {"ready": True, "lost": False, "leader": leads, "deaf": [], "held": False}
+        contents["asked"] = asked.header.sequence
+        header, payload = compose(SERVER, specification.session, Kind.WELCOME, number, json=contents, step=7 * joins)
         role.connections.heard(number / 10, 0, header)
         role.on_message(0, header, memoryview(bytearray(payload)))
     assert not wait.waiting()
@@ -51,7 +52,7 @@ def test_who_leads_no_more_does_not_say_where_a_worker_begins() -> None:
 
 
 class Pair:
-    """A worker and the only server of a run in mode async; each message between them is handed over by hand."""
+    """A worker and the only server of a run in mode async; the test delivers each message between the two."""
 
     def __init__(self) -> None:
         specification = specify(PLAIN, 1, mode="async")
@@ -67,22 +68,22 @@ class Pair:
         self.role.end_step()
 
     def answers(self) -> list[Parcel]:
-        """What the server answers to what the worker has to send."""
+        """Deliver the worker's waiting messages to the server, and return the server's answers."""
         effects: list[Any] = []
         for parcel in self.role.connections.take():
             effects += self.server.on_message(0.0, self.route, "", parcel.header, memoryview(parcel.payload).cast("B"))
         effects += self.server.flush()
-        # The values may change before they leave.
-        return [one._replace(payload=bytearray(one.payload)) for one in effects if isinstance(one, Parcel)]
+        # Copied, because the values may change before the test delivers the answers.
+        return [effect._replace(payload=bytearray(effect.payload)) for effect in effects if isinstance(effect, Parcel)]
 
     def deliver(self, answers: list[Parcel]) -> None:
-        """Hand them to the worker, in this order."""
+        """Deliver answers to the worker, in this order."""
         for answer in answers:
             if self.role.connections.heard(0.0, 0, answer.header):
                 self.role.on_message(0, answer.header, memoryview(answer.payload))
 
     def run(self, procedure: Generator[Wait, None, Any], late: list[Parcel] | None = None) -> None:
-        """A procedure to its end, with answers that come late before those to what it asks."""
+        """Run a procedure of the worker to its end; the answers in `late` arrive before those to its own questions."""
         for wait in procedure:
             if wait.waiting():
                 self.role.begin_waiting(0.0, wait)
@@ -93,8 +94,8 @@ class Pair:
 
 
 @pytest.mark.parametrize("refreshed", [False, True], ids=["after a step", "after present values"])
-def test_a_late_second_answer_is_not_taken_for_present_values(refreshed: bool) -> None:
-    """The connection was cut when the worker asked: it has asked again, and is answered twice."""
+def test_a_late_second_answer_is_not_taken_for_current_values(refreshed: bool) -> None:
+    """Cut the connection when the worker asks: it asks again and receives two answers."""
     pair = Pair()
     if refreshed:
         pair.deliver(pair.answers())
@@ -107,8 +108,8 @@ def test_a_late_second_answer_is_not_taken_for_present_values(refreshed: bool) -
     pair.deliver([again])
     late = pair.answers()
     pair.deliver(answers)
-    assert {one.header.kind for one in late} == {Kind.PULLED}
+    assert {element.header.kind for element in late} == {Kind.PULLED}
     for value in pair.server.store.values.values():
         value.add_(1.0)  # Another worker's update.
     pair.run(pair.role.refresh(), late)
-    assert {float(one) for value in pair.values for one in value.unique()} == {0.5}
+    assert {float(element) for value in pair.values for element in value.unique()} == {0.5}

@@ -1,4 +1,4 @@
-"""Requests whose answers are large: on a slow link they are not sent faster than they come."""
+"""Requests and their answers; a large answer is not repeated faster than a slow link can carry it."""
 
 import pytest
 
@@ -9,45 +9,45 @@ pytestmark = pytest.mark.light
 HERE, THERE = Peer("worker", 0), Peer("coordinator", 0)
 
 
-def probes_at_which_it_is_sent(size: int, probes: int) -> list[int]:
-    """Where an answer of so many bytes is sent again, if none of them ever comes."""
+def probes_before_an_answer(size: int, probes: int) -> list[int]:
+    """Return the numbers of the probes after which an answer of `size` bytes is sent, if every answer is lost."""
     asking, answering = Asking(THERE, {}), Answering()
     sent = []
 
-    def hand_over(number: int, effects: list) -> None:
+    def deliver(number: int, effects: list) -> None:
         for effect in effects:
             if not isinstance(effect, Send):
                 continue
             if effect.message.kind == "probe":
-                for told in answering.probe(HERE, effect.message):
-                    hand_over(number, asking.on_reply(0.0, told.message)[1])
+                for reply in answering.probe(HERE, effect.message):
+                    deliver(number, asking.on_reply(0.0, reply.message)[1])
                 continue
             assert answering.accept(HERE, effect.message)
             answering.answer(HERE, Message(DONE, {}, [bytes(size)], effect.message.request))
             sent.append(number)
 
-    hand_over(0, asking.ask(0.0, "values", {}))
+    deliver(0, asking.ask(0.0, "values", {}))
     for number in range(1, probes + 1):
-        hand_over(number, asking.on_timer(0.0))
+        deliver(number, asking.on_timer(0.0))
     return sent
 
 
 @pytest.mark.parametrize(
     ("size", "sent"), [(SMALL_ANSWER, [*range(65)]), (SMALL_ANSWER + 1, [0, 5, 14, 31, 64])], ids=["small", "large"]
 )
-def test_a_large_answer_is_sent_again_more_and_more_seldom(size: int, sent: list[int]) -> None:
-    """A probe comes every second: one that takes a minute to come is sent four times more, and not sixty times."""
-    assert probes_at_which_it_is_sent(size, 64) == sent
+def test_a_large_answer_is_repeated_at_growing_intervals(size: int, sent: list[int]) -> None:
+    """Probe every second: an answer that takes a minute to arrive is repeated four times instead of sixty times."""
+    assert probes_before_an_answer(size, 64) == sent
 
 
-def test_what_is_known_of_large_answers_ends_with_them() -> None:
+def test_records_of_large_answers_end_with_the_answers() -> None:
     asking, answering = Asking(THERE, {}), Answering()
     for _ in range(3):
         (asked, *_) = asking.ask(0.0, "values", {})
         answering.accept(HERE, asked.message)
         (answered,) = answering.answer(HERE, Message(DONE, {}, [bytes(SMALL_ANSWER + 1)], asked.message.request))
         asking.on_reply(0.0, answered.message)
-    assert answering.entries == 2, "of the last one, and of its peer"
+    assert answering.entries == 2, "one entry for the last answer and one for its peer"
 
 
 @pytest.mark.parametrize("answered", [False, True])
@@ -56,14 +56,14 @@ def test_the_oldest_open_request_is_handled_again_if_its_answer_is_lost(answered
     first, second = (asking.ask(0.0, "values", {})[0].message for _ in range(2))
     assert all(answering.accept(HERE, message) for message in (first, second))
     if answered:
-        answering.answer(HERE, Message(DONE, {}, [], second.request))  # It is lost.
+        answering.answer(HERE, Message(DONE, {}, [], second.request))  # This answer is lost.
     (done,) = answering.answer(HERE, Message(DONE, {}, [], first.request))
     asking.on_reply(0.0, done.message)
     (third, *_) = asking.ask(0.0, "values", {})
     assert third.message.fields["floor"] == second.request
     answering.accept(HERE, third.message)
-    assert not answering.accept(HERE, first), "it is over"
+    assert not answering.accept(HERE, first), "the first request has been answered"
     (probe, *_) = asking.on_timer(0.0)
-    told = [effect.message.fields["ids"] for effect in answering.probe(HERE, probe.message)]
-    assert told == [[second.request]] * answered
+    lost = [effect.message.fields["ids"] for effect in answering.probe(HERE, probe.message)]
+    assert lost == [[second.request]] * answered
     assert answering.accept(HERE, second) == answered

@@ -1,4 +1,4 @@
-"""A coordinator that follows one that was killed: with its journal it goes on as if it had been stopped."""
+"""A coordinator that follows a killed coordinator: with the journal it goes on as if it had only been stopped."""
 
 import pickle
 import subprocess
@@ -26,19 +26,19 @@ BEAT = 1.0  # seconds
 SETTINGS = CoordinatorSettings("here", 2, 0)
 
 
-def follows(store: JournalStore, most: int = 10_000) -> Coordinator:
-    """What a journal makes of a new coordinator."""
+def restarted(store: JournalStore, most: int = 10_000) -> Coordinator:
+    """Return a new coordinator that has read a journal."""
     return Journaled(Coordinator(SETTINGS), store, follows=True, most=most).coordinator
 
 
 def epoch(number: int) -> Message:
-    """An epoch begins."""
+    """Return the message with which a worker begins an epoch."""
     fields = {"session": 0, "floor": 1, "epoch": number, "samples": 4, "chunk": 1}
     return Message("epoch", fields, (b"x",), number)
 
 
-def told(store: JournalStore, most: int = 10_000, count: int = 6) -> Journaled:
-    """A coordinator that two workers have come to, and one of them has begun some epochs."""
+def with_epochs(store: JournalStore, most: int = 10_000, count: int = 6) -> Journaled:
+    """Return a coordinator with two registered workers, of which one has begun some epochs."""
     role = Journaled(Coordinator(SETTINGS), store, most=most)
     role.start(0.0)
     for worker in range(2):
@@ -50,7 +50,7 @@ def told(store: JournalStore, most: int = 10_000, count: int = 6) -> Journaled:
     return role
 
 
-def test_the_time_without_a_coordinator_is_nobodys_silence() -> None:
+def test_the_time_without_a_coordinator_does_not_count_as_silence() -> None:
     run, peers = trained(2)
     run.strike("mute", peers[1], 20 * BEAT)
     run.passes(5 * BEAT)
@@ -58,62 +58,62 @@ def test_the_time_without_a_coordinator_is_nobodys_silence() -> None:
     run.passes(5 * BEAT)
     run.coordinate(1)
     run.passes(3.5 * BEAT)
-    assert run.members == peers, "it was silent for at most 9.5 s"
+    assert run.members == peers, "the worker was silent for at most 9.5 s"
     run.passes(2.5 * BEAT)
     assert run.members == peers[:1]
 
 
-def test_what_is_large_is_written_anew_when_as_much_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest of these journals is twice the state and what it may have beside it, and a message."""
+def test_a_large_journal_is_rewritten_when_it_has_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the largest size: twice the state and one message, plus the bytes that are always allowed."""
     monkeypatch.setattr(journal, "MOST_BYTES", 1 << 12)
-    sheet, sizes = toys.Sheet(), []
-    role = told(sheet, count=2)
+    store, sizes = toys.MemoryJournal(), []
+    role = with_epochs(store, count=2)
     for number in range(2, 60):
         fields, text = {"session": 0, "floor": number}, bytes(1 << (14 if number == 2 else 13))
         role.on_message(9.0, Peer("worker", 0), Message("put", fields, (text,), number))
-        sizes.append(len(sheet.read()))
+        sizes.append(len(store.read()))
     assert max(sizes) < 2 * (len(pickle.dumps(role.coordinator)) + (1 << 14)) + (1 << 12)
-    assert 4 < sum(after < before for before, after in pairwise(sizes)) < 30, "now and then"
-    assert differing(role.coordinator, follows(sheet)) is None
+    assert 4 < sum(after < before for before, after in pairwise(sizes)) < 30, "the journal is rewritten now and then"
+    assert differing(role.coordinator, restarted(store)) is None
 
 
 @pytest.mark.parametrize("where", range(-29, 0, 3))
-def test_a_record_with_a_changed_byte_was_said_to_nobody(where: int) -> None:
-    sheet, other = toys.Sheet(), toys.Sheet()
-    told(sheet)
-    told(other, count=5).on_message(7.0, Peer("worker", 0), epoch(5))
-    contents = bytearray(sheet.read())
+def test_a_last_record_with_a_changed_byte_is_ignored(where: int) -> None:
+    store, other = toys.MemoryJournal(), toys.MemoryJournal()
+    with_epochs(store)
+    with_epochs(other, count=5).on_message(7.0, Peer("worker", 0), epoch(5))
+    contents = bytearray(store.read())
     contents[where] ^= 1
-    sheet.replace(bytes(contents))
-    assert differing(follows(sheet), follows(other)) is None
+    store.replace(bytes(contents))
+    assert differing(restarted(store), restarted(other)) is None
 
 
-def played() -> list[str]:
-    """All that happens in a run in which much is lost."""
+def trace_of_a_run() -> list[str]:
+    """Return the trace of a run in which many messages are lost."""
     plan = Plan(workers=3, servers=3, survivable=1, restarts=1, epochs=3, max_joiners=2)
     outcome = run(plan, Network(7, 1.0, tcp=False, rate=0.05), 7, traced=True)
     assert outcome.violation is None
     return outcome.trace
 
 
-def test_another_process_with_other_hashes_does_the_same() -> None:
-    """Else one that reads what another was told would be in another state."""
+def test_runs_do_not_depend_on_the_hash_seed() -> None:
+    """Compare two processes: a coordinator that reads another coordinator's journal must reach the same state."""
     environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)}
-    command = [sys.executable, "-c", "import test_restart; print(*test_restart.played(), sep='\\n')"]
+    command = [sys.executable, "-c", "import test_restart; print(*test_restart.trace_of_a_run(), sep='\\n')"]
     other = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
-    assert other.stdout.splitlines() == played()
+    assert other.stdout.splitlines() == trace_of_a_run()
 
 
 # The file
 
 
-def test_a_file_is_its_users_alone_and_written_anew_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_file_is_private_and_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal"
-    path.write_bytes(b"of a run before")
+    path.write_bytes(b"of a previous run")
     file = JournalFile(path)
-    role = told(file, most=7)
+    role = with_epochs(file, most=7)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert differing(role.coordinator, follows(JournalFile(path))) is None
+    assert differing(role.coordinator, restarted(JournalFile(path))) is None
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -122,14 +122,14 @@ def test_a_file_is_its_users_alone_and_written_anew_as_a_whole(tmp_path: Path, m
     with pytest.raises(KeyboardInterrupt):
         file.replace(b"new")
     monkeypatch.undo()
-    assert differing(role.coordinator, follows(JournalFile(path))) is None
+    assert differing(role.coordinator, restarted(JournalFile(path))) is None
 
 
-def test_a_full_disk_ends_no_run_and_leaves_no_half_journal(
+def test_a_full_disk_does_not_end_the_run_and_leaves_no_partial_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "journal"
-    role = told(JournalFile(path), most=16)
+    role = with_epochs(JournalFile(path), most=16)
 
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
@@ -140,7 +140,7 @@ def test_a_full_disk_ends_no_run_and_leaves_no_half_journal(
             role.on_timer(20.0 + tick, "tick")
     assert capsys.readouterr().err.count("No space left on device): free disk space") == 1
     with pytest.raises(FileNotFoundError):
-        follows(JournalFile(path))
+        restarted(JournalFile(path))
     for tick in range(16):
         role.on_timer(30.0 + tick, "tick")
-    assert differing(role.coordinator, follows(JournalFile(path))) is None, "all of it was written anew"
+    assert differing(role.coordinator, restarted(JournalFile(path))) is None, "the whole journal was written again"

@@ -1,4 +1,4 @@
-"""Keys, who may connect, and where encryption may be left out."""
+"""Keys, permission to connect, and the places where encryption may be left out."""
 
 import contextlib
 import fcntl
@@ -57,7 +57,7 @@ def test_keys_are_for_their_owner_only_and_never_shown(tmp_path: Path) -> None:
         KeyPair.load(tmp_path / "key")
 
 
-def test_any_network_needs_encryption_or_an_explicit_word() -> None:
+def test_any_network_needs_encryption_or_explicit_permission() -> None:
     check_endpoint("ipc:///tmp/x", encrypted=False)
     for host in ("127.0.0.1:*", "[::1]:80", "localhost:80", "0.0.0.0:80", "10.0.0.1:80", "node1:80", "[::]:80"):
         check_endpoint(f"tcp://{host}", encrypted=True)
@@ -66,8 +66,8 @@ def test_any_network_needs_encryption_or_an_explicit_word() -> None:
             check_endpoint(f"tcp://{host}", encrypted=False)
 
 
-def test_a_key_that_is_not_the_members_own_gets_nowhere(tmp_path: Path) -> None:
-    """Neither a stranger's, which is not let in, nor that of worker 1 in worker 0's name."""
+def test_a_process_without_the_members_own_key_is_refused(tmp_path: Path) -> None:
+    """Use a stranger's key, with which a connection is refused, and worker 1's key in the name of worker 0."""
     with Roles(tmp_path, specify(SGD, 2), encrypted=True) as run:
         impatient = replace(run.specification, timeout=0.3)
         worker, values = run.worker()
@@ -83,7 +83,7 @@ def test_a_key_that_is_not_the_members_own_gets_nowhere(tmp_path: Path) -> None:
         join([worker])
 
 
-# The stranger
+# Strangers
 
 
 ONE_NODE = NodeLayout(1, 0, 2, "127.0.0.1", 29500)
@@ -100,12 +100,14 @@ def test_no_endpoint_can_be_reached_without_a_key(
     places = [choose_rendezvous(options, layout, 0, supervised=started == "by fit") for _ in range(2)]
     for place in places:
         assert place.coordinator.startswith("ipc://") or place.key_file is not None
-        own = Path(place.directory or str(place.key_file)).parent if place.directory is None else Path(place.directory)
-        assert stat.S_IMODE(own.stat().st_mode) == 0o700
+        directory = (
+            Path(place.directory or str(place.key_file)).parent if place.directory is None else Path(place.directory)
+        )
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         if place.key_file is not None:
             assert stat.S_IMODE(Path(place.key_file).stat().st_mode) == 0o600
     if started != "by fit":
-        assert places[0] == places[1], "all ranks of a machine meet at one place"
+        assert places[0] == places[1], "all ranks of a machine use the same coordinator"
     open_to_all = choose_rendezvous(ParameterServerStrategy(security="none").options, TWO_NODES, 0)
     assert open_to_all.key_file is None
 
@@ -130,11 +132,11 @@ def test_an_impossible_address_is_named_before_anything_starts() -> None:
             open_supervision(options, ONE_NODE, place, True, "fork")
 
 
-def test_a_directory_of_somebody_elses_making_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_somebody_else_made_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", tempfile.mkdtemp(dir="/tmp"))
     path = shared_directory("here")
     let_go(path)
-    assert not path.exists(), "the last one has removed it"
+    assert not path.exists(), "the last process has removed the directory"
     for make in (lambda: path.mkdir(0o755), lambda: path.symlink_to(tmp_path)):
         make()
         with pytest.raises(ConfigurationError, match="is not a directory that only this user can enter"):
@@ -148,7 +150,7 @@ def test_a_directory_of_somebody_elses_making_is_not_used(tmp_path: Path, monkey
 
 
 def test_a_directory_stays_while_an_unseen_process_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container with the same temporary directory: what tells is the lock."""
+    """Use only a lock: a process in a container with the same temporary directory is not visible otherwise."""
     monkeypatch.setattr("tempfile.tempdir", tempfile.mkdtemp(dir="/tmp"))
     used, unused = (temporary_place() / f"{PREFIX}99999999-{name}" for name in ("used", "unused"))
     for path in (used, unused):
@@ -163,8 +165,8 @@ def test_a_directory_stays_while_an_unseen_process_uses_it(monkeypatch: pytest.M
 
 
 def test_a_stranger_of_protocol_version_one_ends_no_process(tmp_path: Path) -> None:
-    """Where libzmq speaks that version, one in some hundreds of such connections does."""
-    words = bytes([128, *[0] * 200])  # a routing id, and what is no frame
+    """Open many connections: if libzmq accepts that version, one in some hundreds of them ends the process."""
+    words = bytes([128, *[0] * 200])  # A routing id, and bytes that are not a frame.
     with Roles(tmp_path, specify(SGD, 1, servers=1)):
         for _ in range(4000):
             with socket.socket(socket.AF_UNIX) as stranger, contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -192,17 +194,17 @@ CONTENTS: dict[str, Any] = ABOUT | {
 }  # fmt: skip
 
 
-def lies(known: int) -> list[tuple[Peer, Message]]:
-    """All that anybody says, in the name of others: with numbers that are guessed, and one that is known."""
+def forged_messages(known: int) -> list[tuple[Peer, Message]]:
+    """Return every kind of message in the name of every member, with guessed process numbers and the known one."""
     names = [*(peer._replace(process=process) for peer in PLACES for process in (0, 1, known)), Peer(WATCHER, 0, 0, 1)]
     hello = Message("hello", CONTENTS | {"public_key": KeyPair.create().public}, (), 1)
-    said = [hello, *(Message(kind, CONTENTS, (), 1) for kind in KINDS)]
-    return [(name, message) for message in said for name in names]
+    messages = [hello, *(Message(kind, CONTENTS, (), 1) for kind in KINDS)]
+    return [(name, message) for message in messages for name in names]
 
 
 @pytest.mark.parametrize("key", ["a stranger's", "the run's", "a member's own"])
-def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even who has overheard by which number the coordinator knows that one."""
+def test_nobody_can_send_messages_in_the_name_of_a_member(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send messages with a member's process number, as if an attacker had overheard it."""
     monkeypatch.setattr(supervision, "ANSWER_SECONDS", 60.0)
     keys = KeyPair.create()
     watch = Supervision(Address("", "supervision", 0), keys)
@@ -218,21 +220,21 @@ def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.Monkey
         membership = Membership(Address(service.endpoint, "worker", 0, 0, 0.1, 60.0), keys=keys)
         membership.wait_registered()
         (victim,) = role.roster.members
-        own = keys if key == "the run's" else KeyPair.create()
-        # A stranger has the proof of a member that it has overheard.
-        proof = prove(keys, victim.public_key if key == "a stranger's" else own.public)
+        liar_keys = keys if key == "the run's" else KeyPair.create()
+        # A stranger uses a member's proof, as if it had overheard the proof.
+        proof = prove(keys, victim.public_key if key == "a stranger's" else liar_keys.public)
         liar = context.socket(zmq.DEALER)
-        secure(liar, own, keys.public)
+        secure(liar, liar_keys, keys.public)
         liar.connect(service.endpoint)
-        liar.send_multipart([b"", b"in two parts"])  # A message is one frame.
-        said = lies(victim.peer.process)
+        liar.send_multipart([b"", b"in two parts"])  # Invalid: a message is one frame.
+        claims = forged_messages(victim.peer.process)
         if key == "a stranger's":
-            me = Peer("server", 0, 0, fingerprint(own.public))
-            said.append((me, Message("hello", {**ABOUT, "public_key": own.public}, (), 1)))
-        for sender, message in said:
+            me = Peer("server", 0, 0, fingerprint(liar_keys.public))
+            claims.append((me, Message("hello", {**ABOUT, "public_key": liar_keys.public}, (), 1)))
+        for sender, message in claims:
             liar.send(encode(sender, message, proof))
-        until(lambda: service.dropped == len(said) + 1 or role.ended is not None or len(role.roster.members) > 1)
-        assert not liar.poll(0), "nobody is told anything"
+        until(lambda: service.dropped == len(claims) + 1 or role.ended is not None or len(role.roster.members) > 1)
+        assert not liar.poll(0), "the liar receives no answer"
         liar.close(0)
         assert role.roster.member_at("worker", 0) is victim
         assert len(role.roster.members) == 1
@@ -240,8 +242,8 @@ def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.Monkey
         assert role.specification is None
         assert not role.signal
         with Watcher(service.endpoint, keys) as watcher:
-            assert watcher.ask(60.0) is not None, "who has the run's keys may look"
-        until(lambda: list(service.routes) == [victim.peer])  # Nothing is kept of it.
+            assert watcher.ask(60.0) is not None, "an observer with the run's keys may look"
+        until(lambda: list(service.routes) == [victim.peer])  # The observer's route is removed.
         membership.close()
         assert role.ended is not None, "the worker itself may leave"
         watch.coordinator = replace(watch.coordinator, coordinator=service.endpoint)
@@ -250,14 +252,14 @@ def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.Monkey
         assert not thread.is_alive(), "the supervision itself may stop it"
 
 
-def test_nobody_takes_the_place_of_a_member_that_lives() -> None:
-    """Who has the run's key could be a later life of anybody."""
+def test_nobody_takes_the_place_of_a_living_member() -> None:
+    """Send a hello of a later incarnation, which any process with the run's key could send."""
     run = Run(1)
     worker = run.member("worker", 0)
     later, hello = worker._replace(incarnation=1), Message("hello", ABOUT | {"public_key": ""}, request=1)
     run.coordinator.on_message(run.world.now, later, hello)
     assert run.members == [worker]
-    run.died(worker, replaced=True)
+    run.report_death(worker, replaced=True)
     run.coordinator.on_message(run.world.now, later, hello)
     assert run.members == [later]
 
@@ -265,13 +267,13 @@ def test_nobody_takes_the_place_of_a_member_that_lives() -> None:
 @pytest.mark.parametrize(
     ("role", "allowed"), [("server", {"get", "end"}), ("worker", {"put", "get", "end"}), (WATCHER, set())]
 )
-def test_a_process_says_what_its_role_says(role: str, allowed: set[str]) -> None:
-    """A server publishes nothing, a worker stops no coordinator, and who watches changes nothing."""
+def test_a_process_can_only_send_the_requests_of_its_role(role: str, allowed: set[str]) -> None:
+    """Check that servers do not publish, workers do not stop the coordinator, and observers do not change anything."""
     run = Run(1, 1)
     peer = Peer(WATCHER, 0) if role == WATCHER else run.member(role, 0)
-    said = set()
+    accepted = set()
     for number, kind in enumerate(("put", "get", "end", "stop", "died", "status"), 2):
         with contextlib.suppress(ControlError):
             run.coordinator.on_message(run.world.now, peer, Message(kind, CONTENTS, request=number))
-            said.add(kind)
-    assert said == allowed
+            accepted.add(kind)
+    assert accepted == allowed

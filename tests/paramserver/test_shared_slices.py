@@ -1,4 +1,7 @@
-"""Slices are balanced; small parameters that share one train as if each had its own, also those without a gradient."""
+"""Slices are balanced, and small parameters in a shared slice train as with slices of their own.
+
+This includes parameters that have no gradient in some steps.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +25,11 @@ STEPS = 8
 
 
 def has_gradient(index: int, step: int) -> bool:
-    """Never of the fourth in the first steps; of others now and then, and in one step of no small one."""
+    """Whether a parameter has a gradient in a step.
+
+    The fourth parameter has none in the first steps, other parameters lack one now and then, and in step 5 no small
+    parameter has one.
+    """
     return step >= 3 if index == 3 else (step + index) % 4 != 0 and not (step == 5 and index < 4)
 
 
@@ -34,30 +41,30 @@ def gradients(step: int) -> list[Tensor | None]:
     return [gradient(index, step) if has_gradient(index, step) else None for index in range(len(SIZES))]
 
 
-def alone(run: PlainRoles) -> tuple[list[Tensor], dict[str, Any]]:
-    """The values and the optimizer's state of one process."""
+def train_in_one_process(run: PlainRoles) -> tuple[list[Tensor], dict[str, Any]]:
+    """Train in one process; return the values and the optimizer's state dict."""
     optimizer = torch.optim.SGD(run.parameters, lr=0.5, momentum=0.5)
     for step in range(STEPS):
-        for parameter, own in zip(run.parameters, gradients(step), strict=True):
-            parameter.grad = own
+        for parameter, tensor in zip(run.parameters, gradients(step), strict=True):
+            parameter.grad = tensor
         optimizer.step()
     return [parameter.detach() for parameter in run.parameters], optimizer.state_dict()
 
 
 @pytest.mark.parametrize("options", [{"mode": "async"}, {"clip_norm": 1e6}, {"compression": "fp16"}], ids=str)
 def test_training_equals_one_process(tmp_path: Path, options: dict[str, Any]) -> None:
-    """A copy takes over in the middle, after steps in which some had none."""
+    """Let a backup take over in the middle, after steps in which some parameters had no gradient."""
     with PlainRoles(tmp_path, SIZES, servers=2, replication=2, slice_bytes=512, **options) as run:
         assert [len(slice_.parts) for slice_ in cut(run.specification)] == [4, 1, 1, 1, 1]
         worker, values = run.joined()
-        for number in range(STEPS):
-            if number == 6:
+        for step in range(STEPS):
+            if step == 6:
                 run.lose(cut(run.specification)[0].servers[0])
             run.step(
-                worker, [gradient(one, number) if has_gradient(one, number) else None for one in range(len(SIZES))]
+                worker, [gradient(index, step) if has_gradient(index, step) else None for index in range(len(SIZES))]
             )
         state = worker.optimizer_state()
-        expected, expected_state = alone(run)
+        expected, expected_state = train_in_one_process(run)
     tolerance: dict[str, Any] = {"rtol": 1e-3, "atol": 2e-3} if "compression" in options else {}
     for value, right in zip(values, expected, strict=True):
         torch.testing.assert_close(value, right, **tolerance)
@@ -66,21 +73,21 @@ def test_training_equals_one_process(tmp_path: Path, options: dict[str, Any]) ->
         torch.testing.assert_close(state["state"][index]["momentum_buffer"], entry["momentum_buffer"], **tolerance)
 
 
-def test_only_what_has_no_gradient_anywhere_is_left_alone() -> None:
+def test_a_parameter_is_left_unchanged_only_if_no_worker_has_a_gradient() -> None:
     shared = cut(specify({"name": "SGD", "lr": 0.1}, 2))[0]
-    assert len(shared.parts) == 4, "three biases and a small weight"
+    assert len(shared.parts) == 4, "the slice holds three biases and a small weight"
     payload = memoryview(as_bytes(torch.ones(shared.numel, dtype=torch.float64)))
     pushes = Pushes()
-    who = [(worker, 0) for worker in range(3)]
-    pushes.add(who[0], shared, payload, Encoding.DENSE, 0b011)
-    assert pushes.absent(shared.key, who) == 0b011
-    pushes.add(who[1], shared, payload, Encoding.DENSE, 0b110)
-    pushes.add(who[2], shared, memoryview(b""), Encoding.NOTHING)
-    assert pushes.absent(shared.key, who) == 0b010, "who pushes nothing has none of any"
-    assert pushes.absent(shared.key, who[:1]) == 0b011, "of the others nothing counts"
+    workers = [(worker, 0) for worker in range(3)]
+    pushes.add(workers[0], shared, payload, Encoding.DENSE, 0b011)
+    assert pushes.absent(shared.key, workers) == 0b011
+    pushes.add(workers[1], shared, payload, Encoding.DENSE, 0b110)
+    pushes.add(workers[2], shared, memoryview(b""), Encoding.NOTHING)
+    assert pushes.absent(shared.key, workers) == 0b010, "a worker that pushes nothing has no gradient of any part"
+    assert pushes.absent(shared.key, workers[:1]) == 0b011, "pushes of workers outside the step do not count"
     for wrong in (0b1111, 0b10000, -1):
         with pytest.raises(InvalidMessageError, match="the bits that mark parts without a gradient do not fit"):
-            Pushes().add(who[0], shared, payload, Encoding.DENSE, wrong)
+            Pushes().add(workers[0], shared, payload, Encoding.DENSE, wrong)
 
 
 SHAPES = [(100, 50), (7,), (), (3, 1000), (64, 3, 3, 3)]
@@ -101,21 +108,21 @@ def test_slices_cover_every_element_once_and_are_balanced() -> None:
     slices = cut(specification)
     assert [slice_.key for slice_ in slices] == list(range(len(slices)))
     for index, parameter in enumerate(specification.parameters):
-        own = [part for slice_ in slices for part in slice_.parts if part.parameter == index]
-        assert [part.start for part in own] == [0, *(part.stop for part in own[:-1])]
-        assert own[-1].stop == parameter.numel
+        parts = [part for slice_ in slices for part in slice_.parts if part.parameter == index]
+        assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+        assert parts[-1].stop == parameter.numel
     assert all(slice_.nbytes <= 1024 and len(set(slice_.servers)) == 2 for slice_ in slices)
     assert max(loads(slices, 3)) - min(loads(slices, 3)) <= 1024
     assert cut(Specification.from_json(specification.to_json())) == slices
-    assert loads(cut(of_shapes([(10,), (10,), (20,)], servers=2)), 2) == [80, 80], "the largest first"
+    assert loads(cut(of_shapes([(10,), (10,), (20,)], servers=2)), 2) == [80, 80], "the largest slice is placed first"
 
 
-def test_small_parameters_share_a_slice_if_none_is_left_out() -> None:
-    """What is left out of one that has a gradient now and then waits for its next."""
+def test_small_parameters_share_a_slice_unless_the_compression_is_lossy() -> None:
+    """Check all compressions: what a lossy one leaves out of a parameter waits for the parameter's next gradient."""
     shared = cut(of_shapes([(10_000,)] * 100))
     assert all(slice_.numel * 4 <= SHARED_BYTES for slice_ in shared)
-    assert len(shared) == -(-100 // 6), "six of 40 kB each"
-    assert len(cut(of_shapes([(100,)] * 100, servers=4))) >= 16, "each server has some"
+    assert len(shared) == -(-100 // 6), "six parameters of 40 kB share a slice"
+    assert len(cut(of_shapes([(100,)] * 100, servers=4))) >= 16, "each server has several slices"
     for name in (*payload_names(), "auto"):
         lossy = name == "auto" or COMPRESSIONS[name].lossy
         assert ({len(slice_.parts) for slice_ in cut(of_shapes(compression=name))} == {1}) == lossy

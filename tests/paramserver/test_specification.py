@@ -1,4 +1,4 @@
-"""Mistakes are named before a process starts."""
+"""Mistakes in the options are reported before a process starts."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.light
         ({"clip_norm": -1.0}, r"clip_norm=-1.0: use a positive number"),
     ],
 )
-def test_nonsense_is_refused_with_the_remedy(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused_with_the_remedy(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         specify(ADAMW, 2, **options)
 

@@ -1,4 +1,4 @@
-"""A worker whose parameters are on a GPU, which copies late: what is sent and what is used is what was meant."""
+"""Staging for a worker whose parameters are on a GPU: although copies happen late, the right values are used."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +16,7 @@ STEPS = 5
 
 
 def train(folder: Path) -> None:
-    """One parameter is cut into slices, two share one."""
+    """Train one parameter that is cut into slices, and two that share a slice."""
     with (
         nullcontext() if Path("/dev/nvidia0").exists() else simulate(),
         PlainRoles(folder, sizes=(3000, 7, 5), workers=1, servers=2, slice_bytes=4096) as cluster,
@@ -30,7 +30,7 @@ def train(folder: Path) -> None:
         optimizer = torch.optim.SGD(expected, lr=0.5, momentum=0.5)
         for step in range(STEPS):
             if step % 2:
-                worker.wait(0)  # The others are waited for with all.
+                worker.wait(0)  # `begin_step` waits for the other parameters.
                 assert torch.allclose(values[0].cpu(), expected[0]), step
             worker.begin_step(cluster.options, 1)
             for index in (2, 1, 0):
@@ -47,20 +47,20 @@ def train(folder: Path) -> None:
 
 
 def test_training_on_a_device_equals_training_on_the_host(tmp_path: Path) -> None:
-    """On a GPU where there is one, else on one that copies late: the gradient is made of the values that are there."""
+    """Use a GPU if the machine has one, else a simulated GPU that copies late. Gradients depend on the values there."""
     run_apart(train, tmp_path)
 
 
 @pytest.mark.light
-def test_what_computes_and_what_copies_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU would be told, in order: gradients are made on the stream that computes, and values used there."""
+def test_computing_and_copying_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the calls to torch.cuda in order: the computing stream makes the gradients and uses the values."""
     cuda = MagicMock()
     monkeypatch.setattr(torch, "cuda", cuda)
     copies = StagedCopies(torch.device("cuda:0"))
     copies.before_use(copies.begin(cuda.target, torch.ones(1)))
     side, computing, event = cuda.Stream(), cuda.current_stream(), cuda.Event()
-    told = [one for one in cuda.mock_calls if "." in one[0]]
-    assert told == [
+    calls = [recorded for recorded in cuda.mock_calls if "." in recorded[0]]
+    assert calls == [
         call.Stream().wait_stream(computing),
         call.stream().__enter__(),
         call.target.copy_(torch.ones(1), non_blocking=True),

@@ -1,4 +1,4 @@
-"""What becomes of processes that end: the supervision of a node, without any process."""
+"""A node's supervision of processes that end, tested without real processes."""
 
 import os
 import signal
@@ -18,10 +18,10 @@ OTHER = [["worker", 2, 0]]
 
 
 class Process:
-    """One that has ended with an exit code, or runs.
+    """A process that has ended with an exit code, or that runs.
 
     Attributes:
-        dies: Whether a signal ends it.
+        dies: Whether a signal ends the process.
     """
 
     pid = 1
@@ -41,18 +41,21 @@ class Process:
 
 
 class Node(Supervision):
-    """A supervision whose coordinator is reached, and misses others, as the test says.
+    """A supervision whose coordinator's answers are given by the test.
 
     Attributes:
-        goes_on: How often the coordinator still says that its session goes on; then it is over.
-        on_stop: What comes of its telling the coordinator to stop.
+        missed: Members that the coordinator reports as silent.
+        reached: Whether the coordinator answers.
+        reports: Kinds of the messages that the supervision has sent.
+        goes_on: Number of times that the coordinator still answers that its session goes on.
+        on_stop: Called when the supervision tells the coordinator to stop.
     """
 
     def __init__(self, missed=(), reached=True, appear=60.0, timeout=0.0, goes_on=inf):
         super().__init__(Address("tcp://127.0.0.1:1", "supervision", 1, timeout=timeout, appear=appear))
         self.missed = missed
         self.reached = reached
-        self.told = []
+        self.reports = []
         self.goes_on = goes_on
         self.on_stop = lambda: None
 
@@ -60,14 +63,14 @@ class Node(Supervision):
         if kind == "status":
             self.goes_on -= 1
         else:
-            self.told.append(f"{kind}, replaced" if fields and fields.get("replaced") else kind)
+            self.reports.append(f"{kind}, replaced" if fields and fields.get("replaced") else kind)
         if kind == "stop":
             self.on_stop()
         ended = {"message": "", "clean": True} if self.goes_on < 0 else None
         return Message(DONE, {"silent": self.missed, "ended": ended}) if self.reached else None
 
     def look_at(self, role: str, code: int, restarts: int = 1) -> Watched:
-        """One whose first process has ended with an exit code, after one look at it; the next goes on."""
+        """Return a watched process that has ended with an exit code, after one look at it; a replacement would run."""
         watched = Watched(role, 1, lambda incarnation: Process(None if incarnation else code), restarts)
         self.start(watched)
         self.look()
@@ -75,7 +78,7 @@ class Node(Supervision):
 
 
 @pytest.mark.parametrize(
-    ("given", "role", "restarts", "told"),
+    ("settings", "role", "restarts", "reported"),
     [
         ({"missed": CUT_OFF}, "worker", 1, "died, replaced"),
         ({"missed": CUT_OFF}, "server", 1, "died, replaced"),
@@ -86,23 +89,23 @@ class Node(Supervision):
     ],
     ids=["cut off", "server cut off", "no restarts", "an error", "heard until now", "not reached for long"],
 )
-def test_who_was_cut_off_is_restarted_and_an_error_ends_the_run(given, role, restarts, told):
-    node = Node(**given)
+def test_a_process_that_was_cut_off_is_restarted_and_an_error_ends_the_run(settings, role, restarts, reported):
+    node = Node(**settings)
     watched = node.look_at(role, 1, restarts)
-    assert (watched.incarnation, watched.code) == ((1, None) if "replaced" in told else (0, 1))
-    assert node.told == [told]
-    assert not watched.handle.signals, "the one that runs was not missed"
+    assert (watched.incarnation, watched.code) == ((1, None) if "replaced" in reported else (0, 1))
+    assert node.reports == [reported]
+    assert not watched.handle.signals, "the process that runs was not reported as silent"
 
 
-def test_who_ends_without_a_coordinator_is_restarted_with_one():
+def test_a_process_that_ends_without_a_coordinator_is_restarted_when_the_coordinator_is_back():
     node = Node(CUT_OFF, reached=False)
     watched = node.look_at("worker", 1)
     node.look()
-    assert (watched.incarnation, watched.code, node.told) == (0, None, [])
+    assert (watched.incarnation, watched.code, node.reports) == (0, None, [])
     node.reached = True
     node.look()
     assert watched.incarnation == 1
-    assert node.told == ["died, replaced"]
+    assert node.reports == ["died, replaced"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +117,7 @@ def test_who_ends_without_a_coordinator_is_restarted_with_one():
     ],
     ids=["noticed here", "noticed by the coordinator", "not stopped"],
 )
-def test_who_is_ended_because_it_was_silent_is_not_called_killed(stopped, seconds, missed, why, capsys, monkeypatch):
+def test_a_silent_process_that_is_ended_is_not_reported_as_killed(stopped, seconds, missed, why, capsys, monkeypatch):
     monkeypatch.setattr(supervision, "is_stopped", lambda pid: stopped)
     node = Node(missed, timeout=60.0)
     node.start(Watched("worker", 1, lambda incarnation: Process(dies=True)))
@@ -127,8 +130,8 @@ def test_who_is_ended_because_it_was_silent_is_not_called_killed(stopped, second
 
 
 @pytest.mark.parametrize("seconds", [8, 61])
-def test_the_stopped_are_named_by_those_who_waited_less(seconds, capsys, monkeypatch):
-    """Also where its end was not seen any more: the workers have ended before."""
+def test_a_stopped_coordinator_is_reported_even_if_the_workers_have_ended_before(seconds, capsys, monkeypatch):
+    """Stop the coordinator for less and for more than the time-out, after which the supervision ends it."""
     monkeypatch.setattr(supervision, "is_stopped", lambda pid: True)
     node = Node(timeout=60.0)
     node.start(Watched(COORDINATOR, 0, lambda incarnation: Process(dies=True)))
@@ -143,15 +146,15 @@ def test_the_stopped_are_named_by_those_who_waited_less(seconds, capsys, monkeyp
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_no_worker_is_restarted_in_anothers_session(first, capsys, monkeypatch):
-    """And without the first, which starts the services of later sessions, the others end."""
+def test_workers_are_restarted_only_in_the_first_session(first, capsys, monkeypatch):
+    """Check also that other workers end without the first worker, which starts the services of later sessions."""
     monkeypatch.setattr(supervision, "GRACE", 0.0)
     node, other = Node(goes_on=0), Process()
     watched = Watched("worker", 0, lambda incarnation: other)
     if not first:
         node.start(watched)
     dead = node.look_at("worker", -9)
-    assert (dead.code, dead.incarnation, node.told) == (-9, 0, [])
+    assert (dead.code, dead.incarnation, node.reports) == (-9, 0, [])
     assert "it is not replaced: restarts are possible only in the first session of a run" in capsys.readouterr().err
     if first:
         node.start(watched)
@@ -165,12 +168,12 @@ def test_services_stay_until_other_nodes_workers_have_left():
     node.start(Watched(COORDINATOR, 0, lambda incarnation: coordinator))
     node.stop()
     assert node.goes_on < 0
-    assert node.told == ["end", "stop"]
+    assert node.reports == ["end", "stop"]
 
 
-def test_once_a_worker_has_finished_none_is_started_again():
-    """The others let nobody in any more."""
+def test_workers_are_not_restarted_once_a_worker_has_finished():
+    """Check one death after another worker has finished: the remaining workers do not let workers in any more."""
     node = Node()
     node.look_at("worker", 0)
     dead = node.look_at("worker", -9)
-    assert (dead.code, dead.incarnation, node.told) == (-9, 0, ["left", "died"])
+    assert (dead.code, dead.incarnation, node.reports) == (-9, 0, ["left", "died"])

@@ -42,7 +42,7 @@ def train(
         replica.worker.initialise(state)
     else:
         with torch.no_grad():
-            replica.parameters[0].zero_()  # must come from worker 0
+            replica.parameters[0].zero_()  # The value must come from worker 0.
     replica.worker.join()
     for images, targets in batches(STEPS, size):
         replica.step(images[shares[id]], targets[shares[id]], accumulate)
@@ -54,7 +54,7 @@ def train(
 
 
 def shares_of(workers: int, size: int) -> list[slice]:
-    """Parts of unequal sizes: the mean is over samples."""
+    """Return workers' parts of a batch; they have unequal sizes, so that a mean over workers would be wrong."""
     edges = [0, *(size * (worker + 1) // workers - (worker + 1 < workers) for worker in range(workers))]
     return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
 
@@ -65,18 +65,18 @@ def test_sync_equals_one_process(tmp_path: Path) -> None:
 
 
 def test_pipelined_steps_equal_one_process(tmp_path: Path) -> None:
-    """Each slice is made when its own pushes are there; what is clipped is the mean gradient of all workers."""
+    """Train with clip_value, which clips the mean gradient of all workers, in pipelined steps."""
     limited = {"clip_value": 0.02, "replication": 2, "servers": 2}
     check(specify(SGD, 3, pipelined=True, slice_bytes=256, **limited), SGD, tmp_path)
 
 
 def check(specification: Specification, options: dict[str, Any], directory: Path) -> None:
-    """Train with servers and alone: weights and the optimizer's state are the same."""
+    """Train with servers and in one process: the weights and the optimizer's state must be the same."""
 
     def clip(parameters: list[Tensor]) -> None:
         if specification.clip_value is not None:
             assert (
-                max(float(one.grad.abs().max()) for one in parameters if one.grad is not None)
+                max(float(parameter.grad.abs().max()) for parameter in parameters if parameter.grad is not None)
                 > specification.clip_value
             )
             torch.nn.utils.clip_grad_value_(parameters, specification.clip_value)
@@ -90,8 +90,8 @@ def check(specification: Specification, options: dict[str, Any], directory: Path
 
 
 @pytest.mark.light
-def test_values_come_while_gradients_leave(tmp_path: Path) -> None:
-    """Nothing was asked for but by the pushes, and not all have left."""
+def test_values_arrive_before_all_gradients_have_left(tmp_path: Path) -> None:
+    """Wait for a parameter before the worker has pushed all gradients: the push itself requests the new values."""
     with PlainRoles(tmp_path, (40, 40), slice_bytes=160, pipelined=True) as run:
         worker, values = run.joined()
         worker.begin_step(run.options, 1)
@@ -101,7 +101,7 @@ def test_values_come_while_gradients_leave(tmp_path: Path) -> None:
         assert torch.equal(values[1], torch.zeros(40))
         worker.end_step()
         worker.wait_all()
-        assert torch.equal(values[1], torch.zeros(40)), "it has no gradient"
+        assert torch.equal(values[1], torch.zeros(40)), "the second parameter has no gradient"
 
 
 def test_accumulated_gradients_and_ssp_of_staleness_0_are_sync(tmp_path: Path) -> None:
@@ -112,7 +112,10 @@ def test_accumulated_gradients_and_ssp_of_staleness_0_are_sync(tmp_path: Path) -
 
 
 def test_optimizer_state_is_resumed_from_one_process_and_back(tmp_path: Path) -> None:
-    """Five steps here after five steps alone are ten steps alone, with the schedule starting anew as there."""
+    """Compare five steps in one process and then five with servers to ten steps in one process.
+
+    The learning rate's schedule starts again after five steps in both.
+    """
     network, state = run_apart(train_alone, ADAMW, batches(STEPS, 12))
 
     def go_on() -> Any:

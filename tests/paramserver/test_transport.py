@@ -1,4 +1,4 @@
-"""Frames of one or several messages: none waits for ever, and what is no whole message is refused."""
+"""Frames with one or several messages: messages do not wait for ever, and incomplete messages are refused."""
 
 import contextlib
 import time
@@ -27,7 +27,7 @@ LARGE = SMALL_BYTES + 1
 
 @contextlib.contextmanager
 def pair() -> Iterator[tuple[Socket, Socket]]:
-    """Two ends of a connection; no fixture, for it could not be used in the process that the test is forked into."""
+    """Give both ends of a connection. This is not a fixture: the test is forked, and sockets do not survive a fork."""
     with zmq.Context() as context:
         near, far = context.socket(zmq.DEALER), context.socket(zmq.ROUTER)
         far.bind("inproc://far")
@@ -41,8 +41,8 @@ def header(sequence: int, length: int = 0) -> Header:
     return Header(Kind.PUSH, 0, SESSION, sequence, length=length)
 
 
-def came(far: Socket) -> list[list[Received]]:
-    """What has come, together or one after the other."""
+def received_frames(far: Socket) -> list[list[Received]]:
+    """Return the received messages, one list for each frame."""
     inbox = Inbox(far, SESSION, routed=True, encrypted=False)
     bundles = []
     while far.poll(100):
@@ -51,7 +51,7 @@ def came(far: Socket) -> list[list[Received]]:
 
 
 def numbers(received: list[Received]) -> list[int]:
-    return [unpack(one.header, len(one.payload), SESSION, Bounds(1 << 20, 1)).sequence for one in received]
+    return [unpack(message.header, len(message.payload), SESSION, Bounds(1 << 20, 1)).sequence for message in received]
 
 
 def test_small_messages_wait_for_the_next_and_for_a_flush() -> None:
@@ -59,55 +59,55 @@ def test_small_messages_wait_for_the_next_and_for_a_flush() -> None:
         bundle = Bundle(near)
         for number in (1, 2):
             bundle.send(header(number, 3), b"abc", wait=True)
-        assert came(far) == []
+        assert received_frames(far) == []
         bundle.send(header(3))
         bundle.send(header(4), b"", wait=True)
         bundle.send(header(5, LARGE), bytes(LARGE), wait=True)
         bundle.send(header(6), b"", wait=True)
         bundle.flush()
         bundle.flush()
-        bundles = came(far)
+        bundles = received_frames(far)
         assert [numbers(together) for together in bundles] == [[1, 2, 3], [4], [5], [6]]
-        payloads = [bytes(one.payload) for together in bundles for one in together]
+        payloads = [bytes(message.payload) for together in bundles for message in together]
         assert payloads == [b"abc", b"abc", b"", b"", bytes(LARGE), b""]
-        assert len({one.route for together in bundles for one in together}) == 1
+        assert len({message.route for together in bundles for message in together}) == 1
 
 
-def test_what_waits_is_bounded_in_number_and_size() -> None:
+def test_the_number_and_size_of_waiting_messages_are_bounded() -> None:
     for count, size in ((MOST_TOGETHER, 0), (BUNDLE_BYTES // SMALL_BYTES, SMALL_BYTES)):
         with pair() as (near, far):
             bundle = Bundle(near)
             for number in range(count + 1):
                 bundle.send(header(number, size), bytes(size), wait=True)
-            assert [len(together) for together in came(far)] == [count]
+            assert [len(together) for together in received_frames(far)] == [count]
 
 
-def test_what_is_no_whole_message_is_refused() -> None:
+def test_an_incomplete_message_is_refused() -> None:
     whole, short = header(1).pack(), header(1, 3).pack() + b"ab"
     with pair() as (near, far):
         for frames in ([whole, whole], [b""], [whole[1:]], [short], [header(1, LARGE).pack() + b"a"]):
             near.send_multipart(frames)
-            (received,) = came(far)
+            (received,) = received_frames(far)
             with pytest.raises(InvalidMessageError):
                 numbers(received)
 
 
-def test_a_header_without_payload_takes_no_other_for_it() -> None:
-    """The payload may be lost with a connection, and the next message be as long as it was."""
+def test_a_header_without_its_payload_does_not_take_another_message_as_payload() -> None:
+    """Lose a payload with its connection: the next message may be exactly as long as the payload."""
     with pair() as (near, far):
         near.send(header(1, LARGE).pack())
         near.send(header(2, LARGE - HEADER_BYTES).pack() + bytes(LARGE - HEADER_BYTES))
         near.send(header(3, LARGE).pack())
         near.send(bytes(LARGE))
         near.send(bytes(LARGE))
-        none, second, still, third, alone = came(far)
+        none, second, still, third, alone = received_frames(far)
     assert none == still == []
     assert (numbers(second), numbers(third)) == ([2], [3])
     with pytest.raises(InvalidMessageError):
         numbers(alone)
 
 
-def test_a_frame_beyond_the_declared_size_does_not_come() -> None:
+def test_a_frame_beyond_the_declared_size_is_dropped() -> None:
     context: Context = zmq.Context()
     listener = Listener("tcp://127.0.0.1:*", insecure=True)
     router = server_socket(context, listener, None, largest=1000)
@@ -116,6 +116,6 @@ def test_a_frame_beyond_the_declared_size_does_not_come() -> None:
         near.connect(listener.endpoint)
         near.send(bytes(size))
         time.sleep(0.1)
-    came = [len(router.recv_multipart()[1]) for wait in (60_000, 200) if router.poll(wait)]
+    sizes = [len(router.recv_multipart()[1]) for wait in (60_000, 200) if router.poll(wait)]
     context.destroy(0)
-    assert came == [1000]
+    assert sizes == [1000]

@@ -1,6 +1,6 @@
-"""A run whose every connection is a wire that changes bytes, breaks, falls silent or is slow ends as if it were not.
+"""Runs over wires that change bytes, break, fall silent or are slow end with the same result as over sound wires.
 
-More runs, some seconds each: ``make faults RUNS=200``; ``FIRST`` is the seed of the first.
+For more runs of some seconds each: ``make faults RUNS=200``; ``FIRST`` is the seed of the first run.
 """
 
 import contextlib
@@ -46,7 +46,10 @@ _context = multiprocessing.get_context("fork")
 
 
 class Sums(LightningModule):
-    """Its gradients are means of rows, whatever the weights are, and exact: every order of updates ends alike."""
+    """A module whose gradients are exact means of rows and do not depend on the weights.
+
+    So the final weights do not depend on the order of updates.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,10 +64,10 @@ class Sums(LightningModule):
 
 
 class Notes(Callback):
-    """Writes down when a rank has made each step, and with which weights it ends.
+    """Records the time of each step and the final weights of a rank.
 
     Args:
-        joins: Whether the run's own ranks wait after a step until one that has joined has made one.
+        joins: Whether the run's ranks wait after a step until a joiner has made a step.
     """
 
     def __init__(self, directory: Path, joins: bool) -> None:
@@ -88,9 +91,9 @@ class Notes(Callback):
 
 @contextlib.contextmanager
 def watching(coordinator: str, key_file: str) -> Iterator[None]:
-    """Someone asks how the run goes, again and again, and is answered in good time.
+    """Ask for the run's status again and again, and check that the answers come in time.
 
-    In a process: a thread may hold a lock of OpenSSL's just when a process of the run is forked, which then hangs.
+    The observer is a process: a thread might hold a lock of OpenSSL when the run forks a process, which would hang.
     """
 
     def watch() -> None:
@@ -99,7 +102,7 @@ def watching(coordinator: str, key_file: str) -> Iterator[None]:
             while not over.wait(0.1):
                 if watcher.ask(2.0) is not None:
                     heard = time.monotonic()
-                assert time.monotonic() - heard < 2 * TIMEOUT, "who watches is not answered"
+                assert time.monotonic() - heard < 2 * TIMEOUT, "the observer has no answer"
 
     over = _context.Event()
     process = _context.Process(target=watch, daemon=True)
@@ -108,7 +111,7 @@ def watching(coordinator: str, key_file: str) -> Iterator[None]:
         yield
         over.set()
         process.join(2 * TIMEOUT)
-        assert process.exitcode == 0, "who watches waits for ever, or is not answered"
+        assert process.exitcode == 0, "the observer waits for ever or has no answer"
     finally:
         process.kill()
 
@@ -124,15 +127,15 @@ def fit(strategy: ParameterServerStrategy, directory: Path, joins: bool, **more:
             return
 
 
-def join(run: RunAddress, own: ParameterServerStrategy, directory: Path) -> None:
-    """Help in a run until it is over."""
+def join(run: RunAddress, strategy: ParameterServerStrategy, directory: Path) -> None:
+    """Join a run and help until the run is over."""
     place = find_place(run, patience=60.0)
     with contextlib.suppress(RunEnded):
-        fit(JoiningStrategy(own.options, run, place), directory, True, devices=1, plugins=JoinerEnvironment(place))
+        fit(JoiningStrategy(strategy.options, run, place), directory, True, devices=1, plugins=JoinerEnvironment(place))
 
 
 def train(mode: Any, replication: int, wires: Wires, directory: Path, joins: bool) -> str | None:
-    """Train with wires to the coordinator and to each server; what the run ends with, if not as it should."""
+    """Train with wires to the coordinator and to each server; return the run's error message, None for success."""
     ports = [free_port() for _ in range(1 + SERVERS)]
     for port in ports:
         wires.lay(port)
@@ -153,7 +156,7 @@ def train(mode: Any, replication: int, wires: Wires, directory: Path, joins: boo
     with pytest.MonkeyPatch.context() as patch, watching(coordinator, key_file):
         patch.setattr(run_module, "_listening", lambda endpoint: endpoint.replace(FAR, HERE))
         patch.setattr(run_module, "ServerProcess", behind_a_wire)
-        patch.setattr(worker_role, "PROBE_SECONDS", 0.1)  # As at any other interval, but a test need not wait for it.
+        patch.setattr(worker_role, "PROBE_SECONDS", 0.1)  # The test need not wait for the real interval.
         joiner = _context.Process(target=join, args=(RunAddress(coordinator, key_file), strategy, directory))
         if joins:
             joiner.start()
@@ -170,14 +173,14 @@ def train(mode: Any, replication: int, wires: Wires, directory: Path, joins: boo
 
 
 def run(seed: int, wires: Wires, directory: Path, joins: bool = False) -> None:
-    """Every worker ends with what one process makes of all gradients, and waits for none too long."""
+    """Train over faulty wires; check that every worker has one process's result and did not wait too long."""
     chance = random.Random(seed)
     mode, replication = "async" if joins else chance.choice(["sync", "async"]), chance.choice([1, 2])
     error = train(mode, replication, wires, directory, joins)
-    print(mode, replication, wires.met, error)
+    print(mode, replication, wires.events, error)
     if error is not None:
-        # On one wire they are a link that is down for too long.
-        assert [fault for fault, _ in wires.met].count("stall") > 1, error
+        # Several stalls of one wire are a link that is down for too long, so the run may end.
+        assert [fault for fault, _ in wires.events].count("stall") > 1, error
         assert re.search(r"(heard nothing|no answer) from server|was silent", error), error
         return
     updates = EPOCHS * ROWS.sum(0) / (BATCH * (WORKERS if mode == "sync" else 1))
@@ -185,12 +188,12 @@ def run(seed: int, wires: Wires, directory: Path, joins: bool = False) -> None:
         for weight in torch.load(directory / f"weights-{rank}"):
             assert torch.equal(weight, -RATE * updates[: len(weight)])
         times = json.loads((directory / f"times-{rank}").read_text())
-        events = sorted([*times, *(when for _, when in wires.met)])
+        events = sorted([*times, *(when for _, when in wires.events)])
         longest = max(after - at for at, after in itertools.pairwise(events))
-        assert joins or longest < 2 * TIMEOUT + wires.starved, (events, wires.met, wires.starved)
+        assert joins or longest < 2 * TIMEOUT + wires.starved, (events, wires.events, wires.starved)
 
 
-BRIEF = ("byte", "drop", "half")  # Nobody is taken for dead, whose batches others would get again.
+BRIEF = ("byte", "drop", "half")  # Too short for a time-out, after which other workers would repeat batches.
 HARM = {
     "any harm": Wires,
     "one in a hundred pieces is lost": partial(Wires, faults=("nothing",), lost=0.01),
@@ -201,10 +204,10 @@ HARM = {
 @pytest.mark.cluster
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + RUNS))
 @pytest.mark.parametrize("wires", HARM.values(), ids=HARM)
-def test_a_run_ends_as_over_smooth_wires(wires: Any, seed: int, tmp_path: Path) -> None:
+def test_a_run_over_faulty_wires_ends_as_over_sound_wires(wires: Any, seed: int, tmp_path: Path) -> None:
     run(seed, wires(seed), tmp_path, joins=wires is HARM["and a worker joins"])
 
 
-def test_bytes_that_change_and_connections_that_break(tmp_path: Path) -> None:
-    """The same in some seconds."""
+def test_a_run_survives_changed_bytes_and_broken_connections(tmp_path: Path) -> None:
+    """Run a shorter version of the test above."""
     run(0, Wires(0, BRIEF, faulty=2), tmp_path)

@@ -22,7 +22,7 @@ _random = threading.Lock()
 
 
 def make_network() -> nn.Module:
-    with _random:  # Threads have one generator.
+    with _random:  # All threads share one generator.
         torch.manual_seed(0)
         layers = nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 8, 3, 2, 1), nn.Tanh(), nn.Flatten()
         return nn.Sequential(*layers, nn.Linear(128, 5)).double()
@@ -85,7 +85,7 @@ def train_from(
 
 
 def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Up to rounding in float64."""
+    """Assert that two state dicts are equal up to rounding in float64."""
     for name, value in expected.items():
         error = (got[name] - value).norm() / value.norm().clamp(min=1e-3)
         assert error < 1e-10, f"{name}: relative error {error:.1e}"
@@ -102,8 +102,8 @@ class Replica:
         self.worker = connect([p.data for p in self.parameters])
         index = {p: i for i, p in enumerate(self.parameters)}
         for module in self.network.modules():
-            own = [index[p] for p in module.parameters(recurse=False)]
-            module.register_forward_pre_hook(lambda _module, _input, own=own: self._wait(own))
+            indices = [index[p] for p in module.parameters(recurse=False)]
+            module.register_forward_pre_hook(lambda _module, _input, indices=indices: self._wait(indices))
         for i, p in enumerate(self.parameters):
             p.register_post_accumulate_grad_hook(lambda p, i=i: self._push(i, p))
         self._pushes = True

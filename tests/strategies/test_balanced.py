@@ -205,12 +205,12 @@ def test_a_slow_rank_gets_a_smaller_share_even_in_very_short_epochs(tmp_path):
 
 def test_impossible_shares_are_refused_before_processes_start():
     for options, message in (
-        ({"shares": [3, 0]}, r"shares=\[3, 0\]: each rank needs a share above 0"),
+        ({"shares": [3, 0]}, r"shares=\[3, 0\]: set a share above 0 for each rank"),
         ({"shares": "best"}, "shares='best': use auto, equal or a list"),
         ({"max_samples": 0}, "max_samples=0: a rank needs at least 1 sample"),
         (
             {"shares": [3, 1], "initial_shares": [3, 1]},
-            r"initial_shares=\[3, 1\] is for shares: auto, and shares is \[3, 1\]",
+            r"initial_shares=\[3, 1\] has no effect with shares=\[3, 1\]",
         ),
         ({"ddp_comm_hook": print}, "ddp_comm_hook: this strategy registers its own communication hook"),
     ):
@@ -220,7 +220,7 @@ def test_impossible_shares_are_refused_before_processes_start():
         quiet_trainer(BalancedDDPStrategy([3, 1]), 3).strategy.launcher.launch(print)
     with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] are for mode: sync, not mode: local"):
         ParameterServerStrategy("local", shares=[3, 1])
-    with pytest.raises(ConfigurationError, match=r"initial_shares=\[3, 1\] is for shares: auto, and shares is equal"):
+    with pytest.raises(ConfigurationError, match=r"initial_shares=\[3, 1\] has no effect with shares=equal"):
         ParameterServerStrategy(initial_shares=[3, 1])
     with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] has length 2, but there are 3 processes"):
         quiet_trainer(ParameterServerStrategy(shares=[3, 1]), 3).fit(ImageClassifier(PlainCNN(), 10), Digits())

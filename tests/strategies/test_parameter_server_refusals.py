@@ -20,7 +20,7 @@ ARGUMENTS = [
     ({"sync_every": 3}, "is for mode: local"),
     ({"data_dispatch": "dynamic"}, "dynamic is for mode: async and ssp"),
     ({"mode": "local", "data_dispatch": "dynamic"}, "in mode: local every worker makes the same number of steps"),
-    ({"timeout": 0.0}, "timeout=0.0: it must be above 0 seconds"),
+    ({"timeout": 0.0}, "timeout=0.0 is too short: it must be above 0 seconds"),
     ({"security": "some"}, "security='some': use one of auto, curve, none"),
     ({"max_restarts": -1}, "max_restarts=-1: use at least 0"),
     ({"endpoints": ["tcp://10.0.0.1:4000"]}, "coordinator: tcp://address:port"),
@@ -112,7 +112,7 @@ USES: dict[str, Callable[[], Any]] = {
     "StochasticWeightAveraging writes averaged weights": lambda: fit_with(StochasticWeightAveraging(0.1), "fork"),
     "BatchSizeFinder does not work .* run it on one device": lambda: fit_with(BatchSizeFinder(), "fork"),
     "LearningRateFinder does not work .* run it on one device": lambda: fit_with(LearningRateFinder(), "popen"),
-    "replication=2 needs as many servers": lambda: fit_with(Callback(), "popen", replication=2),
+    "replication=2 needs at least 2 servers": lambda: fit_with(Callback(), "popen", replication=2),
 }
 
 

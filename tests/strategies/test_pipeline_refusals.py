@@ -40,11 +40,11 @@ UNFIT: tuple[tuple[int, dict[str, Any], str], ...] = (
     (3, {"stages": 3, "cuts": ["2"]}, "stages make 3, cuts make 2"),
     (2, {"schedule": "zigzag"}, "schedule='zigzag'"),
     (2, {"shares": "best"}, "shares='best': use auto, equal or a list"),
-    (3, {"replicas": [2, 1], "cuts": ["2"], "shares": [3, 0, 1]}, r"shares=\[3, 0, 1\]: each rank needs"),
+    (3, {"replicas": [2, 1], "cuts": ["2"], "shares": [3, 0, 1]}, r"shares=\[3, 0, 1\]: set a share above 0"),
     (
         3,
         {"replicas": [2, 1], "initial_shares": [3, 1, 1]},
-        r"initial_shares=\[3, 1, 1\] is for shares: auto, and shares is equal",
+        r"initial_shares=\[3, 1, 1\] has no effect with shares=equal",
     ),
     (
         3,

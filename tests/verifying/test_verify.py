@@ -66,7 +66,7 @@ def test_a_verdict_of_equality_lists_what_was_compared(strategy: str) -> None:
         assert words in text
     if strategy == "ddp":
         assert "5 on 40 samples, 24 of them different, loaded by 2 of 2 processes" in text
-        assert "only of rank 0's batches: loss, metric_step (sync_dist=True logs the mean)" in text
+        assert "they cover only rank 0's batches: loss, metric_step (set sync_dist=True)" in text
 
 
 @pytest.mark.light
@@ -76,7 +76,7 @@ def test_strategies_are_forked_and_others_are_refused() -> None:
         "ddp_fork",
         "ddp_fork_find_unused_parameters_true",
     ]
-    with pytest.raises(ConfigurationError, match=r"strategy=fsdp: verify needs .* whose processes can be forked"):
+    with pytest.raises(ConfigurationError, match=r"strategy=fsdp: verify needs .* can fork its processes"):
         cnnstrategies.verify(Module(), Data(), "fsdp")
 
 
@@ -105,9 +105,9 @@ def test_a_verdict_of_inequality_names_the_first_step_and_the_values() -> None:
     assert not verdict.equal
     text = str(verdict)
     assert text.startswith("NOT equal to one device\n")
-    assert "first difference after step 3: weights: 6 of 6 differ, most of all net." in text
+    assert "first difference after step 3: weights: 6 of 6 differ, most strongly net." in text
     assert "unlike one device: random draws (as in dropout) are each process's own" in text
-    assert "the step or a hook of its batch draws random numbers" in text
+    assert "the training step or a batch hook draws random numbers" in text
 
 
 class Single(Module):
@@ -118,7 +118,10 @@ class Single(Module):
 def test_a_module_that_float64_cannot_train_is_compared_in_float32() -> None:
     verdict = cnnstrategies.verify(Single(), Data(), "ddp", steps=2)
     assert verdict.equal, verdict
-    assert "in float32, which is less exact, because float64 failed: RuntimeError: expected m1 and m2" in str(verdict)
+    assert (
+        "in float32, which is less precise, because the run in float64 failed: RuntimeError: expected m1 and m2"
+        in str(verdict)
+    )
 
 
 class Fails(Module):

@@ -1,14 +1,18 @@
-"""Networks that nobody here wrote: the smallest of each of timm's families, one of each of torchvision's and of smp's.
+"""Published networks: the smallest network of each of timm's families, and one of each of torchvision's and smp's.
 
-Left out are those of more than 80 million parameters, but for vgg11: these trials would take minutes and gigabytes;
-and Visformer, whose values grow beyond 1e60 in a step where batch normalisation takes its running statistics.
+Networks with more than 80 million parameters are left out, except vgg11, because their trials would take minutes and
+gigabytes. Visformer is left out, too: its values grow beyond 1e60 in a step in which batch normalisation uses its
+running statistics.
 """
 
 from collections.abc import Mapping
 
 
 def by_name(networks: Mapping[int, str]) -> dict[str, int]:
-    """The size of images of each: what it was made for where it takes no other, and else a small one."""
+    """Return the image size of each network, by its name, from names by size.
+
+    The size is small, unless the network accepts only the size for which it was designed.
+    """
     return {name: size for size, names in networks.items() for name in names.split()}
 
 

@@ -1,4 +1,4 @@
-"""Published losses, heads and memories under every strategy, put into modules as their packages' examples do."""
+"""Published losses, heads and memory banks under every strategy, in modules like their packages' examples."""
 
 import copy
 from collections.abc import Callable
@@ -21,14 +21,14 @@ SIZE, FEATURES = 32, 96
 
 
 class Example(LightningModule):
-    """What the examples have in common."""
+    """Common part of the examples: the optimizer."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
 
 
 class Metric(Example):
-    """Embeddings, and a loss of them."""
+    """A module that learns embeddings with a loss of metric learning."""
 
     def __init__(self, loss: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -42,11 +42,11 @@ class Metric(Example):
 
 
 def with_proxies(kind: Callable[..., nn.Module]) -> Callable[[], nn.Module]:
-    """A loss that has weights of its own."""
+    """Return a function that makes a loss with weights of its own."""
     return partial(kind, num_classes=CLASSES, embedding_size=16)
 
 
-# The losses, and whether they are means over images.
+# By name: a function that makes the loss, and whether the loss is a mean over images.
 METRIC_LEARNING: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "ArcFaceLoss": (with_proxies(losses.ArcFaceLoss), True),
     "CosFaceLoss": (with_proxies(losses.CosFaceLoss), True),
@@ -69,7 +69,7 @@ METRIC_LEARNING: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 @pytest.mark.parametrize("name", part_of(METRIC_LEARNING))
 def test_pytorch_metric_learning(name: str) -> None:
     loss, is_mean = METRIC_LEARNING[name]
-    batch = 4 if is_mean else 12  # Each with pairs.
+    batch = 4 if is_mean else 12  # A batch of 12 has pairs of images of the same class.
     try_all(
         f"pytorch_metric_learning.{name}",
         lambda: Metric(loss),
@@ -79,7 +79,7 @@ def test_pytorch_metric_learning(name: str) -> None:
 
 
 class Twins(Example):
-    """Two views of each image, and a loss of their projections."""
+    """A module with two views of each image and a loss of the views' projections."""
 
     def __init__(self, head: Callable[..., nn.Module], criterion: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -97,13 +97,13 @@ class Twins(Example):
         return loss
 
     def compare(self, x0: Tensor, x1: Tensor) -> Tensor:
-        """The loss of two views."""
+        """Return the loss of two views."""
         loss: Tensor = self.criterion(self(x0), self(x1))
         return loss
 
 
 class SimSiam(Twins):
-    """The other view's projection is predicted."""
+    """A module that predicts the other view's projection."""
 
     def __init__(self) -> None:
         super().__init__(heads.SimSiamProjectionHead, lightly_loss.NegativeCosineSimilarity)
@@ -120,7 +120,7 @@ class SimSiam(Twins):
 
 
 class NNCLR(SimSiam):
-    """Their nearest neighbours of a memory are."""
+    """A module that predicts the projection's nearest neighbour in a memory bank."""
 
     def __init__(self) -> None:
         Twins.__init__(self, heads.NNCLRProjectionHead, lightly_loss.NTXentLoss)
@@ -135,7 +135,7 @@ class NNCLR(SimSiam):
 
 
 class Momentum(Twins):
-    """A teacher that follows the student before each step gives the other projection."""
+    """A module in which a teacher computes the other view's projection; it follows the student before each step."""
 
     def __init__(self, head: Callable[..., nn.Module], criterion: Callable[[], nn.Module]) -> None:
         super().__init__(head, criterion)
@@ -151,7 +151,7 @@ class Momentum(Twins):
         return super().training_step(batch, index)
 
     def forward_momentum(self, x: Tensor) -> Tensor:
-        """What the teacher gives."""
+        """Return the teacher's projection."""
         projected: Tensor = self.projection_head_momentum(self.backbone_momentum(x).flatten(start_dim=1))
         return projected.detach()
 
@@ -161,7 +161,7 @@ class Momentum(Twins):
 
 
 class MMCR(Momentum):
-    """The loss has the views of an image in a dimension of their own."""
+    """A module whose loss gets the views of an image in a separate dimension."""
 
     def compare(self, x0: Tensor, x1: Tensor) -> Tensor:
         online = torch.stack([self(x0), self(x1)], dim=1)
@@ -171,7 +171,7 @@ class MMCR(Momentum):
 
 
 class BYOL(Momentum):
-    """The teacher's is predicted."""
+    """A module that predicts the teacher's projection."""
 
     def __init__(self) -> None:
         super().__init__(heads.BYOLProjectionHead, lightly_loss.NegativeCosineSimilarity)
@@ -185,7 +185,7 @@ class BYOL(Momentum):
 
 
 class DINO(Momentum):
-    """The teacher's outputs are centred, and the last layer is frozen at first."""
+    """A module that centres the teacher's outputs and freezes the last layer of the projection head at first."""
 
     def __init__(self) -> None:
         head = partial(heads.DINOProjectionHead, output_dim=48, freeze_last_layer=1)
@@ -201,7 +201,7 @@ class DINO(Momentum):
 
 
 class SwaV(Twins):
-    """Views are assigned to prototypes, whose weights each step begins with normalising."""
+    """A module that assigns views to prototypes; each step first normalises the prototypes' weights."""
 
     def __init__(self) -> None:
         super().__init__(heads.SwaVProjectionHead, lightly_loss.SwaVLoss)
@@ -214,11 +214,11 @@ class SwaV(Twins):
         return loss
 
     def views(self, x0: Tensor, x1: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Those of high, and those of low resolution."""
+        """Return the views of high resolution and the views of low resolution."""
         return [x0, x1], [x[..., : SIZE // 2, : SIZE // 2] for x in (x0, x1)]
 
 
-# How to make a module, and whether its loss is a mean over images.
+# By name: a function that makes the module, and whether its loss is a mean over images.
 LIGHTLY: dict[str, tuple[Callable[[], LightningModule], bool]] = {
     "SimSiam": (SimSiam, True),
     "BYOL": (BYOL, True),

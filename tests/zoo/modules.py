@@ -1,4 +1,4 @@
-"""Modules that packages publish, under every strategy, with their own steps, losses, teachers and optimizers."""
+"""Published modules under every strategy, with their own steps, losses, teachers and optimizers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +21,7 @@ from torchgeo.datamodules.utils import collate_fn_detection
 from trial import CLASSES, part_of, try_all
 
 SIZE, SAMPLES = 32, 24
-SMALL = "test_resnet"  # timm's smallest
+SMALL = "test_resnet"  # timm's smallest ResNet
 SEED = torch.Generator().manual_seed(0)
 IMAGES = torch.randn(SAMPLES, 3, SIZE, SIZE, generator=SEED)
 LABELS = torch.randint(CLASSES, (SAMPLES,), generator=SEED)
@@ -30,7 +30,7 @@ SIDES = torch.randint(SIZE // 4, SIZE // 2, (SAMPLES, 2, 2), generator=SEED)
 
 
 class Scenes(Dataset[dict[str, Tensor]]):
-    """As torchgeo's datasets give them."""
+    """A dataset of dictionaries, like torchgeo's datasets."""
 
     def __init__(self, fields: dict[str, Tensor]) -> None:
         self.fields = {"image": IMAGES} | fields
@@ -43,7 +43,7 @@ class Scenes(Dataset[dict[str, Tensor]]):
 
 
 class Boxes(Dataset[dict[str, Tensor]]):
-    """One or two objects in each image."""
+    """A dataset for detection with one or two objects in each image."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -56,7 +56,7 @@ class Boxes(Dataset[dict[str, Tensor]]):
 
 
 def byol() -> trainers.BYOLTask:
-    """Without its random augmentation, for which the task has no argument."""
+    """Return BYOL's task without its random augmentation, which no argument of the task can switch off."""
     task = trainers.BYOLTask(model=SMALL)
     task.model.augment = nn.Identity()
     return task
@@ -83,7 +83,7 @@ PAIRS = {"image": torch.randn(SAMPLES, 2, 3, SIZE, SIZE, generator=SEED), "mask"
 VIEWS = {"image": torch.randn(SAMPLES, 6, SIZE, SIZE, generator=SEED)}
 WEIGHTS = [1.0, 2.0, 3.0, 4.0, 5.0]
 
-# How to make a module, what its images come with, and whether its loss is a mean over images.
+# By name: a function that makes the module, the data besides the images, and whether the loss is a mean over images.
 TORCHGEO: dict[str, tuple[Callable[[], LightningModule], dict[str, Tensor] | None, bool]] = {
     "ClassificationTask": (partial(trainers.ClassificationTask, "resnet18", num_classes=CLASSES), LABEL, True),
     "ClassificationTask, multi-label": (
@@ -124,7 +124,7 @@ TORCHGEO: dict[str, tuple[Callable[[], LightningModule], dict[str, Tensor] | Non
         partial(trainers.SimCLRTask, SMALL, output_dim=32, lr=1e-3, memory_bank_size=0, augmentations=nn.Identity()),
         VIEWS, False,
     ),
-    # Faster R-CNN and Mask R-CNN draw candidates, and are large.
+    # Faster R-CNN and Mask R-CNN are left out: they are large, and sample candidates at random.
     "ObjectDetectionTask, fcos": (
         partial(trainers.ObjectDetectionTask, "fcos", backbone="resnet18", num_classes=CLASSES), None, False,
     ),
@@ -164,11 +164,11 @@ def ensemble(make: Callable[[], nn.Module], repeats: nn.Module | None = None) ->
 
 
 def with_head(head: Callable[..., nn.Module]) -> nn.Module:
-    """A network that gives the parameters of a distribution."""
+    """Return a network whose outputs are the parameters of a distribution."""
     return nn.Sequential(classification.lenet(3, 16), nn.ReLU(), head(nn.Linear, event_dim=1, in_features=16))
 
 
-# How to make a module, and its targets; all of these losses are means over images.
+# By name: a function that makes the module, and its targets. All these losses are means over images.
 UNCERTAINTY: dict[str, tuple[Callable[[], LightningModule], Tensor]] = {
     "ClassificationRoutine, cross-entropy": (
         partial(classifier, partial(torchvision.models.resnet18, num_classes=CLASSES), nn.CrossEntropyLoss()), LABELS,

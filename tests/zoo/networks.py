@@ -1,4 +1,4 @@
-"""Published networks under every strategy; `make test-zoo` runs it."""
+"""Published networks under every strategy; `make test-zoo` runs this file."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,7 @@ def segmenter(name: str) -> nn.Module:
     return kind("resnet18", encoder_weights=None, in_channels=3, classes=CLASSES)
 
 
-# How to make one, the size of its images, and whether it takes masks.
+# By name: a function that makes the network, the size of its images, and whether its targets are masks.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, bool]] = {
     **{f"timm.{name}": (partial(timm.create_model, name, num_classes=CLASSES), TIMM[name], False) for name in TIMM},
     **{

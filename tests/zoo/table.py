@@ -1,4 +1,4 @@
-"""The page of the zoo: what became of each network and module under each strategy."""
+"""Write the page of the zoo: the result of each network and module under each strategy."""
 
 import json
 import sys
@@ -32,16 +32,16 @@ def page() -> str:
     results = {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))}
     lines = ["| strategy | equal | refused | said to differ |", "| --- | --- | --- | --- |"]
     for strategy in STRATEGIES:
-        count = Counter(one[strategy].split(":")[0] for one in results.values())
+        count = Counter(verdicts[strategy].split(":")[0] for verdicts in results.values())
         lines.append(f"| {strategy} | {count['equal']} | {count['refused']} | {count['said']} |")
-    packages = ", ".join(f"{one} {version(one)}" for one in PACKAGES)
+    packages = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
     text = HEAD.format(packages=packages, sums="\n".join(lines), count=len(results), total=TOTAL)
     text += f"| {len(results)} networks and modules | " + " | ".join(STRATEGIES) + " |\n"
     text += "| --- |" + " --- |" * len(STRATEGIES) + "\n"
     notes: dict[str, int] = {}
-    for name, one in results.items():
+    for name, verdicts in results.items():
         cells = []
-        for result in one.values():
+        for result in verdicts.values():
             kind, _, reason = result.partition(": ")
             note = notes.setdefault(reason.splitlines()[0], len(notes) + 1) if reason else 0
             cells.append(f"{kind} ({note})" if note else kind)

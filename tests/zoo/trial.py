@@ -1,4 +1,4 @@
-"""One published network or module under every strategy: equal to one device, or refused in a line; else it fails."""
+"""Try a published network or module under every strategy: it must equal one device, or be refused in one line."""
 
 import contextlib
 import json
@@ -30,16 +30,16 @@ STRATEGIES: Mapping[str, tuple[Callable[[LightningModule, Tensor], Any], int]] =
 
 
 def part_of(names: Iterable[str]) -> list[str]:
-    """Those of a part of the zoo: every tenth from the third on, for `CNNSTRATEGIES_ZOO_PART=3/10`."""
+    """Return one part of the names: with `CNNSTRATEGIES_ZOO_PART=3/10`, every tenth name from the third on."""
     part, parts = map(int, os.environ.get("CNNSTRATEGIES_ZOO_PART", "1/1").split("/"))
     return list(names)[part - 1 :: parts]
 
 
 def pipeline(replicas: list[int], module: LightningModule, images: Tensor) -> HybridPipelineStrategy:
-    """Cut in the middle, which spares the profile, where it is known what is cut."""
+    """Return a pipeline; a plain network is cut in the middle, so that it does not have to be profiled."""
     cuts = None
     if isinstance(module, Classifier):
-        with contextlib.suppress(ConfigurationError):  # Which the strategy itself is to say.
+        with contextlib.suppress(ConfigurationError):  # The strategy itself raises the error again.
             decide_by_shapes(module.network, lambda size: images[:size])
             traced = trace(module.network)
             positions = cut_positions(traced)
@@ -50,13 +50,16 @@ def pipeline(replicas: list[int], module: LightningModule, images: Tensor) -> Hy
 def try_all(
     name: str, make: Callable[[], LightningModule], data: Callable[[], DataLoader[Any]], is_mean: bool = True
 ) -> None:
-    """Write down what became of it under each strategy, and fail where it is neither equal nor refused.
+    """Write the results of a module under each strategy to a file, and fail if a result is not acceptable.
+
+    Acceptable results are equal to one device, refused with an error message, or announced as different before the run.
 
     Args:
-        name: In the table.
-        make: Makes the module.
-        data: Makes its loader.
-        is_mean: Whether its loss is a mean over images; else processes that each take their own come to another one.
+        name: Name of the module in the table.
+        make: Function that makes the module.
+        data: Function that makes its loader.
+        is_mean: Whether its loss is a mean over images. If it is not, processes that compute the loss of their own
+            images have a different result.
     """
     results, wrong = {}, []
     for strategy, (chosen, devices) in STRATEGIES.items():
@@ -66,8 +69,10 @@ def try_all(
             batch = next(iter(data()))
             images = batch["image"] if isinstance(batch, dict) else batch[0]
             verdict = verify(module, data(), chosen(module, images), devices=devices, steps=2)
-            said = not is_mean and OWN_MEANS in str(verdict)
-            results[strategy] = "equal" if verdict.equal else f"said: {OWN_MEANS}" if said else f"DIFFERENT: {verdict}"
+            announced = not is_mean and OWN_MEANS in str(verdict)
+            results[strategy] = (
+                "equal" if verdict.equal else f"said: {OWN_MEANS}" if announced else f"DIFFERENT: {verdict}"
+            )
         except ConfigurationError as error:
             results[strategy] = f"refused: {error}"
         except Exception as error:
@@ -80,7 +85,7 @@ def try_all(
 
 
 class Classifier(LightningModule):
-    """As in Lightning's examples."""
+    """A module with a training step like those in Lightning's examples."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -91,8 +96,8 @@ class Classifier(LightningModule):
         outputs = self.network(images)
         if isinstance(outputs, dict):
             outputs = outputs["out"]
-        if isinstance(outputs, tuple):  # With auxiliary classifiers.
-            outputs = outputs[0] + 0.3 * sum(one for one in outputs[1:] if one is not None)
+        if isinstance(outputs, tuple):  # The network has auxiliary classifiers.
+            outputs = outputs[0] + 0.3 * sum(logits for logits in outputs[1:] if logits is not None)
         loss = F.cross_entropy(outputs, targets)
         self.log("loss", loss)
         return loss
@@ -102,8 +107,8 @@ class Classifier(LightningModule):
         return torch.optim.SGD(trained, 1e-3, momentum=0.9)
 
 
-# Of one sample, as in a microbatch of half as many, torch 2.15's batch normalisation in evaluation has wrong gradients
-# where the sample's strides are not those of its shape: XCiT's differ without this package, too.
+# A smaller batch would have microbatches of one sample. For one sample with unusual strides, batch normalisation in
+# evaluation mode has wrong gradients in torch 2.15: XCiT's gradients differ without this package as well.
 def images_and_labels(size: int, masks: bool = False, channels: int = 3, batch: int = 4) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(24, channels, size, size, generator=generator)

@@ -1,7 +1,7 @@
-"""The launchers: programs and platforms that start a run's processes, each one class in its own module of this package.
+"""Launchers: programs and platforms that start the processes of a run.
 
-Every module of this package is imported here, and each class with the decorator :func:`register` is a launcher. The
-modules import neither torch nor Lightning, so that a command's help can name the launchers.
+Each launcher is a class with the decorator :func:`register` in its own module. This package imports all its modules.
+The modules must import neither torch nor Lightning, because the help of a command lists the launchers.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Jobs: what ``submit`` makes of a configuration, to be shown or handed to a cluster."""
+"""Jobs that ``submit`` creates from a configuration, to print them or to submit them to a cluster."""
 
 import shutil
 import subprocess
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ClusterJob(ABC):
-    """A run that ``submit`` has checked for a launcher."""
+    """Base class of jobs, each of which is a run for one launcher."""
 
     @abstractmethod
     def show(self) -> str:
@@ -26,23 +26,24 @@ class ClusterJob(ABC):
 
     @abstractmethod
     def submit(self) -> str:
-        """Hand the job to the cluster.
+        """Submit the job to the cluster.
 
         Returns:
-            Lines for the user: the job's name, and the directories of logs and checkpoints.
+            Text for the user: name of the job, and directories of the logs and the checkpoints.
         """
 
 
 @dataclass(frozen=True)
 class ScriptJob(ClusterJob):
-    """A job that is a script; the run folder holds the script and its configuration.
+    """Job for a cluster that runs scripts from a queue.
 
     Attributes:
-        submission: The run.
-        folder: The run folder, on a disk that all nodes see. :meth:`submit` writes ``config.yaml`` and ``job.sh``.
-        script: Text of the script, which runs ``fit`` with the folder's ``config.yaml``.
-        queue: Function that puts a script into the queue and returns the job's number, such as :func:`hand_over`.
-        changes: Values of the job's configuration that the launcher decides. By key of the configuration.
+        submission: The configuration of the run.
+        folder: The run folder, on a file system that all nodes share. :meth:`submit` writes the script ``job.sh`` and
+            ``config.yaml`` to it.
+        script: Text of the script, which runs ``fit`` with this ``config.yaml``.
+        queue: Function that submits the script at a path and returns the job id.
+        changes: Values that the launcher sets in the configuration, by key of the configuration.
     """
 
     submission: "Submission"
@@ -81,24 +82,25 @@ class ScriptJob(ClusterJob):
 
 
 def hand_over(cluster: str, *command: str) -> str:
-    """Run a program of a cluster's queue and return what it prints.
+    """Run a program of the cluster's scheduler, such as sbatch, and return its output.
 
     Args:
-        cluster: Name of the cluster's software, such as ``SLURM``, for messages.
+        cluster: Name of the scheduler, such as ``SLURM``, for error messages.
         command: The program and its arguments, such as ``("sbatch", "--parsable", "job.sh")``.
 
     Raises:
-        ConfigurationError: The program is not installed here, or it ends with an error.
+        ConfigurationError: The program is not installed on this machine, or it ends with an error.
     """
     if shutil.which(command[0]) is None:
         raise ConfigurationError(
-            f"{command[0]} is not found: submit on a login node of a {cluster} cluster; --dry_run prints the script "
-            "anywhere"
+            f"{command[0]} is not installed: run submit on a login node of a {cluster} cluster, or print the script "
+            "with --dry_run"
         )
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode != 0:
         reason = " ".join(process.stderr.split()) or f"exit code {process.returncode}"
         raise ConfigurationError(
-            f"{cluster} refuses the job: {reason}; change the cluster section, or the trainer's devices"
+            f"{cluster} refuses the job ({reason}): change the section cluster, or trainer.devices and "
+            "trainer.num_nodes"
         )
     return process.stdout

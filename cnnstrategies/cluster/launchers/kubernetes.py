@@ -1,4 +1,4 @@
-"""Kubernetes: a submission becomes Indexed Jobs, which kubectl creates; Lightning starts the ranks of each pod."""
+"""Launcher for Kubernetes. ``submit`` creates Indexed Jobs with kubectl, and Lightning starts the ranks in each pod."""
 
 import re
 import subprocess
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from cnnstrategies.cluster.submission import Submission
 
 SECTION = "cluster.kubernetes"
-# A pod's name has at most 63 characters. The timestamp, the role, the index and Kubernetes' random suffix need 35.
+# Largest length of cluster.job_name. A pod's name has at most 63 characters, and the timestamp, the role, the index and
+# Kubernetes' random suffix need 35 of them.
 LONGEST_NAME = 28
-WAIT = 1800.0  # seconds for all pods to start, which includes fetching their images
+WAIT = 1800.0  # Seconds to wait for all pods to start, which includes the download of their images.
 
 
 @register
 class Kubernetes(Launcher):
-    """Pods of an Indexed Job (``submit --to kubernetes``) or of a TrainJob."""
+    """Launcher for pods of an Indexed Job, which ``submit --to kubernetes`` creates, or of a TrainJob."""
 
     name = "kubernetes"
     title = "Kubernetes"
@@ -42,11 +43,14 @@ class Kubernetes(Launcher):
 
     @override
     def run_name(self, environ: Environ, configuration: str) -> str | None:
-        """Return the name of the Indexed Job or TrainJob; the host name of its pods ends with the pod's number."""
+        """Return the name of the Indexed Job or TrainJob.
+
+        The host name of a pod is the name of its Job followed by the pod's index.
+        """
         host_name, number = environ.get("HOSTNAME", ""), environ.get("JOB_COMPLETION_INDEX")
         if number is None or not host_name.endswith(f"-{number}"):
             return None
-        # The pods of a TrainJob belong to the replicated job `node`, of which there is one.
+        # A TrainJob adds `-node-0` to its name, for its only replicated job `node`.
         job = re.sub(r"-node-0$", "", host_name.removesuffix(f"-{number}"))
         return f"kubernetes_{job}"
 
@@ -59,12 +63,13 @@ class Kubernetes(Launcher):
         options = submission.options
         if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", options.job_name) or len(options.job_name) > LONGEST_NAME:
             raise ConfigurationError(
-                f"cluster.job_name={options.job_name!r}: Kubernetes accepts at most {LONGEST_NAME} small letters, "
-                "digits and -, beginning with a letter"
+                f"cluster.job_name={options.job_name!r}: for Kubernetes use at most {LONGEST_NAME} lower-case letters, "
+                "digits and -, starting with a letter"
             )
         if not options.kubernetes.image:
             raise ConfigurationError(
-                f"{SECTION}.image: name the container image that the pods run; docs/kubernetes.md says how to build it"
+                f"{SECTION}.image is not set: set the container image for the pods; docs/kubernetes.md describes how "
+                "to build it"
             )
         _check_keys(submission)
         folder = _folder(options)
@@ -73,8 +78,9 @@ class Kubernetes(Launcher):
         checkpoints = PurePosixPath(submission.checkpoints or run_folder / "checkpoints")
         if not _is_in_volume(checkpoints, options):
             raise ConfigurationError(
-                f"checkpoint.dirpath={checkpoints}: a pod that is started again does not find what is there; choose a "
-                f"directory in one of {SECTION}.volumes ({', '.join(options.kubernetes.volumes)}), or leave it out"
+                f"checkpoint.dirpath={checkpoints} is not in a volume, so a restarted pod would not find its "
+                f"checkpoints: set a directory in one of {SECTION}.volumes "
+                f"({', '.join(options.kubernetes.volumes)}), or leave it out"
             )
         run = PodRun(
             name=name,
@@ -93,11 +99,11 @@ class Kubernetes(Launcher):
 
 @dataclass(frozen=True)
 class KubernetesJob(ClusterJob):
-    """Indexed Jobs with a headless service.
+    """Job that consists of Indexed Jobs, a headless service and a ConfigMap.
 
     Attributes:
-        run: The pods.
-        checkpoints: Directory of the checkpoints, as the pods see it.
+        run: The run whose Kubernetes objects are created.
+        checkpoints: Path of the directory of the checkpoints in the pods.
     """
 
     run: PodRun
@@ -112,35 +118,41 @@ class KubernetesJob(ClusterJob):
         run = self.run
         create(run)
         namespace = f" -n {run.options.namespace}" if run.options.namespace else ""
-        servers = f", and {run.servers} of servers" if run.servers else ""
+        servers = f", and {run.servers} server pods" if run.servers else ""
         return (
             f"Created Job {run.name}: {run.size.nodes} pods x {run.size.tasks_per_node} processes{servers}\n"
-            f"Checkpoints: {self.checkpoints} as the pods see it\n"
+            f"Checkpoints: {self.checkpoints} in the pods\n"
             f"Logs: kubectl logs{namespace} -l app.kubernetes.io/instance={run.name} --prefix -f"
         )
 
 
 def _check_keys(submission: "Submission") -> None:
-    """Refuse a Secret with keys for a run without encryption, and encrypted connections between pods without a Secret.
+    """Check the option ``key_secret``, which is needed only for encrypted connections between pods.
 
     Raises:
-        ConfigurationError: The key `key_secret` must be left out, or must be set.
+        ConfigurationError: ``key_secret`` is set for a run without parameter servers, or it is not set although the
+            connections between pods are encrypted.
     """
     servers, secret = submission.server_options, submission.options.kubernetes.key_secret
     if servers is None and secret is not None:
-        raise ConfigurationError(f"{SECTION}.key_secret={secret} is for a ParameterServerStrategy; leave it out")
+        raise ConfigurationError(
+            f"{SECTION}.key_secret={secret} has no effect without a ParameterServerStrategy; leave it out"
+        )
     several = submission.size.nodes + submission.options.server_nodes > 1
     if servers is None or not several or secret is not None or servers.security == "none":
         return
     raise ConfigurationError(
-        f"{SECTION}.key_secret: the connections between the pods are encrypted: cnnstrategies-server --make-keys "
-        "run.key, kubectl create secret generic run-key --from-file=run.key, and key_secret: run-key; on a network "
-        "of your own, security: none"
+        f"{SECTION}.key_secret is not set, but the connections between the pods are encrypted: run "
+        "cnnstrategies-server --make-keys run.key and kubectl create secret generic run-key "
+        "--from-file=run.key, and set key_secret: "
+        "run-key; or, on a trusted network, set security: none for the strategy"
     )
 
 
 def _folder(options: ClusterOptions) -> PurePosixPath:
-    """Return the parent directory of run folders, as a path in the pods.
+    """Return the path, in the pods, of the parent directory of run folders.
+
+    This is ``cluster.folder``, or the only volume if ``cluster.folder`` is a relative path.
 
     Raises:
         ConfigurationError: The directory is not in a volume.
@@ -151,11 +163,11 @@ def _folder(options: ClusterOptions) -> PurePosixPath:
         return PurePosixPath(volumes[0])
     if not _is_in_volume(folder, options):
         raise ConfigurationError(
-            f"cluster.folder={folder}: a pod that is started again finds its checkpoints only in a volume; "
+            f"cluster.folder={folder} is not in a volume, so a restarted pod would not find its checkpoints: "
             + (
-                f"choose a directory in {' or '.join(volumes)}"
+                f"set a directory in {' or '.join(volumes)}"
                 if volumes
-                else f"add one that all pods can write to, such as {SECTION}.volumes: {{/runs: CLAIM}}"
+                else f"add a volume to which all pods can write, such as {SECTION}.volumes: {{/runs: CLAIM}}"
             )
         )
     return folder
@@ -166,7 +178,7 @@ def _is_in_volume(path: PurePosixPath, options: ClusterOptions) -> bool:
 
 
 def _changes(submission: "Submission", name: str) -> dict[str, Any]:
-    """Return the values that replace the user's values in the pods' configuration. By key of the configuration."""
+    """Return the values that submit sets in the pods' configuration, by key of the configuration."""
     options = submission.options
     changes: dict[str, Any] = {
         "stop.grace": float(options.kubernetes.grace),
@@ -185,7 +197,7 @@ def _changes(submission: "Submission", name: str) -> dict[str, Any]:
 
 
 def create(run: PodRun) -> None:
-    """Create all objects of a run if the cluster accepts all of them; otherwise create none.
+    """Create the Kubernetes objects of a run. If the cluster refuses one of them, create none.
 
     Raises:
         ConfigurationError: kubectl is not installed, or the cluster refuses an object.
@@ -205,17 +217,17 @@ def _kubectl(run: PodRun, *words: str, manifest: str | None = None) -> subproces
         return subprocess.run(command, input=manifest, capture_output=True, text=True)
     except FileNotFoundError as error:
         raise ConfigurationError(
-            "kubectl is not found: submit on a machine that has it and reaches the cluster; or print the objects with "
-            "--dry_run, for kubectl create -f -"
+            "kubectl is not installed: run submit on a machine with kubectl and access to the cluster, or print the "
+            "objects with --dry_run for kubectl create -f -"
         ) from error
 
 
 def _check(process: subprocess.CompletedProcess[str]) -> None:
-    """Refuse a run for which kubectl has ended with an error."""
+    """Raise a ConfigurationError if kubectl has ended with an error."""
     if process.returncode:
-        # Lines such as "E1129 ..." are kubectl's log of its attempts.
+        # Lines such as "E1129 ..." are log messages of kubectl about failed attempts.
         reasons = [line for line in process.stderr.splitlines() if not re.match(r"E\d{4} ", line)]
         raise ConfigurationError(
-            f"Kubernetes refuses the run: {' '.join(reasons)}; see kubectl config get-contexts and kubectl "
-            "cluster-info; --dry_run needs no cluster"
+            f"Kubernetes refuses the run ({' '.join(reasons)}): check kubectl config get-contexts and kubectl "
+            "cluster-info, or print the objects with --dry_run, which does not need a cluster"
         )

@@ -1,4 +1,4 @@
-"""The interface of a launcher: what the package asks the program or platform that starts a run's processes."""
+"""Base class of launchers, which are the programs and platforms that start the processes of a run."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
     from cnnstrategies.cluster.submission import Submission
 
-RUN_NAME = "CNNSTRATEGIES_RUN_NAME"  # Environment variable with the run's name, set by programs that start `fit`.
+RUN_NAME = "CNNSTRATEGIES_RUN_NAME"  # Environment variable in which programs that start `fit` can set the run's name.
 Environ = Mapping[str, str]
 
 
 class Restart(NamedTuple):
-    """Words about a launcher's restarts of submitted runs, for the error message about a run without checkpoints.
+    """Parts of the error message for a run that its launcher may restart although the run saves no checkpoints.
 
     Attributes:
-        subject: Noun for the restarted job, such as "a requeued job".
-        remedy: Setting that turns restarts off, such as "set cluster.requeue to false".
+        subject: Noun phrase for the restarted job, such as "a requeued job".
+        remedy: Advice how to turn restarts off, such as "set cluster.requeue to false".
     """
 
     subject: str
@@ -30,31 +30,31 @@ class Restart(NamedTuple):
 
 
 class Launcher(ABC):
-    """A program or platform that starts a run's processes: SLURM, torchrun, mpirun, Kubernetes, Ray, or none.
+    """Base class of launchers: SLURM, torchrun, mpirun, Kubernetes, Ray, and "none".
 
-    A process can run under several launchers at once, such as torchrun inside a job of SLURM. The package asks them in
-    the order of `precedence`.
+    A process can run under several launchers at the same time, for example under torchrun inside a SLURM job. The
+    launcher with the lowest ``precedence`` is the innermost launcher and is considered first.
 
-    A launcher that starts every rank of a run names four environment variables: a rank's rank, world size, local rank
-    and local world size. A launcher that only provides nodes, where Lightning starts the ranks, names no variables.
+    A launcher that starts all ranks of a run defines the names of four environment variables: rank, world size, local
+    rank and local world size. Under a launcher that only provides nodes, Lightning starts the ranks, and the launcher
+    does not define these names.
 
     Attributes:
-        name: Word for options and run names, such as ``slurm``: the word after ``submit --to`` if the launcher takes
-            submissions.
-        title: Name for messages, such as ``SLURM``.
-        precedence: Position in the order of launchers. The launcher with the lowest number is the innermost one and is
-            asked first: 10 torchrun, 20 and 30 mpirun, 40 Kubernetes, 50 Ray, 60 SLURM, 100 none. Each launcher has a
-            different number.
-        program: Program that starts the ranks, such as ``srun``; None if Lightning starts them.
-        rank_variable: Environment variable with the global rank.
-        size_variable: Environment variable with the world size.
-        local_rank_variable: Environment variable with the local rank: the number of the process on its node.
-        local_size_variable: Environment variable with the number of processes on the node.
-        variables: Patterns, such as ``SLURM_*``, of all environment variables that the launcher sets in its processes.
-            Programs that Ray starts do not inherit these variables, because they describe another launch.
-        reads: Keys of the section ``cluster`` that a submission to this launcher uses, in addition to the launcher's
-            own section and to job_name, setup, python and folder, which every launcher uses.
-        lightning_detects: Whether Lightning itself chooses the right environment under this launcher.
+        name: Short name for options and run names, such as ``slurm``. If the launcher accepts submissions,
+            ``submit --to`` takes this name.
+        title: Name for error messages, such as ``SLURM``.
+        precedence: Position in the order of launchers, which is different for each launcher: 10 torchrun, 20 and 30
+            mpirun, 40 Kubernetes, 50 Ray, 60 SLURM, 100 none.
+        program: Name of the program that starts the ranks, such as ``srun``; None if Lightning starts the ranks.
+        rank_variable: Name of the environment variable with the global rank.
+        size_variable: Name of the environment variable with the world size.
+        local_rank_variable: Name of the environment variable with the rank of the process on its node.
+        local_size_variable: Name of the environment variable with the number of processes on the node.
+        variables: Patterns, such as ``SLURM_*``, for the names of all environment variables that the launcher sets. If
+            Ray itself was started by this launcher, programs that Ray starts must not inherit these variables.
+        reads: Keys of the section ``cluster`` that this launcher uses for submissions, except for the launcher's own
+            section and for job_name, setup, python and folder, which all launchers use.
+        lightning_detects: Whether Lightning itself chooses the right cluster environment under this launcher.
     """
 
     name: str
@@ -71,99 +71,104 @@ class Launcher(ABC):
 
     @abstractmethod
     def detect(self, environ: Environ) -> bool:
-        """Whether this process runs inside a job of this launcher: as one of its ranks, or as the job's script."""
+        """Whether this process runs under this launcher, as one of its ranks or as a job's script."""
 
     def starts_ranks(self, environ: Environ) -> bool:
         """Whether the launcher has started this process as one of the run's ranks.
 
-        False for a job's script or shell, where Lightning starts the ranks. By default true if the launcher is detected
-        and its variables for the rank and the local rank are set.
+        In a job's script or shell this is false, because Lightning starts the ranks there. By default it is true if the
+        launcher is detected and the variables for the rank and the local rank are set.
         """
         return self.detect(environ) and {self.rank_variable, self.local_rank_variable} <= environ.keys()
 
     def starts_nodes(self, environ: Environ) -> bool:
-        """Whether the launcher has started one process on each node, and Lightning starts the ranks. Default: false."""
+        """Whether the launcher has started one process on each node, in which Lightning starts the ranks.
+
+        By default this is false.
+        """
         return False
 
     def environment(self) -> "ClusterEnvironment":
-        """Return the environment that tells Lightning the ranks, the main address and the main port.
+        """Return the cluster environment, from which Lightning gets the ranks, the main address and the main port.
 
-        By default the ranks come from the launcher's four variables, the main address from ``MASTER_ADDR``, and the
-        main port from ``MASTER_PORT`` or else from :meth:`launch_id`. The method is called only if the launcher has
-        started ranks or nodes.
+        By default the ranks come from the launcher's four environment variables, the main address from ``MASTER_ADDR``,
+        and the main port from ``MASTER_PORT``, or else from a hash of :meth:`launch_id`. The method is called only if
+        :meth:`starts_ranks` or :meth:`starts_nodes` is true.
         """
         from cnnstrategies.cluster.launched_environment import LaunchedEnvironment
 
         return LaunchedEnvironment(self)
 
     def script_environment(self, environ: Environ, num_nodes: int) -> "ClusterEnvironment | None":
-        """Return the environment for a process that is a job's script and not a rank; Lightning then starts the ranks.
+        """Return the cluster environment for a process that is a job's script, in which Lightning starts the ranks.
 
-        None, which is the default, leaves the choice of an environment to Lightning.
+        If the result is None, which is the default, Lightning chooses the environment.
 
         Args:
             environ: Environment variables of this process.
-            num_nodes: The trainer's number of nodes.
+            num_nodes: Number of nodes of the trainer.
 
         Raises:
-            ConfigurationError: The run has several nodes, and nothing has started processes on the other nodes.
+            ConfigurationError: The run has several nodes, but no processes were started on the other nodes.
         """
         return None
 
     def nodes(self, environ: Environ) -> int:
-        """Return the number of nodes of the run; by default the world size divided by the local world size.
+        """Return the number of nodes of the run. By default it is the world size divided by the local world size.
 
-        The method is called only if the launcher has started ranks or nodes.
+        The method is called only if :meth:`starts_ranks` or :meth:`starts_nodes` is true.
         """
         return int(environ[self.size_variable]) // int(environ[self.local_size_variable])
 
     def launch_id(self, environ: Environ) -> str | None:
-        """Return an id of this launch, such as a job and its step. All ranks of the launch have the same id.
+        """Return an id of this launch, such as the job id and the step id. All ranks of a launch have the same id.
 
-        By default None, for a launcher without ids.
+        The default is None, for a launcher without ids.
         """
         return None
 
     def start_command(self, nodes: int, devices: int) -> str | None:
-        """Return the command that starts `devices` ranks on each of `nodes` nodes, for error messages.
+        """Return the command that starts ``devices`` ranks on each of ``nodes`` nodes, for error messages.
 
-        The user's program follows the command. None, the default, if Lightning starts the ranks.
+        The command is without the user's program. The result is None, the default, if Lightning starts the ranks.
         """
         return None
 
     @property
     def address_remedy(self) -> str:
-        """Last part of the error message for ranks on several nodes that do not know rank 0's address: what to do."""
+        """Advice for the error message that a rank on another node does not know the address of rank 0."""
         return "set MASTER_ADDR to the first machine's address on every machine"
 
     def run_name(self, environ: Environ, configuration: str) -> str | None:
-        """Return a run name that is the same after this launcher has restarted the run; None without restarts.
+        """Return a name for the run that stays the same when this launcher restarts the run.
+
+        The default is None, for a launcher that does not restart runs.
 
         Args:
             environ: Environment variables of this process.
-            configuration: Hash of the configuration. It belongs in the name if one job may train several
+            configuration: Hash of the configuration. The name must contain it if one job may train several
                 configurations.
         """
         return None
 
     def is_temporary(self, run_name: str) -> bool:
-        """Whether a name of this launcher is random, so that a restarted run would get another name.
+        """Whether a name from :meth:`run_name` is random, so that it changes when the launcher itself is started again.
 
-        A name from an outer launcher is then preferred.
+        A name from an outer launcher is then preferred. By default this is false.
         """
         return False
 
     def lacks_name(self, environ: Environ) -> str | None:
-        """Return the error message for a run without a name that this launcher would restart; None by default.
+        """Return an error message if this launcher may restart a run that has no name. The default is None.
 
-        Restarted processes find a run's checkpoints by the run's name.
+        A restarted process could not find the checkpoints of such a run.
         """
         return None
 
     def restart(self, options: ClusterOptions) -> Restart | None:
-        """Return words about restarts if the launcher would restart a run with these options; None by default.
+        """Return parts of an error message if the launcher may restart a run with these options. The default is None.
 
-        A run that may be restarted is refused if it writes no checkpoints.
+        A run that may be restarted is refused with this error message if it does not save checkpoints.
         """
         return None
 
@@ -171,13 +176,13 @@ class Launcher(ABC):
         """Return the job for a submission. ``submit --to`` accepts every launcher that defines this method.
 
         Args:
-            submission: A checked configuration.
-            command: The command line of ``submit``, which the job shows as a comment.
+            submission: The checked configuration of the run.
+            command: The command line of ``submit``, for a comment in the job.
 
         Raises:
             ConfigurationError: The launcher cannot run the submission.
         """
-        raise NotImplementedError(f"{self.title} takes no submissions")
+        raise NotImplementedError(f"{self.title} does not accept submissions")
 
     @property
     def takes_jobs(self) -> bool:

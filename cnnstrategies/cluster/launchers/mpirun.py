@@ -1,4 +1,4 @@
-"""mpirun of Open MPI and of MPICH, which start ranks on several machines over SSH or inside a job of SLURM."""
+"""Launchers for mpirun of Open MPI and of MPICH, which starts ranks on several machines by SSH or in a SLURM job."""
 
 import os
 import sys
@@ -11,11 +11,13 @@ from cnnstrategies.cluster.launchers.registry import register
 
 
 class Mpirun(Launcher):
-    """Base class of the two launchers whose program is called mpirun.
+    """Base class of the launchers for Open MPI and MPICH, both of which have a program called mpirun.
 
     Attributes:
-        per_machine: Option that starts a number of ranks on each machine and numbers them machine by machine.
-        address_option: Option that sets ``MASTER_ADDR`` on all machines, up to the value.
+        per_machine: Option of mpirun for the number of ranks on each machine, with ``{}`` for the number. The ranks of
+            a machine then have consecutive numbers.
+        address_option: First part of the option of mpirun that sets ``MASTER_ADDR`` on all machines; the address
+            follows.
     """
 
     program = "mpirun"
@@ -38,7 +40,7 @@ class Mpirun(Launcher):
 
 @register
 class OpenMPI(Mpirun):
-    """Open MPI's mpirun."""
+    """Launcher for Open MPI's mpirun."""
 
     name = "openmpi"
     title = "Open MPI"
@@ -55,12 +57,12 @@ class OpenMPI(Mpirun):
 
 @register
 class MPICH(Mpirun):
-    """The mpirun of MPICH, and of programs derived from it, such as Intel MPI: their Hydra starts the processes."""
+    """Launcher for the mpirun of MPICH and of MPIs derived from it, such as Intel MPI, which use the program Hydra."""
 
     name = "mpich"
     title = "MPICH"
     precedence = 30
-    # An srun that was built with PMI also sets PMI_RANK, but does not set the two local variables.
+    # srun with PMI also sets PMI_RANK, but it does not set the variables for the local rank and the local world size.
     rank_variable, size_variable = "PMI_RANK", "PMI_SIZE"
     local_rank_variable, local_size_variable = "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
     variables = ("PMI_*", "MPI_LOCAL*")
@@ -68,10 +70,10 @@ class MPICH(Mpirun):
 
     @override
     def launch_id(self, environ: Environ) -> str:
-        """Return the user, the working directory and the command-line arguments, because Hydra has no job id.
+        """Return an id from the user id, the working directory and the command-line arguments: Hydra has no job id.
 
-        On one machine Hydra's process is the parent of all ranks, and the id of this process is added. It distinguishes
-        two launches with equal arguments.
+        On a single machine, a Hydra process is the parent of all ranks. Its process id is then added to the id, so that
+        two launches with equal arguments have different ids.
         """
         alone = environ.get(self.local_size_variable) == environ.get(self.size_variable)
         parent = os.getppid() if alone and _is_hydra(os.getppid()) else ""

@@ -1,4 +1,4 @@
-"""No launcher: Lightning starts the ranks of a node, and a person or a script starts one process on each node."""
+"""Launcher "none", for processes that were not started by a launcher. Lightning starts the ranks on each node."""
 
 from typing_extensions import override
 
@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 @register
 class NoLauncher(Launcher):
-    """No launcher; on several nodes ``NNODES``, ``NODE_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set by hand."""
+    """Launcher "none". For several nodes, users start one process on each node.
+
+    They set ``NNODES``, ``NODE_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` for each process.
+    """
 
     name = "none"
     title = "no launcher"

@@ -1,4 +1,4 @@
-"""Ray: a submission runs as programs on the cluster's nodes, driven by this process; Lightning starts the ranks."""
+"""Launcher for Ray. ``submit`` starts a program on each node of a Ray cluster, and Lightning starts the ranks."""
 
 import json
 import os
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from cnnstrategies.cluster.submission import Submission
 
 JOB_CONFIGURATION = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-FOLDER = Path("ray")  # default directory of run folders
+FOLDER = Path("ray")  # Default directory for run folders.
 
 
 @register
 class Ray(Launcher):
-    """The entry point of a Ray job, or a run that ``submit --to ray`` drives."""
+    """Launcher for the entry point of a Ray job, and for runs of ``submit --to ray``."""
 
     name = "ray"
     title = "Ray"
@@ -43,9 +43,10 @@ class Ray(Launcher):
 
     @override
     def run_name(self, environ: Environ, configuration: str) -> str | None:
-        """Return the job's submission id and the configuration, because one entry point may train several things.
+        """Return a name from the job's submission id and the hash of the configuration.
 
-        A plain job id is not enough: each new cluster counts its jobs from the same number.
+        The hash is needed because one entry point may train several configurations. Ray's job id cannot be used,
+        because each new cluster numbers its jobs from the same number on.
         """
         try:
             metadata = json.loads(environ[JOB_CONFIGURATION]).get("metadata") or {}
@@ -65,8 +66,8 @@ class Ray(Launcher):
         options, size = submission.options, submission.size
         if options.server_nodes:
             raise ConfigurationError(
-                f"cluster.server_nodes={options.server_nodes} with --to ray: dedicated servers are for SLURM and "
-                "Kubernetes; leave it out, and the trainer's nodes hold the parameters"
+                f"cluster.server_nodes={options.server_nodes} cannot be used with --to ray, but only with SLURM and "
+                "Kubernetes: leave it out, so that the servers run on the trainer's nodes"
             )
         folder = submission.run_folder(FOLDER if options.folder == ClusterOptions.folder else options.folder)
         python = options.python or ("python" if options.venv else None)
@@ -81,7 +82,7 @@ class Ray(Launcher):
             probe=f"{setup}exec {interpreter} -c {shlex.quote(find)}",
             folder=folder,
             directory=os.getcwd(),
-            # Ray gives each process as many threads as its actor has CPUs, but all processes of a node share these.
+            # Ray would set this to the number of CPUs of the actor, but all processes of the node share these CPUs.
             variables={"OMP_NUM_THREADS": str(options.cpus_per_task or 1), RUN_NAME: folder.name},
             foreign=tuple(pattern for launcher in launchers() for pattern in launcher.variables),
             max_restarts=options.ray.max_restarts,
@@ -94,11 +95,11 @@ class Ray(Launcher):
 
 @dataclass(frozen=True)
 class RayJob(ClusterJob):
-    """Actors on the nodes of a Ray cluster; this process drives them until the run has ended.
+    """Job with an actor on each node of a Ray cluster. :meth:`submit` returns when the run has ended.
 
     Attributes:
-        submission: The run.
-        driver: The program that starts the actors.
+        submission: The configuration of the run.
+        driver: The driver, which starts the actors.
         command: The command line of ``submit``.
     """
 
@@ -112,13 +113,13 @@ class RayJob(ClusterJob):
         return (
             f"# Written by: {self.command}\n"
             f"# A placement group (STRICT_SPREAD) of {driver.nodes} nodes with {in_words(driver.needed)} each.\n"
-            "# On node NODE_RANK, with MASTER_ADDR and MASTER_PORT of the first:\n"
+            "# On each node, with its NODE_RANK and the first node's MASTER_ADDR and MASTER_PORT:\n"
             f"{driver.script}\n"
         )
 
     @override
     def submit(self) -> str:
-        """Run the job to its end; exit with its code if that is not 0."""
+        """Run the job until it ends. If it fails, exit this process with the job's exit code."""
         options, folder = self.submission.options, self.driver.folder
         with connected(options.ray.address) as ray:
             self.submission.prepare_data()

@@ -1,4 +1,4 @@
-"""The registry of launchers, and the questions that the rest of the package asks of all of them."""
+"""Registry of launchers, and functions that consider all registered launchers."""
 
 from typing import TypeVar
 
@@ -9,29 +9,30 @@ REGISTRY: dict[str, Launcher] = {}
 
 
 def register(kind: LauncherClass) -> LauncherClass:
-    """Add a launcher to the registry; a decorator of its class.
+    """Class decorator that adds a launcher to the registry.
 
     Raises:
-        ValueError: Another launcher has the same name or the same precedence.
+        ValueError: A launcher with the same name or the same precedence is already registered.
     """
     launcher = kind()
     for other in REGISTRY.values():
         if launcher.name == other.name or launcher.precedence == other.precedence:
             raise ValueError(
-                f"launcher {launcher.name} (precedence {launcher.precedence}): {type(other).__name__} is registered as "
-                f"{other.name} with precedence {other.precedence}; choose another name and another precedence"
+                f"launcher {launcher.name} (precedence {launcher.precedence}): {type(other).__name__} is already "
+                f"registered as {other.name} with precedence {other.precedence}; choose a different name and a "
+                "different precedence"
             )
     REGISTRY[launcher.name] = launcher
     return kind
 
 
 def launchers() -> list[Launcher]:
-    """Return all launchers by precedence: the innermost one first."""
+    """Return all launchers in the order of their precedence, the innermost launcher first."""
     return sorted(REGISTRY.values(), key=lambda launcher: launcher.precedence)
 
 
 def launcher_named(name: str) -> Launcher:
-    """Return the launcher with a name of :func:`launchers`."""
+    """Return the registered launcher with a name."""
     return REGISTRY[name]
 
 
@@ -41,35 +42,37 @@ def job_launchers() -> list[str]:
 
 
 def start_programs() -> str:
-    """Return the programs that start ranks, as a list in words: "torchrun, mpirun or srun"."""
+    """Return a text that lists the programs that start ranks: "torchrun, mpirun or srun"."""
     *others, last = dict.fromkeys(launcher.program for launcher in launchers() if launcher.program is not None)
     return f"{', '.join(others)} or {last}"
 
 
 def detected(environ: Environ) -> list[Launcher]:
-    """Return the launchers in whose jobs this process runs, the innermost one first; the last one is "none"."""
+    """Return the launchers under which this process runs, the innermost launcher first. The last one is "none"."""
     return [launcher for launcher in launchers() if launcher.detect(environ)]
 
 
 def rank_launcher(environ: Environ) -> Launcher | None:
-    """Return the launcher that has started this process as one of the run's ranks; None if Lightning starts the ranks.
+    """Return the launcher that has started this process as one of the run's ranks.
 
-    Of several launchers the innermost one counts: ranks of an mpirun inside a job of SLURM are mpirun's.
+    If there are several, this is the innermost launcher, for example mpirun for mpirun inside a SLURM job. The result
+    is None if Lightning starts the ranks.
     """
     return next((launcher for launcher in launchers() if launcher.starts_ranks(environ)), None)
 
 
 def local_rank(environ: Environ) -> int:
-    """Return the number of this process on its node, before Lightning has chosen an environment; 0 without a launcher.
+    """Return the local rank that the innermost launcher has set, or 0 without a launcher.
 
-    An outer launcher's number counts only if no inner launcher has set one: srun starts one process on each node for an
-    mpirun, which is number 0.
+    This works before Lightning has chosen a cluster environment. A local rank from an outer launcher is used only if no
+    inner launcher has set one. For example, srun starts one process of mpirun on each node, and these processes all
+    have the local rank 0 for srun.
     """
     numbers = (launcher.local_number(environ) for launcher in launchers())
     return next((number for number in numbers if number is not None), 0)
 
 
 def process_number(environ: Environ) -> int:
-    """Return the number of this process among all that the innermost launcher has started; 0 without a launcher."""
+    """Return the global rank that the innermost launcher has set, or 0 without a launcher."""
     numbers = (launcher.number(environ) for launcher in launchers())
     return next((number for number in numbers if number is not None), 0)

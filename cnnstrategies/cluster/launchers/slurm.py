@@ -1,4 +1,4 @@
-"""SLURM, whose srun starts the ranks; a submission becomes a job's script."""
+"""Launcher for SLURM. ``submit`` writes a job script for sbatch, and srun starts the ranks."""
 
 import sys
 from dataclasses import fields
@@ -19,13 +19,16 @@ if TYPE_CHECKING:
 
     from cnnstrategies.cluster.submission import Submission
 
-# Step ids from this number on belong to steps that srun has not started: a job's script and its interactive shell.
+# SLURM uses step ids from this number on for the job script and the interactive shell, which srun has not started.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 @register
 class Slurm(Launcher):
-    """SLURM, where tasks of srun are ranks. A job's script without srun is one process with the job's variables."""
+    """Launcher for SLURM. The tasks of srun are the ranks.
+
+    In a job script without srun there is only one process, which also has the job's environment variables.
+    """
 
     name = "slurm"
     title = "SLURM"
@@ -47,11 +50,11 @@ class Slurm(Launcher):
 
     @override
     def environment(self) -> "ClusterEnvironment":
-        """Return Lightning's environment for SLURM, with Lightning's own requeue turned off.
+        """Return Lightning's cluster environment for SLURM, with ``auto_requeue`` turned off.
 
-        Lightning would save a checkpoint inside the handler of the warning signal, when ranks may be in different
-        steps. Instead the callback GracefulStop stops all ranks after the same step, and the job's script requeues the
-        job.
+        With ``auto_requeue``, Lightning would save a checkpoint in the handler of the warning signal, when the ranks
+        may be in different steps. Instead, the callback GracefulStop stops all ranks after the same step, and the job
+        script requeues the job.
         """
         from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
@@ -59,25 +62,25 @@ class Slurm(Launcher):
 
     @override
     def script_environment(self, environ: Environ, num_nodes: int) -> "ClusterEnvironment | None":
-        """Return Lightning's environment for runs without a launcher.
+        """Return Lightning's cluster environment for runs without a launcher.
 
-        Lightning itself would see the job's variables, mistake the script's process for rank 0, and wait for the other
-        ranks.
+        In a job script without srun, Lightning itself would choose its SLURM environment because of the job's
+        environment variables, and this process would wait as rank 0 for the other ranks.
         """
         from lightning.fabric.plugins.environments.lightning import LightningEnvironment
         from lightning_utilities.core.rank_zero import rank_zero_info
 
         if num_nodes > 1 and "NODE_RANK" not in environ:
             raise ConfigurationError(
-                f"trainer.num_nodes={num_nodes}: this job of SLURM has started one process, on its first node: write "
-                "srun before the command in its script, with one task for each device (--ntasks-per-node), or let "
-                "`cnnstrategies submit fit` write the script"
+                f"trainer.num_nodes={num_nodes}, but this SLURM job has started only one process, on its first node: "
+                "start the command in the job script with srun, with one task for each device (--ntasks-per-node), or "
+                "let `cnnstrategies submit fit` write the script"
             )
         nodes = int(environ.get("SLURM_JOB_NUM_NODES", "1"))
         if nodes > 1 and local_rank(environ) == 0:
             rank_zero_info(
-                f"This job of SLURM has {nodes} nodes, and the run uses only this one: start the run with srun, one "
-                "task for each device, or from a login node with cnnstrategies submit"
+                f"This SLURM job has {nodes} nodes, but the run uses only this node: start the run with srun, one task "
+                "for each device, or with cnnstrategies submit on a login node"
             )
         return LightningEnvironment() if _has_tasks(environ) else None
 
@@ -95,10 +98,10 @@ class Slurm(Launcher):
 
     @override
     def run_name(self, environ: Environ, configuration: str) -> str | None:
-        """Return a name from the job id and the step id; a requeued job has the same ids.
+        """Return a name from the job id and the step id, which stay the same when the job is requeued.
 
-        A job's script without srun may train several configurations, so the name has the configuration's hash in place
-        of the step id. Runs in an interactive shell get no name, because nothing restarts them.
+        A job script without srun may train several configurations, so that the name has the hash of the configuration
+        instead of a step id. Runs in an interactive shell do not get a name, because SLURM does not restart them.
         """
         interactive = "SLURM_PTY_PORT" in environ or environ.get("SLURM_JOB_NAME") in INTERACTIVE
         if interactive or "SLURM_TASK_PID" not in environ:
@@ -121,15 +124,15 @@ class Slurm(Launcher):
 
 
 def queue(script: Path) -> str:
-    """Check a script with SLURM and put it into the queue; return the job's number."""
-    # A cluster without enforced limits would accept a job that no set of nodes can run, and the job would wait forever.
+    """Submit a job script with sbatch, and return the job id."""
+    # A SLURM cluster that does not enforce limits accepts a job that can never run. --test-only refuses such a job.
     hand_over(Slurm.title, "sbatch", "--test-only", str(script))
     return hand_over(Slurm.title, "sbatch", "--parsable", str(script)).strip().partition(";")[0]
 
 
 def _has_tasks(environ: Environ) -> bool:
-    """Whether Lightning would take this process for a task of SLURM.
+    """Whether Lightning would consider this process to be a SLURM task.
 
-    Lightning's own `detect` also warns if srun is installed and not used, so it is not called.
+    Lightning's own function is not called, because it also warns if srun is installed but not used.
     """
     return "SLURM_NTASKS" in environ and environ.get("SLURM_JOB_NAME") not in INTERACTIVE

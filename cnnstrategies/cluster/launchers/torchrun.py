@@ -1,4 +1,4 @@
-"""torchrun, which starts the ranks of each machine and restarts them if it may."""
+"""Launcher for torchrun, which starts the ranks on each machine and may restart them."""
 
 import re
 
@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
-NO_ID = "none"  # torchrun's own word for a run without --rdzv-id
-INVENTED_NAME = re.compile(r"torchrun_[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # A UUID, as with --standalone.
+NO_ID = "none"  # Value of this variable without --rdzv-id.
+# Names with a random UUID, which torchrun creates, for example with --standalone.
+INVENTED_NAME = re.compile(r"torchrun_[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 @register
 class Torchrun(Launcher):
-    """torchrun. Inside a job of another launcher, torchrun's ranks are the run's ranks."""
+    """Launcher for torchrun. It comes before all other launchers, because torchrun may run inside their jobs."""
 
     name = "torchrun"
     title = "torchrun"
@@ -57,7 +58,10 @@ class Torchrun(Launcher):
 
     @override
     def run_name(self, environ: Environ, configuration: str) -> str | None:
-        """Return the value of ``--rdzv-id``. Without that option torchrun has no id, or invents one."""
+        """Return a name with the value of torchrun's option ``--rdzv-id``.
+
+        Without this option torchrun has no id, or creates a random id.
+        """
         run_id = environ.get(RUN_ID, NO_ID)
         return None if run_id == NO_ID else f"torchrun_{run_id}"
 
@@ -70,6 +74,7 @@ class Torchrun(Launcher):
         if environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
             return None
         return (
-            "torchrun --max-restarts without a name for the run: restarted processes would not find its checkpoints; "
-            "add --run_name <name> to the options of cnnstrategies, or --rdzv-id to those of a c10d rendezvous"
+            "torchrun --max-restarts needs a name for the run, because restarted processes could not find the run's "
+            "checkpoints: add --run_name <name> to the options of cnnstrategies, or --rdzv-id <name> with "
+            "--rdzv-backend=c10d to those of torchrun"
         )

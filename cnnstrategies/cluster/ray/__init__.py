@@ -1,1 +1,1 @@
-"""Runs on a Ray cluster: one actor on each node starts ``fit`` as a program, and a driver watches them."""
+"""Runs on a Ray cluster: an actor on each node starts ``fit`` as a program, and a driver watches the actors."""

@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster, and the resources that a run requests."""
+"""Connection to a Ray cluster, and the resources that a run requests from it."""
 
 import contextlib
 import importlib
@@ -14,17 +14,18 @@ from cnnstrategies.cluster.job import Size
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.errors import ConfigurationError
 
-SECONDS = 10.0  # for a connection to the address
-# File in which ray.init looks for this machine's cluster; the address of a dead cluster stays there.
+SECONDS = 10.0  # Time-out for connecting to the address.
+# File with the address of this machine's cluster, which ray.init reads. It may have the address of a cluster that no
+# longer runs.
 LAST = Path("/tmp/ray/ray_current_cluster")
 BYTES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def demand(options: ClusterOptions, size: Size) -> dict[str, float]:
-    """Return the resources that a run needs on each node, by Ray's names.
+    """Return the resources that a run requests on each node, by the names that Ray uses for resources.
 
     Raises:
-        ConfigurationError: ``cluster.memory`` is not a number with a unit.
+        ConfigurationError: ``cluster.memory`` is not a number, with an optional unit.
     """
     needed = {"CPU": float(size.tasks_per_node * (options.cpus_per_task or 1))}
     if size.gpus_per_node:
@@ -34,13 +35,15 @@ def demand(options: ClusterOptions, size: Size) -> dict[str, float]:
     if options.memory is not None:
         match = re.fullmatch(r"(\d+)([KMGT]?)", options.memory.upper())
         if match is None:
-            raise ConfigurationError(f"cluster.memory={options.memory!r}: write a number and K, M, G or T, as in 64G")
+            raise ConfigurationError(
+                f"cluster.memory={options.memory!r}: write a number with K, M, G or T, for example 64G"
+            )
         needed["memory"] = float(int(match[1]) * BYTES[match[2] or "M"])
     return needed
 
 
 def in_words(needed: Mapping[str, float]) -> str:
-    """Return the resources of a node in words."""
+    """Return a text about the resources of a node, such as "8 CPUs, 1 GPU"."""
     words = []
     for name, value in needed.items():
         if name == "memory":
@@ -54,20 +57,21 @@ def in_words(needed: Mapping[str, float]) -> str:
 
 @contextlib.contextmanager
 def connected(address: str | None) -> Iterator[Any]:
-    """Yield the module ``ray``, connected to a cluster.
+    """Connect to a Ray cluster, yield the module ``ray``, and disconnect.
 
     Args:
-        address: Address of the cluster; by default that of ``RAY_ADDRESS``, or this machine's cluster.
+        address: Address of the cluster. The default is the value of ``RAY_ADDRESS``, or else this machine's cluster.
 
     Raises:
-        ConfigurationError: Ray is not installed, or no cluster is reachable.
+        ConfigurationError: Ray is not installed, or the cluster cannot be reached.
     """
     try:
         ray = importlib.import_module("ray")
         importlib.import_module("ray.util.scheduling_strategies")
     except ImportError as error:
         raise ConfigurationError(
-            f"--to ray needs Ray ({error}): pip install '.[ray]' in a clone, and the version that the cluster has"
+            f"--to ray needs Ray ({error}): run pip install '.[ray]' in a clone of the repository, with the version of "
+            "Ray that the cluster has"
         ) from error
     if ray.is_initialized():
         yield ray
@@ -75,13 +79,13 @@ def connected(address: str | None) -> Iterator[Any]:
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
         knock(address)
-        # The driver itself prints the programs' output, in complete lines.
+        # Ray does not print the output of the actors, because the driver prints the programs' output in complete lines.
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
         place = "on this machine" if address == "auto" else f"at {address}"
         raise ConfigurationError(
-            f"no Ray cluster is reachable {place}: {' '.join(str(error).split())[:300]}; start one with `ray start "
-            "--head`, or name one with --cluster.ray.address HOST:PORT or RAY_ADDRESS"
+            f"no Ray cluster is reachable {place} ({' '.join(str(error).split())[:300]}): start one with `ray start "
+            "--head`, or set --cluster.ray.address HOST:PORT or RAY_ADDRESS"
         ) from error
     try:
         yield ray
@@ -90,7 +94,7 @@ def connected(address: str | None) -> Iterator[Any]:
 
 
 def knock(address: str) -> None:
-    """Fail at once if nothing listens at the address, to which Ray itself would try to connect for minutes.
+    """Fail immediately if no process listens at the address. Ray itself would try to connect for minutes.
 
     Raises:
         OSError: The connection fails.

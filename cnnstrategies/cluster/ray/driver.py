@@ -1,4 +1,4 @@
-"""The driver of a run on a Ray cluster: an actor on each node starts ``fit`` as a program, and the driver watches."""
+"""Driver of a run on a Ray cluster. It starts an actor on each node, which runs ``fit`` as a program."""
 
 import contextlib
 import itertools
@@ -18,22 +18,22 @@ from cnnstrategies.cluster.ray.connection import in_words
 from cnnstrategies.cluster.ray.node import Node, RayNode
 from cnnstrategies.errors import ConfigurationError
 
-REFUSED = 2  # exit code of a mistake in the configuration, which the next start would find again
-LOST = 1  # exit code of a run that has lost a node
-FOLLOW = 0.5  # seconds between two looks at the programs; signals and output wait for this time
-PATIENCE = 10.0  # seconds in which other nodes may print the reason of their end, after the first failure
-# Seconds until Ray knows whether a silent node is lost; by default its five checks may take 65 s.
+REFUSED = 2  # Exit code for a mistake in the configuration. The run is not restarted, because it would fail again.
+LOST = 1  # Exit code of a run that has lost a node.
+FOLLOW = 0.5  # Seconds between two checks of the programs, their output and received signals.
+PATIENCE = 10.0  # Seconds that the other programs get to print their errors after the first program has failed.
+# Seconds to wait until Ray has detected the loss of a node. By default Ray makes five checks, which may take 65 s.
 LOSS = 90.0
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass
 class Ends:
-    """Results of the programs after one start of the run.
+    """Results of the programs on all nodes after one start of the run.
 
     Attributes:
-        codes: Exit codes by node.
-        lost: Nodes whose actor has died or does not answer, in words.
+        codes: Exit code of each program that has ended, by the number of its node.
+        lost: Descriptions of the nodes whose actors have died or do not answer.
     """
 
     codes: dict[int, int] = field(default_factory=dict)
@@ -43,13 +43,13 @@ class Ends:
     def code(self) -> int:
         """The run's exit code."""
         if self.lost:
-            return LOST  # A program that waits in vain for a lost node reports a mistake in the configuration.
+            return LOST  # The other programs may end with REFUSED, because they have waited for the lost node.
         codes = [code if code > 0 else 128 - code for code in self.codes.values() if code]
         return REFUSED if REFUSED in codes else next(iter(codes), 0)
 
     @property
     def why(self) -> str:
-        """The failures in words, beginning with the cause if it is known."""
+        """Text about all failures for the user. Lost nodes come first, because they cause the other failures."""
         then = " then" if self.lost else ""
         failed = [f"node {node}{then} ended with code {code}" for node, code in self.codes.items() if code]
         return "; ".join([*(f"{node} was lost" for node in self.lost), *failed])
@@ -57,22 +57,22 @@ class Ends:
 
 @dataclass
 class Driver:
-    """Runs a program on each node of a cluster, and starts all programs again after a failure.
+    """Driver that runs a program on each node of a Ray cluster and, after a failure, restarts all programs.
 
     Attributes:
         nodes: Number of nodes.
-        needed: Resources of each node, by Ray's names.
-        script: Script of the shell that starts a node's program.
-        probe: Script of the shell that fails if the package is not installed.
-        folder: The run folder, with the configuration; the programs' output goes there.
+        needed: Resources to request on each node, by the names that Ray uses for resources.
+        script: Shell script that runs a node's program.
+        probe: Shell script that fails if the package is not installed on a node.
+        folder: The run folder, which contains the configuration. The programs' output is written to it.
         directory: Working directory of the programs.
-        variables: Environment variables of the programs, such as the run's name, by which a restarted program finds its
+        variables: Environment variables for the programs. One is the run's name, by which a restarted program finds the
             last checkpoint.
-        foreign: Patterns of environment variables that the programs do not inherit from Ray's own processes.
-        max_restarts: How often the run is started again.
-        wait: Longest wait for free nodes, in seconds.
-        grace: Seconds in which a run that was asked to stop ends.
-        goes_on: Whether the run continues after a node's program has ended without an error.
+        foreign: Patterns for names of environment variables that the programs must not inherit from Ray's processes.
+        max_restarts: Largest number of restarts.
+        wait: Longest time to wait for free nodes, in seconds.
+        grace: Time that the programs have to stop after a signal, in seconds.
+        goes_on: Whether the run can continue when one of its programs has ended without an error.
     """
 
     nodes: int
@@ -89,13 +89,13 @@ class Driver:
     goes_on: bool
 
     def run(self, ray: Any) -> int:
-        """Start the run, and start it again after a failure, up to the allowed number of restarts.
+        """Run the programs, and restart all of them after a failure, up to the allowed number of restarts.
 
         Args:
             ray: The module ``ray``, connected to the cluster.
 
         Returns:
-            The exit code: that of the program that failed, or 128 + the signal's number after a signal.
+            The exit code of the run: 0, the exit code of the program that failed, or 128 + the signal's number.
         """
         self._ray = ray
         self._logs = [self.folder / f"node{number}.log" for number in range(self.nodes)]
@@ -112,11 +112,11 @@ class Driver:
                 if start == most:
                     _say(f"The run cannot continue: {ends.why}, and cluster.ray.max_restarts={start}")
                     return ends.code
-                _say(f"The run starts again ({start + 1} of at most {most}): {ends.why}")
+                _say(f"The run restarts (restart {start + 1} of at most {most}), because {ends.why}")
         raise AssertionError
 
     def _start(self) -> Ends:
-        """Start the run once, and follow it to its end."""
+        """Run the programs once on all nodes until they have ended."""
         group = self._place()
         if group is None:
             return Ends()
@@ -124,7 +124,7 @@ class Driver:
         try:
             places = self._look(actors)
             return self._follow(actors, places, self._launch(actors, places))
-        except self._ray.exceptions.RayActorError as error:  # An actor has died before it started its program.
+        except self._ray.exceptions.RayActorError as error:  # An actor has died before its program was started.
             return Ends(lost=[f"a node ({' '.join(str(error).split())[:200]})"])
         finally:
             self._pass_on(ended=True)
@@ -133,10 +133,10 @@ class Driver:
             self._ray.util.remove_placement_group(group)
 
     def _place(self) -> Any:
-        """Return a placement group with the run's resources on each node; None after a signal.
+        """Wait for free nodes, and return a placement group with the requested resources; None after a signal.
 
         Raises:
-            ConfigurationError: There were not enough free nodes within the longest wait.
+            ConfigurationError: There were not enough free nodes within ``wait`` seconds.
         """
         group = self._ray.util.placement_group([self.needed] * self.nodes, "STRICT_SPREAD")
         wanted = f"{self.nodes} nodes with {in_words(self.needed)}"
@@ -152,7 +152,7 @@ class Driver:
         if self._signal is not None:
             return None
         raise ConfigurationError(
-            f"{wanted} each were not free within {self.wait:g} s: see `ray status`, add nodes, lower "
+            f"{wanted} each were not free within {self.wait:g} s: check `ray status`, add nodes, lower "
             "trainer.num_nodes, trainer.devices or cluster.cpus_per_task, or raise cluster.ray.wait"
         )
 
@@ -168,7 +168,7 @@ class Driver:
                 num_gpus=needed.pop("GPU", 0),
                 memory=memory,
                 resources=needed,
-                max_concurrency=4,  # One call lasts as long as the program; other calls must still be answered.
+                max_concurrency=4,  # Other methods must be callable while `run` waits for the program.
                 scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
                     placement_group=group, placement_group_bundle_index=number
                 ),
@@ -185,7 +185,11 @@ class Driver:
         return places
 
     def _launch(self, actors: list[Any], places: list[RayNode]) -> dict[Any, int]:
-        """Start the programs. Return the node of each program, by Ray's reference to the program's exit code."""
+        """Start the programs on all nodes.
+
+        Returns:
+            The number of each program's node, by Ray's reference to the future exit code of the program.
+        """
         main = places[0]
         common = {**self.variables, "MASTER_ADDR": main.address, "MASTER_PORT": str(main.port)}
         _say(f"Starting on {', '.join(f'{place.host} ({place.address})' for place in places)}")
@@ -195,9 +199,9 @@ class Driver:
         }
 
     def _follow(self, actors: list[Any], places: list[RayNode], running: dict[Any, int]) -> Ends:
-        """Print the programs' output until all programs have ended.
+        """Print the programs' output until all programs have ended, and return their results.
 
-        After some programs have ended, the other programs must end within a limited time.
+        When a program has ended, the other programs must end within a limited time.
         """
         ends, until, asked_to_stop = Ends(), math.inf, False
         while running and not ends.lost and time.monotonic() < until:
@@ -213,7 +217,7 @@ class Driver:
             if done and not asked_to_stop and (ends.code or not self.goes_on):
                 until = min(until, time.monotonic() + (PATIENCE if ends.code else WAIT_SECONDS))
         if ends.code and running and not ends.lost and not asked_to_stop:
-            # A program may fail because another node is lost, before Ray knows of the loss.
+            # The program may have failed because another node was lost, which Ray has not detected yet.
             names = ", ".join(_named(node, places) for node in running.values())
             _say(f"Waiting up to {LOSS:g} s for Ray to report whether it has lost {names}")
             nodes = {actors[node].answer.remote(): node for node in running.values()}
@@ -224,7 +228,7 @@ class Driver:
         return ends
 
     def _note(self, ends: Ends, reference: Any, node: int, places: list[RayNode]) -> None:
-        """Record the result of a call to an actor: an exit code, or the loss of the node."""
+        """Record the result of a call of an actor's method: an exit code, or the loss of the actor's node."""
         try:
             code = self._ray.get(reference)
         except self._ray.exceptions.RayActorError:
@@ -234,7 +238,11 @@ class Driver:
                 ends.codes[node] = code
 
     def _pass_on(self, ended: bool = False) -> None:
-        """Print new lines of the programs' output; lines of other nodes than the first begin with their node."""
+        """Print new lines of the programs' output. Lines from nodes other than node 0 begin with the node's number.
+
+        Args:
+            ended: Whether the programs have ended, so that an incomplete last line is also printed.
+        """
         for node, log in enumerate(self._logs):
             with contextlib.suppress(FileNotFoundError), log.open("rb") as file:
                 file.seek(self._printed[node])
@@ -246,7 +254,10 @@ class Driver:
 
     @contextlib.contextmanager
     def _heeding_signals(self) -> Iterator[None]:
-        """Handle signals: the first asks the programs to stop, the second ends the driver, and Ray ends the rest."""
+        """Handle SIGINT and SIGTERM: the first signal stops the programs, and a second signal ends the driver at once.
+
+        When the driver ends, Ray ends the actors.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return

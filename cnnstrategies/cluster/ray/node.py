@@ -1,7 +1,7 @@
-"""The actor on a node, which runs the node's part of the run as a program.
+"""Actor on a node of a Ray cluster, which runs the node's program.
 
-Ray sends this class by value, and this module imports nothing of the package, so that a node without the package can
-report that.
+Ray pickles the actor's class by value, and this module does not import the package. A node on which the package is not
+installed can therefore run the actor, which reports that the package is missing.
 """
 
 import fnmatch
@@ -11,8 +11,9 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-PYTHON = "CNNSTRATEGIES_PYTHON"  # Environment variable of the program: the interpreter that runs this node's Ray.
-# Makes the kernel kill the program when the actor's process dies, because the driver may then start the run again.
+PYTHON = "CNNSTRATEGIES_PYTHON"  # Environment variable for the program: path of the interpreter that runs Ray.
+# Program that replaces itself with another program, which the kernel kills when the actor's process dies: the other
+# program must not continue then, because the driver may restart the run.
 LEASH = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -28,10 +29,10 @@ class RayNode:
     """A node of the cluster.
 
     Attributes:
-        host: Name of the node.
-        address: Address at which other nodes reach it.
-        port: A free port.
-        missing: Message if the run cannot start on the node, else None.
+        host: Host name of the node.
+        address: IP address at which other nodes reach this node.
+        port: A free port on the node.
+        missing: Error message if the run cannot start on the node; otherwise None.
     """
 
     host: str
@@ -41,46 +42,46 @@ class RayNode:
 
 
 class Node:
-    """The actor on a node.
+    """Actor on a node of a Ray cluster.
 
     Args:
-        foreign: Patterns of environment variables that programs do not inherit: they describe the launch of a launcher
-            that has started Ray itself, whose ranks are not those of this run.
+        foreign: Patterns for names of environment variables that the program must not inherit. If a launcher such as
+            SLURM has started Ray, its variables describe ranks that have nothing to do with this run.
     """
 
     def __init__(self, foreign: tuple[str, ...]) -> None:
         self.foreign = foreign
 
     def look(self, config: str, probe: str) -> RayNode:
-        """Return this node, after checking whether the run can start on it.
+        """Check whether the run can start on this node, and return the node.
 
         Args:
-            config: The run's configuration, which every node must see.
-            probe: Script of the shell that fails if the package is not installed.
+            config: Path of the run's configuration, which must exist on every node.
+            probe: Shell script that fails if the package is not installed.
         """
         host, missing = socket.gethostname(), None
         if not os.path.exists(config):
-            missing = f"{host} does not see {config}: put cluster.folder on a disk that all nodes see"
+            missing = f"{config} does not exist on {host}: set cluster.folder to a directory that all nodes share"
         else:
             process = subprocess.run(["bash", "-c", probe], env=self._environment({}), capture_output=True, text=True)
             if process.returncode != 0:
                 lines = (process.stdout + process.stderr).strip().splitlines()
                 missing = (
-                    f"{host} has no cnnstrategies ({lines[-1] if lines else 'not found'}): install it in the "
-                    "environment of Ray's nodes, or name another environment with cluster.venv or cluster.python"
+                    f"cnnstrategies is not installed on {host} ({lines[-1] if lines else 'not found'}): install it in "
+                    "the environment that runs Ray, or set cluster.venv or cluster.python to another environment"
                 )
         with socket.create_server(("", 0)) as server:
             port = int(server.getsockname()[1])
         return RayNode(host, own_address(), port, missing)
 
     def run(self, script: str, directory: str, variables: dict[str, str], log: str) -> int:
-        """Run a script of the shell and return its exit code.
+        """Run a shell script, wait for its end, and return its exit code.
 
         Args:
-            script: The script.
-            directory: Working directory, if the node has it.
-            variables: Environment variables of the script.
-            log: File for the script's output.
+            script: The shell script.
+            directory: Working directory of the script, if this directory exists on the node.
+            variables: Environment variables for the script.
+            log: Path of the file to which the script's output is appended.
         """
         with open(log, "ab") as file:
             self.program = subprocess.Popen(
@@ -94,14 +95,17 @@ class Node:
         return self.program.wait()
 
     def stop(self, signum: int) -> None:
-        """Send the program a signal."""
+        """Send a signal to the program."""
         self.program.send_signal(signum)
 
     def answer(self) -> None:
-        """Do nothing: the driver calls this method to learn whether the node is alive."""
+        """Do nothing. The driver calls this to find out whether the node is alive."""
 
     def _environment(self, variables: dict[str, str]) -> dict[str, str]:
-        """Return the environment of a program: this process's, without foreign variables, and `variables`."""
+        """Return the environment variables for a program.
+
+        These are the variables of this process without those that match ``foreign``, and ``variables``.
+        """
         inherited = {
             name: value
             for name, value in os.environ.items()
@@ -111,7 +115,7 @@ class Node:
 
 
 def own_address() -> str:
-    """Return the address at which other nodes reach this node."""
+    """Return the IP address at which other nodes reach this node."""
     import ray
 
     return str(ray.util.get_node_ip_address())

@@ -1,4 +1,4 @@
-"""The package's strategies in the workers of Ray Train, which assigns ranks and devices."""
+"""Use of the package's strategies in the workers of Ray Train, which assigns the ranks and the devices."""
 
 from typing import Any
 
@@ -14,10 +14,11 @@ from cnnstrategies.errors import ConfigurationError
 
 
 class RayEnvironment(RayLightningEnvironment):  # type: ignore[misc]  # Ray is not installed where types are checked.
-    """Ray's own environment, extended for strategies without a process group of torch.
+    """Ray's cluster environment for Lightning, with a main port that is free.
 
-    A parameter server's coordinator listens at the main port. The main port of ``TorchTrainer`` is taken by the store
-    of the process group that it opens, so rank 0 chooses another port. All workers must create the environment.
+    The coordinator of a parameter server listens at the main port. The main port of ``TorchTrainer`` is in use by the
+    store of the process group that it has created, so rank 0 chooses another port and broadcasts it. All workers must
+    create this object.
 
     Raises:
         ConfigurationError: The nodes have different numbers of workers.
@@ -31,9 +32,9 @@ class RayEnvironment(RayLightningEnvironment):  # type: ignore[misc]  # Ray is n
         self._address, self._port, expected = broadcast_from_rank_zero(chosen)
         if local != expected or rank != context.get_node_rank() * local + context.get_local_rank():
             raise ConfigurationError(
-                f"Ray Train has started {local} workers on node {context.get_node_rank()} and {expected} on the first: "
-                "the strategies need the same number on each node; change ScalingConfig's num_workers or "
-                "resources_per_worker"
+                f"Ray Train has started {local} workers on node {context.get_node_rank()} and {expected} on the first "
+                "node, but the strategies need the same number on each node: change num_workers or "
+                "resources_per_worker of ScalingConfig"
             )
         rank_zero_only.rank = rank  # type: ignore[attr-defined]  # Lightning may have been imported before the worker had its rank.
 
@@ -54,10 +55,12 @@ class RayEnvironment(RayLightningEnvironment):  # type: ignore[misc]  # Ray is n
 
 
 def trainer_arguments() -> dict[str, Any]:
-    """Return arguments for a Trainer in the training function of ``TorchTrainer``; call this once, on all workers.
+    """Return arguments for Lightning's Trainer in the training function of Ray's ``TorchTrainer``.
+
+    Call this once, on all workers.
 
     Returns:
-        ``accelerator``, ``devices``, ``num_nodes`` and ``plugins``.
+        A mapping with the arguments ``accelerator``, ``devices``, ``num_nodes`` and ``plugins``.
     """
     context = ray.train.get_context()
     local = context.get_local_world_size()

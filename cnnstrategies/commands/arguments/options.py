@@ -166,7 +166,7 @@ class PlanOptions:
         search: Choose the stages, replicas and microbatches of the hybrid pipeline, even if the configuration sets
             them.
         optimizer_states: Number of values that the optimizer stores for each parameter: 2 for Adam, 1 for SGD with
-            momentum. By default the configuration's optimizer is asked; without a configuration it is 2.
+            momentum. The default is read from the configuration's optimizer; without a configuration it is 2.
         write: YAML file to write the best strategy to. Pass it to ``fit`` as an additional ``--config``.
         timetable: PNG file to draw the predicted timetable of the hybrid pipeline to.
     """

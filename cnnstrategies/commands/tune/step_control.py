@@ -1,8 +1,8 @@
 """Common code of the ranks in a trial, which is a training whose steps ``tune`` or ``scaling`` measures.
 
-A Unix socket connects each rank to the measuring process. :mod:`cnnstrategies.planning.tune.trial` has the code of the
-measuring process, which sends orders, such as a number of steps to make. The ranks send reports. Orders and reports are
-JSON objects, one in each line.
+A Unix socket connects each rank to the measuring process, whose code is in :mod:`cnnstrategies.planning.tune.trial`.
+The measuring process sends commands, for example to make a number of steps. The ranks reply with reports. Each command
+and each report is a line with a JSON object.
 """
 
 import json
@@ -27,52 +27,58 @@ DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 
 
 class StepControl(Callback):
-    """Callback that makes a training wait for orders between steps.
+    """Callback that makes a training wait between steps for commands of the measuring process.
 
-    After an order the training makes the ordered number of steps, and then waits for the next order.
+    After a command the training makes the requested number of steps, and then waits for the next command.
     """
 
     def __init__(self) -> None:
-        self._left = 0  # Number of steps that the training must still make for the current order.
-        self._losses: list[float] = []  # Losses of the first steps.
+        self._left = 0  # Number of steps that the training must still make for the current command.
+        self._losses: list[float] = []  # Losses of the first `COMPARED_STEPS` steps.
         self._resting: list[nn.Module] = []  # Dropout modules, which are inactive during the first steps.
 
     def hello(self, trainer: Trainer) -> dict[str, Any]:
-        """Return additional keys and values for this rank's first report, which has the rank and the world size."""
+        """Return entries to add to this rank's first report, which always has the rank and the world size."""
         return {}
 
     @abstractmethod
-    def obey(self, order: Mapping[str, Any]) -> None:
-        """Carry out an order. To make the training run some steps, set ``_left`` to their number."""
+    def execute(self, command: Mapping[str, Any]) -> None:
+        """Execute a command of the measuring process.
+
+        To make the training run some steps, set ``_left`` to the number of steps.
+        """
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.fit_loop.max_epochs = -1
-        # Compiled code draws different random numbers from eager code. Without dropout, their losses can be compared.
+        # Compiled code draws different random numbers from eager code. Without dropout, the losses of both can be
+        # compared.
         self._resting = [module for module in pl_module.modules() if isinstance(module, DROPOUT)]
         for module in self._resting:
             module.eval()
         for schedule in trainer.strategy.lr_scheduler_configs:
-            # Learning-rate schedules must not run: a schedule may end before the trial does, or need a validation's
-            # result.
+            # Learning-rate schedules must not run, because a schedule may end before the trial does, or may need a
+            # validation's result.
             schedule.frequency = sys.maxsize
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(os.environ[TRIAL])
-        self._answers = self._connection.makefile("r")
+        self._commands = self._connection.makefile("r")
         self.say({"rank": trainer.global_rank, "world": trainer.world_size, **self.hello(trainer)})
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         while not self._left:
-            line = self._answers.readline()
-            order = json.loads(line) if line else {"end": True}
-            if "end" in order:
+            line = self._commands.readline()
+            command = json.loads(line) if line else {"end": True}
+            if "end" in command:
                 trainer.should_stop = True
                 return
-            self.obey(order)
+            self.execute(command)
 
     def note_loss(self, outputs: Any) -> bool:
-        """Store the loss of a step, for the first :data:`COMPARED_STEPS` steps. Afterwards make dropout active again.
+        """Store the loss of a step, for the first :data:`COMPARED_STEPS` steps.
+
+        After the last of these steps, make dropout active again.
 
         Args:
             outputs: Result of the module's ``training_step``. If it contains no loss, 0 is stored.
@@ -91,7 +97,7 @@ class StepControl(Callback):
         return True
 
     def say(self, message: Mapping[str, Any]) -> None:
-        """Send a report to the measuring process."""
+        """Send a report to the measuring process, as a line of JSON."""
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
 
@@ -101,7 +107,7 @@ class TrialCLI(CLI):
     @override
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
-        self.named = None  # A trial must not continue from a checkpoint of a run with the same name.
+        self.named = None  # A trial must not continue from a checkpoint of an earlier run with the same name.
         trainer = self.config.fit.trainer
         trainer.enable_progress_bar = False
         trainer.max_steps, trainer.max_time, trainer.fast_dev_run, trainer.overfit_batches = -1, None, False, 0.0

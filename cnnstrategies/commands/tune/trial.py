@@ -42,11 +42,14 @@ class OneBatch(Dataset[Any]):
 
 
 class TrialControl(StepControl):
-    """Callback that makes the ordered steps with the same batch, and reports their duration and the first losses."""
+    """Callback that makes the steps that a command requests, all with one batch.
+
+    After the steps it reports their duration and the losses of the first steps of the training.
+    """
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        source: Any = trainer.datamodule or pl_module  # type: ignore[attr-defined]  # set by the data connector
+        source: Any = trainer.datamodule or pl_module  # type: ignore[attr-defined]
         loader = source.train_dataloader()
         if not isinstance(loader, DataLoader):
             raise ConfigurationError(
@@ -59,8 +62,8 @@ class TrialControl(StepControl):
         )
 
     @override
-    def obey(self, order: Mapping[str, Any]) -> None:
-        self._left = order["steps"]
+    def execute(self, command: Mapping[str, Any]) -> None:
+        self._left = command["steps"]
         self._started = time.perf_counter()
 
     @override
@@ -101,12 +104,12 @@ class OneBatchCLI(TrialCLI):
         kept = [callback for callback in as_list(config.trainer.callbacks) if isinstance(callback, ComputeSettings)]
         config.trainer.callbacks = kept
         trainer = super().instantiate_trainer(**kwargs)
-        trainer.callbacks[:] = [*kept, TrialControl()]  # type: ignore[attr-defined]  # set by the callback connector
+        trainer.callbacks[:] = [*kept, TrialControl()]  # type: ignore[attr-defined]
         return trainer
 
 
 def main() -> None:
-    """Run a rank of a trial."""
+    """Run this process as a rank of a trial with the same batch in all steps."""
     run_rank(OneBatchCLI)
 
 

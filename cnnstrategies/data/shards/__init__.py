@@ -1,1 +1,1 @@
-"""Images packed into tar files: writing the files, and reading any image by its number."""
+"""Packing of images into tar files (shards), and random access to the packed images."""

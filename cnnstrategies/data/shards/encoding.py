@@ -1,4 +1,4 @@
-"""Encoding of an image for a shard."""
+"""Conversion of an image file to the file that is stored in a shard."""
 
 import io
 from dataclasses import dataclass
@@ -14,12 +14,13 @@ EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 
 @dataclass(frozen=True)
 class EncodingOptions:
-    """Options for packing images.
+    """Options of ``cnnstrategies pack``.
 
     Attributes:
-        size: Shorter side to which larger images are shrunk; None keeps the sizes.
-        quality: Quality of the JPEG files that images are converted to; None keeps the files.
-        shard_bytes: Approximate size of a shard, in bytes of the source.
+        size: Largest shorter side of a packed image, in pixels. Larger images are scaled down to it. None keeps the
+            sizes of all images.
+        quality: JPEG quality, if images are converted to JPEG; None keeps the source files without conversion.
+        shard_bytes: Approximate total size of the source files in a shard, in bytes.
     """
 
     size: int | None
@@ -29,14 +30,15 @@ class EncodingOptions:
 
 @dataclass(frozen=True)
 class Encoded:
-    """An encoded image.
+    """Image file to store in a shard.
 
     Attributes:
         data: Content of the file.
-        extension: Extension of the file.
-        width: Width of the upright image.
-        height: Height of the upright image.
-        plain: Whether the image is an upright baseline JPEG, of which a part can be decoded; see ``jpeg.py``.
+        extension: Extension of the file's name.
+        width: Width of the image in pixels, after its rotation according to the EXIF orientation.
+        height: Height of the image in pixels, after this rotation.
+        plain: Whether the file is a baseline JPEG that needs no rotation, so that a crop can be decoded without the
+            rest of the image; see ``jpeg.py``.
     """
 
     data: bytes
@@ -47,12 +49,15 @@ class Encoded:
 
 
 def encode(data: bytes, size: int | None, quality: int | None) -> Encoded:
-    """Decode an image file, and encode the image for a shard.
+    """Convert an image file to the file to store in a shard.
+
+    Without a ``quality`` a JPEG, PNG or WebP file is kept as it is, and a file in another format becomes a PNG file.
+    The image is decoded in any case, to detect damaged files.
 
     Args:
         data: Content of the file.
-        size: Shorter side to which a larger image is shrunk; None keeps the size.
-        quality: Quality of the JPEG file that the image is converted to; None keeps the file.
+        size: Largest shorter side, in pixels, to which the image is scaled down; None keeps the size.
+        quality: Quality of the JPEG file to which the image is converted; None does not convert it to JPEG.
 
     Raises:
         BrokenImageError: The image cannot be decoded.
@@ -63,7 +68,7 @@ def encode(data: bytes, size: int | None, quality: int | None) -> Encoded:
         with Image.open(io.BytesIO(data)) as opened:
             extension = EXTENSIONS.get(opened.format or "")
             turned = opened.getexif().get(ORIENTATION, 1) != 1
-        if extension is None:  # PNG is lossless, and smaller than BMP, TIFF and PNM.
+        if extension is None:  # BMP, TIFF or PNM. PNG is lossless and usually smaller.
             file = io.BytesIO()
             Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file, "PNG")
             return Encoded(file.getvalue(), "png", width, height, False)
@@ -77,7 +82,7 @@ def encode(data: bytes, size: int | None, quality: int | None) -> Encoded:
             (max(size, round(width * shorter)), max(size, round(height * shorter))), Image.Resampling.LANCZOS
         )
     file = io.BytesIO()
-    # With 4:2:0 and restart markers a reader can decode a crop alone; see jpeg.py.
+    # With 4:2:0 subsampling and restart markers, a crop can be decoded without the rest of the image; see jpeg.py.
     interval = restart_interval(image)
     image.save(file, "JPEG", quality=quality, subsampling="4:2:0", optimize=True, restart_marker_blocks=interval)
     return Encoded(file.getvalue(), "jpg", *image.size, True)

@@ -1,4 +1,4 @@
-"""Index of packed images: the place and class of each image, and sizes and checksums of the shards."""
+"""Index of packed images: shard, offset and class of each image, and size and checksum of each shard."""
 
 import hashlib
 import io
@@ -17,19 +17,26 @@ from cnnstrategies.runtime.whole_file import whole_file
 
 VERSION = 1
 INDEX, SAMPLES = "index.json", "samples.npz"
-REMEDY = "free some space or grant the right to write, and run the same command again"
-# Columns of the index, with a value for each image: index of the shard in the part, first byte and number of bytes in
-# the shard, class, size of the upright image, whether a part of the image can be decoded (see jpeg.py), and the
-# image's name in the source.
+REMEDY = "free some space, or give this user write permission, and run the same command again"
+# Columns of the index. Each column has a value for each image of a split: index of the shard, offset and length of the
+# image file in the shard in bytes, class, width and height in pixels after the EXIF rotation, whether a crop can be
+# decoded without the rest of the image (see jpeg.py), and path in the source folder.
 FIELDS = ("shard", "offset", "length", "target", "width", "height", "plain", "name")
 Columns = dict[str, npt.NDArray[Any]]
 TAR_BLOCK = tarfile.BLOCKSIZE
-TAR_OWNER = slice(265, 281)  # Place of the packing in a tar header: the first 16 bytes of the owner's name.
+TAR_OWNER = slice(265, 281)  # Position of the packing id in a tar header: first 16 bytes of the owner name `uname`.
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A tar file of packed images: its name, its size in bytes, its checksum and the number of its images."""
+    """Entry of the index for a shard, which is a tar file of packed images.
+
+    Attributes:
+        file: Name of the tar file.
+        size: Size of the tar file in bytes.
+        sha256: SHA-256 checksum of the tar file, in hexadecimal digits.
+        images: Number of images in the shard.
+    """
 
     file: str
     size: int
@@ -39,7 +46,10 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class ShardedPart:
-    """Images of one part, such as ``train``."""
+    """Packed images of one split: its shards, and the columns of the index for its images.
+
+    The length is the number of images.
+    """
 
     shards: list[ShardFile]
     columns: Columns
@@ -54,11 +64,11 @@ class Index:
 
     Attributes:
         root: Folder of the shards and the index.
-        packing: Sixteen hexadecimal digits that identify this packing. Every entry of the shards has them as its
-            owner's name.
+        packing: Packing id: sixteen hexadecimal digits that identify one run of ``cnnstrategies pack``. Each tar entry
+            of a shard has this id as its owner name.
         class_names: Name of each class.
-        parts: Images of each part.
-        damaged: Images of the source that could not be decoded, with the reason.
+        parts: Packed images of each split, by the split's name.
+        damaged: Reason why an image was skipped because it could not be decoded, by the image's path.
     """
 
     root: Path
@@ -69,7 +79,7 @@ class Index:
 
 
 def write_index(index: Index) -> None:
-    """Write the two files of an index."""
+    """Write the two files of an index: the columns, and a JSON file with the rest and the columns' checksum."""
     columns = {f"{name}.{field}": part.columns[field] for name, part in index.parts.items() for field in FIELDS}
     packed = io.BytesIO()
     np.savez_compressed(packed, **columns)  # type: ignore[arg-type]  # numpy's keyword `allow_pickle` is not an array
@@ -87,10 +97,11 @@ def write_index(index: Index) -> None:
 
 
 def read_index(root: Path) -> Index:
-    """Read an index, and check that it is complete and that the shards have the indexed sizes.
+    """Read an index, and check that it is complete and that all shards exist and have the right sizes.
 
     Raises:
-        ConfigurationError: The index or a shard does not exist, is damaged, or belongs to another packing.
+        ConfigurationError: The index or a shard does not exist, is damaged, or was not written together with the other
+            files.
     """
     try:
         written, packed = (root / INDEX).read_bytes(), (root / SAMPLES).read_bytes()
@@ -103,11 +114,14 @@ def read_index(root: Path) -> Index:
         described: Mapping[str, Any] = json.loads(written)
         if described["version"] != VERSION:
             raise ConfigurationError(
-                f"{root / INDEX} has version {described['version']}, and this cnnstrategies reads version {VERSION}: "
-                "pack again"
+                f"{root / INDEX} has the format version {described['version']}, but this version of cnnstrategies "
+                f"reads format version {VERSION}: pack again"
             )
         if hashlib.sha256(packed).hexdigest() != described["samples"]:
-            raise ConfigurationError(f"{root / SAMPLES} does not belong to {INDEX}: copy both again, or pack again")
+            raise ConfigurationError(
+                f"{root / SAMPLES} was not written together with {INDEX}, or is damaged: copy both files again, or "
+                "pack again"
+            )
         with np.load(io.BytesIO(packed)) as arrays:
             parts = {
                 name: ShardedPart(
@@ -120,27 +134,30 @@ def read_index(root: Path) -> Index:
             _check_part(root, name, part, len(index.class_names))
     except ConfigurationError:
         raise
-    except Exception as error:  # A damaged file can raise errors of any kind.
+    except Exception as error:  # Parsing a damaged file can raise any error.
         why = f"{type(error).__name__}: {error}"
         raise ConfigurationError(f"{root / INDEX} is damaged ({why}): copy it again, or pack again") from error
     return index
 
 
 def _check_part(root: Path, name: str, part: ShardedPart, classes: int) -> None:
-    """Check that the shards are files of the folder and that the images lie in them: the index is not trusted."""
+    """Check the index entries of a split: shards must be files in the folder, and images must be within the shards.
+
+    With these checks, a manipulated index cannot make the program read other files.
+    """
     for shard in part.shards:
         if (root / shard.file).resolve().parent != root.resolve():
             raise ConfigurationError(
-                f"{root / INDEX} names {shard.file!r}, which is not a file of this folder: replace links by the files, "
-                "or pack again"
+                f"{root / INDEX} lists {shard.file!r}, which is not a file in this folder: replace links with the "
+                "files, or pack again"
             )
         _check_size(root / shard.file, shard)
     columns = {field: column.astype(np.int64) for field, column in part.columns.items() if field != "name"}
     most = int(columns["target"].max(initial=0))
     if most >= classes:
         raise ConfigurationError(
-            f"{root}: {name} has an image of class {most}, and the index has {classes} classes (0 to {classes - 1}): "
-            "the index is damaged; pack again"
+            f"{root}: {name} has an image of class {most}, but the index has only {classes} classes (0 to "
+            f"{classes - 1}): the index is damaged; pack again"
         )
     sizes = np.array([shard.size for shard in part.shards], np.int64)
     numbers = columns["shard"]
@@ -150,14 +167,14 @@ def _check_part(root: Path, name: str, part: ShardedPart, classes: int) -> None:
     valid = (columns["offset"] >= 0) & (columns["length"] > 0) & (ends <= sizes[numbers]) & (columns["target"] >= 0)
     valid &= (columns["width"] > 0) & (columns["height"] > 0)
     if len({len(column) for column in part.columns.values()}) > 1 or not valid.all():
-        raise ValueError(f"{name} has impossible places, sizes or classes of images")
+        raise ValueError(f"{name} has images with invalid offsets, sizes or classes")
 
 
 def check_contents(index: Index) -> None:
-    """Compare the content of every shard with its checksum.
+    """Compare the checksum of each shard with the index.
 
     Raises:
-        ConfigurationError: The content of a shard has changed.
+        ConfigurationError: The checksum of a shard differs from the index.
     """
     for part in index.parts.values():
         for shard in part.shards:
@@ -174,13 +191,13 @@ def _check_size(path: Path, shard: ShardFile) -> None:
     try:
         size = path.stat().st_size
     except FileNotFoundError:
-        raise ConfigurationError(f"no shard {path}, which {INDEX} names: copy it there, or pack again") from None
+        raise ConfigurationError(f"the shard {path} is missing: copy it from the source, or pack again") from None
     if size < shard.size:
         raise ConfigurationError(
-            f"{path} is truncated: it has {size} bytes of {shard.size}; copy it again, or pack again"
+            f"{path} is truncated: it has {size} of {shard.size} bytes; copy it again, or pack again"
         )
     if size > shard.size:
         raise ConfigurationError(
-            f"{path} has {size} bytes, and {INDEX} has {shard.size}: the index belongs to other shards; copy all files "
-            "of one packing, or pack again"
+            f"{path} has {size} bytes, but {INDEX} lists {shard.size}: they were not written together; copy all files "
+            "of the same `cnnstrategies pack` run, or pack again"
         )

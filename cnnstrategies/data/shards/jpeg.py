@@ -1,9 +1,9 @@
-"""The structure of JPEG files, which lets a decoder decode only a part of an image.
+"""Decoding of a crop of a JPEG file without decoding the whole image.
 
-A baseline JPEG consists of rows of small rectangles ("units", ITU-T T.81 section A.2), and each unit depends on the
-units before it. Units below a crop need not be decoded: a changed header lets the image end above them. After a restart
-marker the units do not depend on earlier units, so in a file with restart markers the units around a crop make a
-complete JPEG.
+A baseline JPEG consists of rows of small rectangles, the minimum coded units (called units here; ITU-T T.81 section
+A.2). The decoding of a unit depends on the units before it. If the height in the header is reduced, a decoder skips the
+units below a crop. Units after a restart marker do not depend on the units before the marker. In a file with restart
+markers, the units around a crop can therefore be copied to a new, smaller JPEG file.
 """
 
 import importlib.util
@@ -23,13 +23,14 @@ from cnnstrategies.errors import ConfigurationError
 BASELINE = (0xC0, 0xC1)
 OTHER_FRAMES = {*range(0xC2, 0xD0)} - {0xC4, 0xC8, 0xCC}
 SCAN, RESTART_INTERVAL = 0xDA, 0xDD
-ALONE = {0x01, *range(0xD0, 0xD9)}  # markers without a segment
+ALONE = {0x01, *range(0xD0, 0xD9)}  # Markers that are not followed by a segment.
 RESTARTS = [bytes((0xFF, 0xD0 + number)) for number in range(8)]
 END = b"\xff\xd9"
-# Decoders interpolate colours between neighbours, so pixels within this distance from a cut differ.
+# Number of pixels around a crop that are decoded as well. Decoders interpolate colours between neighbouring pixels, so
+# pixels at the border of a smaller JPEG can differ from those of the whole JPEG.
 MARGIN = 2
 DecoderName = Literal["auto", "pillow", "simplejpeg"]
-SCALES = (8, 4, 2)  # Factors by which a decoder can shrink a JPEG in less time than it takes to decode it in full.
+SCALES = (8, 4, 2)  # Factors by which a decoder can scale a JPEG down while it decodes, which saves time.
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,13 @@ class JpegHeader:
     """Header of a baseline JPEG with three components.
 
     Attributes:
-        frame: Offset of the frame header, in bytes.
+        frame: Offset of the frame header in the file, in bytes.
         width: Width of the image, in pixels.
         height: Height of the image, in pixels.
         unit_width: Width of a unit, in pixels.
         unit_height: Height of a unit, in pixels.
-        interval: Number of units between two restart markers; 0 without restart markers.
-        data: Offset of the compressed units, in bytes.
+        interval: Number of units between two restart markers; 0 if the file has no restart markers.
+        data: Offset of the first compressed unit in the file, in bytes.
     """
 
     frame: int
@@ -62,15 +63,16 @@ class JpegHeader:
 
 @dataclass(frozen=True)
 class Cut:
-    """A JPEG that shows a part of another JPEG.
+    """JPEG file with a rectangle of a larger JPEG image.
 
     Attributes:
         data: Content of the file.
-        left: Column of the other JPEG at which the part begins.
-        top: Row of the other JPEG at which the part begins.
-        width: Width of the part, in pixels.
-        height: Height of the part, in pixels.
-        exact: Whether the data ends after the units of the part.
+        left: Column of the larger image at which the rectangle begins, in pixels.
+        top: Row of the larger image at which the rectangle begins, in pixels.
+        width: Width of the rectangle, in pixels.
+        height: Height of the rectangle, in pixels.
+        exact: Whether the file ends with the last unit of the rectangle. Otherwise it has more data, which a decoder
+            ignores.
     """
 
     data: bytes
@@ -82,7 +84,7 @@ class Cut:
 
 
 def read_header(data: bytes) -> JpegHeader | None:
-    """Return the header; None if the data is not a baseline JPEG with three components in one scan."""
+    """Return the header of a JPEG file, or None if it is not a baseline JPEG with three components in one scan."""
     if data[:2] != b"\xff\xd8":
         return None
     at, interval, frame = 2, 0, 0
@@ -112,10 +114,17 @@ def read_header(data: bytes) -> JpegHeader | None:
 
 
 def cut(data: bytes, header: JpegHeader, left: int, top: int, right: int, bottom: int) -> Cut:
-    """Return the smallest JPEG from which a rectangle decodes to the pixels that the whole JPEG has there.
+    """Return a JPEG, as small as possible, in which a crop has exactly the same pixels as in the whole JPEG.
 
-    The cut is lossless, and nothing is decoded. The rectangle is in pixels and excludes the column ``right`` and the
-    row ``bottom``.
+    The compressed data is copied without decoding. The result usually contains more pixels than the crop.
+
+    Args:
+        data: Content of the whole JPEG file.
+        header: Header of the whole JPEG.
+        left: First column of the crop, in pixels.
+        top: First row of the crop, in pixels.
+        right: Column after the last column of the crop, in pixels.
+        bottom: Row after the last row of the crop, in pixels.
     """
     rows = -(-header.height // header.unit_height)
     last = min(rows, -(-(bottom + MARGIN) // header.unit_height))
@@ -133,19 +142,20 @@ def cut(data: bytes, header: JpegHeader, left: int, top: int, right: int, bottom
     width, height = min(header.width, end * step) - x, height - y
     starts, ends = _intervals(data, header.data)
     if len(starts) != in_row * rows:
-        return Cut(data, 0, 0, header.width, header.height, True)  # The file is damaged: the decoder reports how.
+        return Cut(data, 0, 0, header.width, header.height, True)  # The file is damaged. The decoder will report it.
     chosen = [place for row in range(first, last) for place in range(row * in_row + begin, row * in_row + end)]
     pieces = [_resized(data[: header.data], header, width, height)]
-    for place, restart in zip(chosen, itertools.cycle(RESTARTS)):  # the cycle has no end
+    for place, restart in zip(chosen, itertools.cycle(RESTARTS)):  # Not strict, because the cycle is infinite.
         pieces += data[starts[place] : ends[place]], restart
     pieces[-1] = END
     return Cut(b"".join(pieces), x, y, width, height, True)
 
 
 def restart_interval(image: Image.Image) -> int:
-    """Return the number of units between restart markers with which an image in 4:2:0 can be cut finely.
+    """Return the number of units between restart markers to use for an image with 4:2:0 subsampling.
 
-    The number is a divisor of the units in a row: 2 or 3 if possible, else 1. A marker costs about four bytes.
+    The fewer units, the smaller the rectangles that can be copied from the file. The result divides the number of units
+    in a row: 2 or 3 if possible, otherwise 1. A marker takes about four bytes.
     """
     columns = -(-image.width // 16)
     return next(count for count in (2, 3, 1) if columns % count == 0)
@@ -158,33 +168,35 @@ def _resized(head: bytes, header: JpegHeader, width: int, height: int) -> bytes:
 
 
 def _intervals(data: bytes, start: int) -> tuple[list[int], list[int]]:
-    """Return the offsets at which the intervals between restart markers begin and end."""
+    """Return the offsets, in bytes, at which the intervals between restart markers begin and end."""
     values = np.frombuffer(data, np.uint8)
-    marks = np.flatnonzero(values[start:-1] == 0xFF) + start
-    marks = marks[(values[marks + 1] & 0xF8) == 0xD0]
-    return [start, *(marks + 2).tolist()], [*marks.tolist(), len(data) - len(END)]
+    markers = np.flatnonzero(values[start:-1] == 0xFF) + start
+    markers = markers[(values[markers + 1] & 0xF8) == 0xD0]
+    return [start, *(markers + 2).tolist()], [*markers.tolist(), len(data) - len(END)]
 
 
-# Function from a JPEG and the factor by which to shrink it to uint8 (H, W, 3).
+# Function that decodes a JPEG, scales it down by a factor, and returns uint8 (H, W, 3).
 Decoder = Callable[[Cut, int], Tensor]
 
 
 def find_decoder(name: DecoderName) -> Decoder:
-    """Return the decoder with a name.
+    """Return the decoder for JPEG files that the option ``decoder`` selects.
 
     Raises:
         ConfigurationError: The decoder is not installed.
     """
     installed = importlib.util.find_spec("simplejpeg") is not None
     if name == "simplejpeg" and not installed:
-        raise ConfigurationError("decoder=simplejpeg is not installed: pip install simplejpeg, or use decoder=pillow")
+        raise ConfigurationError(
+            "decoder=simplejpeg needs the package simplejpeg: pip install simplejpeg, or use decoder=pillow"
+        )
     return _simplejpeg if installed and name != "pillow" else _pillow
 
 
 def _pillow(jpeg: Cut, scale: int) -> Tensor:
     size = -(-jpeg.width // scale), -(-jpeg.height // scale)
     try:
-        # Image.open would read the header once more.
+        # `frombytes` is faster than `Image.open`, which would parse the header again.
         image = Image.frombytes("RGB", size, jpeg.data, "jpeg", ("RGB", "", scale, 0))
     except (ValueError, OSError) as error:
         raise BrokenImageError(str(error)) from error
@@ -197,7 +209,8 @@ def _simplejpeg(jpeg: Cut, scale: int) -> Tensor:
     height, width = -(-jpeg.height // scale), -(-jpeg.width // scale)
     least = {"min_height": height, "min_width": width, "min_factor": scale} if scale > 1 else {}
     try:
-        # simplejpeg warns of data after the end of a cut; `strict` would turn the warning into an error.
+        # If the file has more data after the last unit, the decoder warns, and `strict` would turn the warning into an
+        # error.
         return torch.from_numpy(simplejpeg.decode_jpeg(jpeg.data, strict=jpeg.exact, **least))
     except ValueError as error:
         raise BrokenImageError(str(error)) from error

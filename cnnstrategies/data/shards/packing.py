@@ -1,4 +1,4 @@
-"""Packing of a folder's images into shards, several shards at the same time."""
+"""Packing of a folder's images into shards, which several threads write in parallel."""
 
 import hashlib
 import os
@@ -34,13 +34,13 @@ from cnnstrategies.data.shards.index import (
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.whole_file import writing
 
-UNFINISHED = ".unfinished"  # Suffix of the folder's name while images are packed.
+UNFINISHED = ".unfinished"  # Suffix of the output folder's name until all shards are written.
 TAR_END = b"\0" * (2 * TAR_BLOCK)
 ORDER_SEED = 0
 
 
 class Image(NamedTuple):
-    """An image to pack: its path from the root, its class, and its number in its part."""
+    """An image to pack: its path relative to the source folder, its class, and its number within its split."""
 
     name: str
     target: int
@@ -49,7 +49,13 @@ class Image(NamedTuple):
 
 @dataclass(frozen=True)
 class Written:
-    """A written shard, its images' columns of the index, and the images that could not be decoded, with the reason."""
+    """Result of writing a shard.
+
+    Attributes:
+        shard: Entry of the index for the shard.
+        columns: Columns of the index for the shard's images, except the column ``shard``.
+        damaged: Reason why an image could not be decoded, by the image's path.
+    """
 
     shard: ShardFile
     columns: Columns
@@ -57,31 +63,35 @@ class Written:
 
 
 def pack(source: Path, out: Path, options: EncodingOptions, workers: int) -> Index:
-    """Pack a folder in the layout of :class:`~cnnstrategies.data.ImageFolderDataModule`.
+    """Pack a folder of images in the layout of :class:`~cnnstrategies.data.ImageFolderDataModule` into shards.
 
-    The shards are written to a folder beside ``out``, which is renamed to ``out`` when it is complete. The training
-    images are packed in a random order, so that neighbours in a shard have different classes.
+    The shards are written to a temporary folder next to ``out``. When the shards and the index are complete, the folder
+    is renamed to ``out``. The training images are packed in a random order, so that a shard contains images of many
+    classes.
 
     Args:
         source: Folder of the images.
         out: Folder to create.
         options: Options for packing.
-        workers: Number of shards that are written at the same time.
+        workers: Number of threads, each of which writes one shard at a time.
+
+    Returns:
+        The index of the packed images.
 
     Raises:
-        ConfigurationError: ``out`` exists, the source has masks, or no image of a part can be decoded.
+        ConfigurationError: ``out`` exists, the source has masks, or no image of a split can be decoded.
     """
     if out.exists():
         raise ConfigurationError(f"{out} exists already: choose another name, or remove it")
     module = ImageFolderDataModule(source)
     if set(module.class_names) == {"images", "masks"}:
         raise ConfigurationError(
-            f"{source} has masks, which cannot be packed: use SegmentationFolderDataModule, which reads masks from "
-            "their folders"
+            f"{source} has masks, which cannot be packed: train with SegmentationFolderDataModule, which reads the "
+            "image files"
         )
     scratch = out.with_name(out.name + UNFINISHED)
     packing = secrets.token_hex(8)
-    shutil.rmtree(scratch, ignore_errors=True)  # The folder may be left from a packing that was killed.
+    shutil.rmtree(scratch, ignore_errors=True)  # A killed run may have left this folder.
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         stack.enter_context(writing(scratch, REMEDY))
@@ -109,7 +119,16 @@ def pack(source: Path, out: Path, options: EncodingOptions, workers: int) -> Ind
 
 
 def _shards(part: str, images: Sequence[Image], root: Path, shard_bytes: int) -> list[list[Image]]:
-    """Return the images of each shard of a part, in order."""
+    """Divide the images of a split into shards, and return the images of each shard in the order in which to pack them.
+
+    Training images are shuffled.
+
+    Args:
+        part: Name of the split.
+        images: Images of the split.
+        root: Source folder.
+        shard_bytes: Approximate total size of the source files in a shard.
+    """
     order = np.arange(len(images))
     if part == "train":
         np.random.default_rng(ORDER_SEED).shuffle(order)
@@ -122,7 +141,19 @@ def _shards(part: str, images: Sequence[Image], root: Path, shard_bytes: int) ->
 def _write(
     root: Path, folder: Path, packing: str, options: EncodingOptions, parts: dict[str, list[list[Image]]], workers: int
 ) -> dict[str, list[Written]]:
-    """Write the shards of all parts."""
+    """Write the shards of all splits, and show a progress bar.
+
+    Args:
+        root: Source folder.
+        folder: Folder of the shards.
+        packing: Packing id, which each tar entry of the shards contains.
+        options: Options for packing.
+        parts: Images of each shard, by the split's name.
+        workers: Number of threads.
+
+    Returns:
+        The results for each shard, by the split's name.
+    """
     stop = threading.Event()
     console = Console(stderr=True)
     bar = Progress(console=console, transient=True, disable=not console.is_terminal)
@@ -147,7 +178,7 @@ def _write(
             }
             return {part: [future.result() for future in shards] for part, shards in futures.items()}
         finally:
-            stop.set()  # After an error or an interrupt the other shards end early.
+            stop.set()  # After an error or Ctrl-C, make the other threads stop.
             pool.shutdown(cancel_futures=True)
 
 
@@ -186,22 +217,27 @@ def _encoded(path: Path, options: EncodingOptions) -> Encoded:
 
 
 def _joined(part: str, written: list[Written]) -> ShardedPart:
-    """Return a part with all of its written shards."""
+    """Combine the results of all shards of a split."""
     counts = [shard.shard.images for shard in written]
     if not sum(counts):
         name, reason = next(item for shard in written for item in shard.damaged.items())
         raise ConfigurationError(
-            f"no image for {part} can be decoded; the first is {name} ({reason}): repair the images or remove the part"
+            f"no image for {part} can be decoded; the first is {name} ({reason}): repair the images, or remove the "
+            f"folder for {part}"
         )
     columns: dict[str, npt.NDArray[Any]] = {"shard": np.repeat(np.arange(len(counts), dtype=np.int32), counts)}
     for field in FIELDS[1:]:
-        # The columns of a shard without images have no type.
+        # The empty columns of a shard without images are left out, because their dtype is arbitrary.
         columns[field] = np.concatenate([shard.columns[field] for shard in written if shard.shard.images])
     return ShardedPart([shard.shard for shard in written], columns)
 
 
 def tar_entry(name: str, content: bytes, packing: str) -> bytes:
-    """Return a tar entry for a file. The owner's name is the packing, which identifies the index of the entry."""
+    """Return a tar entry for a file, padded to whole tar blocks.
+
+    The owner name in the tar header is the packing id. A reader compares it with the index to check that the shard and
+    the index were written together.
+    """
     info = tarfile.TarInfo(name)
     info.size, info.uname, info.mode = len(content), packing, 0o644
     return info.tobuf(tarfile.USTAR_FORMAT) + content + b"\0" * (-len(content) % TAR_BLOCK)

@@ -1,4 +1,4 @@
-"""Source of images in shards: choosing a rectangle of each image, reading it and decoding it."""
+"""Source of samples from shards: random or centre crops of images, which are read and decoded on request."""
 
 import io
 import os
@@ -21,13 +21,15 @@ from cnnstrategies.data.shards.jpeg import SCALES, DecoderName, find_decoder
 from cnnstrategies.errors import ConfigurationError
 
 MOST_OPEN = 256  # Largest number of shards that a process keeps open.
-LEAST_AREA, RATIO = 0.08, (3 / 4, 4 / 3)  # Szegedy et al. 2015. Like the ten attempts, they are torchvision's defaults.
+# Smallest fraction of an image's area in a random crop, and smallest and largest aspect ratio of the crop (Szegedy et
+# al. 2015). These numbers and the number of attempts are the defaults of torchvision's `RandomResizedCrop`.
+LEAST_AREA, RATIO = 0.08, (3 / 4, 4 / 3)
 ATTEMPTS = 10
 Sizes = npt.NDArray[np.int64]
 
 
 class Crop(NamedTuple):
-    """A rectangle of an image, in pixels, and whether it is mirrored."""
+    """A crop of an image, in pixels, and whether the crop is flipped horizontally."""
 
     left: int
     top: int
@@ -40,9 +42,10 @@ Crops = Callable[[Sizes, Sizes], list[Crop]]
 
 
 def random_crops(widths: Sizes, heights: Sizes) -> list[Crop]:
-    """Return a random rectangle for each image, as torchvision's ``RandomResizedCrop`` draws them; half are mirrored.
+    """Return a random crop for each image, with the distribution of torchvision's ``RandomResizedCrop``.
 
-    The numbers come from torch's default generator, so the seed of a batch determines its crops.
+    A crop is flipped horizontally with probability 1/2. The random numbers come from torch's default generator, which
+    is seeded for each batch.
 
     Args:
         widths: Width of each image, in pixels.
@@ -55,7 +58,7 @@ def random_crops(widths: Sizes, heights: Sizes) -> list[Crop]:
     width, height = np.rint(np.sqrt(area * ratio)).astype(int), np.rint(np.sqrt(area / ratio)).astype(int)
     fits = (width > 0) & (width <= widths) & (height > 0) & (height <= heights)
     chosen = fits.argmax(0), np.arange(count)
-    # If no attempt fits, the crop is the largest centred rectangle with an allowed shape.
+    # If no attempt fits into an image, its crop is the largest centred rectangle with an allowed aspect ratio.
     fitting = fits[chosen]
     width = np.where(fitting, width[chosen], np.minimum(widths, np.rint(heights * RATIO[1]).astype(int)))
     height = np.where(fitting, height[chosen], np.minimum(heights, np.rint(widths / RATIO[0]).astype(int)))
@@ -67,7 +70,13 @@ def random_crops(widths: Sizes, heights: Sizes) -> list[Crop]:
 
 
 def centre_crops(widths: Sizes, heights: Sizes, share: float) -> list[Crop]:
-    """Return a centred square for each image, with a side of ``share`` of the image's shorter side."""
+    """Return a centred square crop for each image.
+
+    Args:
+        widths: Width of each image, in pixels.
+        heights: Height of each image, in pixels.
+        share: Side of the square as a fraction of the image's shorter side.
+    """
     side = np.maximum(1, np.rint(np.minimum(widths, heights) * share).astype(int))
     x, y = (widths - side) // 2, (heights - side) // 2
     rows = zip(x.tolist(), y.tolist(), side.tolist(), strict=True)
@@ -75,18 +84,18 @@ def centre_crops(widths: Sizes, heights: Sizes, share: float) -> list[Crop]:
 
 
 class ShardSource:
-    """Source of images of one part: each image is read by a single ``pread``, cropped and resized.
+    """Source of samples from the shards of one split. Each image is read by a single ``pread``, cropped and resized.
 
-    Only the part of a JPEG that the crop needs is decoded, as far as the structure and the size of the JPEG allow.
+    If the structure of a JPEG allows it, only the units around the crop are decoded.
 
     Args:
         index: Index of the packed images.
-        part: Part of the images.
-        numbers: Numbers of the part's images that belong to this source.
-        crops: Function from widths and heights of images to a crop for each image.
-        size: Height and width of the results.
-        decoder: Name of the decoder for JPEG files.
-        interpolation: Interpolation of the resizing.
+        part: Packed images of the split.
+        numbers: Numbers, within the split, of the images that belong to this source.
+        crops: Function that takes the widths and the heights of images and returns a crop for each image.
+        size: Height and width of the results, in pixels.
+        decoder: Decoder for JPEG files: ``auto``, ``pillow`` or ``simplejpeg``.
+        interpolation: Interpolation for resizing: ``bilinear`` or ``bicubic``.
     """
 
     def __init__(
@@ -108,17 +117,17 @@ class ShardSource:
         self.decoder = decoder
         self.interpolation = interpolation
         self.decode_jpeg = find_decoder(decoder)
-        self.open_files: dict[int, io.FileIO] = {}  # By shard.
+        self.open_files: dict[int, io.FileIO] = {}  # Open shards, by index of the shard.
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without open files, because a spawned process opens its own."""
+        """Return the attributes for pickling, without open files: a spawned process opens the shards again."""
         return {**vars(self), "open_files": {}}
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def name(self, number: int) -> str:
-        """Return the image's name in the packed folder."""
+        """Return the path that the image had in the folder that was packed."""
         return readable(os.fsdecode(self.columns["name"][number]))
 
     def fetch(self, indices: list[int]) -> Batch:
@@ -131,7 +140,7 @@ class ShardSource:
             ConfigurationError: A shard cannot be read, or an image is damaged.
         """
         for number in indices:
-            # The operating system starts to read all images in the background, so that waits for the storage overlap.
+            # Ask the operating system to read all images of the batch in the background, so that the reads overlap.
             shard, offset, length = self._place(number)
             os.posix_fadvise(self._file(shard), offset - TAR_BLOCK, TAR_BLOCK + length, os.POSIX_FADV_WILLNEED)
         crops = self.crops(*(self.columns[name][indices].astype(np.int64) for name in ("width", "height")))
@@ -141,8 +150,8 @@ class ShardSource:
                 self._show(number, self.read(number), crop, image)
             except BrokenImageError as error:
                 raise ConfigurationError(
-                    f"broken image {self.name(number)} in {self._path(number)} ({error}): find damaged shards with "
-                    f"`cnnstrategies pack --check {self.paths[0].parent}`, and copy them again, or pack again"
+                    f"broken image {self.name(number)} in {self._path(number)} ({error}): run `cnnstrategies pack "
+                    f"--check {self.paths[0].parent}` to find damaged shards, and copy them again, or pack again"
                 ) from None
         return images, self.targets[indices]
 
@@ -150,10 +159,10 @@ class ShardSource:
         """Read the file of an image, by one ``pread``.
 
         Raises:
-            ConfigurationError: The shard is truncated or belongs to another packing.
+            ConfigurationError: The shard is truncated, or was not written together with the index.
         """
         shard, offset, length = self._place(number)
-        # The read includes the tar header before the file, which names the packing.
+        # The tar header before the file is read as well, because it contains the packing id.
         content = os.pread(self._file(shard), TAR_BLOCK + length, offset - TAR_BLOCK)
         if len(content) < TAR_BLOCK + length:
             raise ConfigurationError(
@@ -161,13 +170,13 @@ class ShardSource:
             )
         if content[TAR_OWNER] != self.owner:
             raise ConfigurationError(
-                f"{self._path(number)} belongs to another packing than {INDEX}: copy all files of one packing, or pack "
-                "again"
+                f"{self._path(number)} was not written together with {INDEX}: copy all files of the same "
+                "`cnnstrategies pack` run, or pack again"
             )
         return content[TAR_BLOCK:]
 
     def _show(self, number: int, data: bytes, crop: Crop, out: Tensor) -> None:
-        """Decode a rectangle of an image, and resize it into ``out`` (3, H, W)."""
+        """Decode a crop of an image, and write the resized crop to ``out`` (3, H, W)."""
         header = jpeg.read_header(data) if self.columns["plain"][number] else None
         left, top, width, height = crop[:4]
         if header is None:
@@ -178,18 +187,18 @@ class ShardSource:
             pixels = self.decode_jpeg(shown, scale)
             left, top = left - shown.left, top - shown.top
             if pixels.shape[:2] == (shown.height, shown.width):
-                scale = 1  # Not every decoder can shrink an image.
+                scale = 1  # The decoder has not scaled the image down.
         left, top, width, height = (round(pixel / scale) for pixel in (left, top, width, height))
         part = pixels[top : top + height, left : left + width].permute(2, 0, 1)[None]
         if part.shape[2:] != out.shape[1:]:
-            # torch has a fast kernel for bytes with the channels innermost, but does not see that a slice has this
-            # layout.
+            # torch has a fast kernel for uint8 tensors in channels_last format, but does not recognise this format in
+            # a slice.
             part = part.contiguous(memory_format=torch.channels_last)
             part = F.interpolate(part, out.shape[1:], mode=self.interpolation, antialias=True)
         out.copy_((part.flip(-1) if crop.mirrored else part)[0])
 
     def _place(self, number: int) -> tuple[int, int, int]:
-        """Return the shard of an image, the offset of its first byte, and the number of its bytes."""
+        """Return the index of an image's shard, and the offset and the length of its file in the shard, in bytes."""
         shard, offset, length = (int(self.columns[name][number]) for name in ("shard", "offset", "length"))
         return shard, offset, length
 
@@ -204,6 +213,7 @@ class ShardSource:
                 self.open_files[shard] = io.FileIO(self.paths[shard])
             except OSError as error:
                 raise ConfigurationError(
-                    f"cannot read {self.paths[shard]} ({error.strerror}): grant the right to read it, or copy it again"
+                    f"cannot read {self.paths[shard]} ({error.strerror}): give this user read permission, or copy the "
+                    "file again"
                 ) from None
         return self.open_files[shard].fileno()

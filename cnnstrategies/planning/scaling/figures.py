@@ -1,4 +1,4 @@
-"""Dataclasses for what ``scaling`` measures, such as the seconds of each part of a step."""
+"""Dataclasses with the measurements of ``scaling``, such as the seconds of each part of a step."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from cnnstrategies.planning.costs import digits
 COMPUTE = ("forward", "backward", "optimizer")
 # Prefixes of the names of parts of a step. The name of the callback or logger that takes this time follows the prefix.
 CALLBACK, LOGGER = "callback ", "logger "
-LARGER = 4  # A batch that is larger by this factor is tried, to see whether the batches are too small for a device.
+LARGER = 4  # Factor by which batches are enlarged to measure whether the batches are too small for a device.
 
 
 def ms(seconds: float, count: int = 3) -> str:
@@ -33,7 +33,7 @@ class Rank:
 
     @property
     def step(self) -> float:
-        """Seconds of a step."""
+        """Step time of the rank in seconds."""
         return sum(self.parts.values())
 
     @property
@@ -84,12 +84,12 @@ class MeasuredRun:
 
     @property
     def rate(self) -> float:
-        """Median of the rounds' samples/s, of all devices together."""
+        """Samples/s of all devices together: the median over the rounds."""
         return statistics.median(self.rates)
 
     @property
     def slowest(self) -> Rank:
-        """The rank that waits least, because the other ranks wait for it."""
+        """The slowest rank. It is the rank that waits least, because the other ranks wait for it."""
         return min(self.ranks, key=lambda rank: rank.waits)
 
     @property
@@ -138,18 +138,18 @@ class Facts:
         accelerator: Whether the devices are accelerators, which compute asynchronously.
         cores: Number of CPU cores for all ranks together.
         threads: Number of threads with which a rank computes.
-        with_fewer: Samples/s with only so many threads that every thread has its own core.
+        with_fewer: Samples/s if each rank has fewer threads, so that every thread has its own core.
         workers: Number of worker processes of each rank's data loader.
         loader: Samples/s of all data loaders together while nothing is trained.
         load: Time that the data loader takes for one sample.
         link: Seconds of the gradients' all-reduce while nothing is computed. If gradients are accumulated, these
             seconds are divided by the number of accumulated batches.
-        gradient_bytes: Bytes of the gradients in the all-reduce, divided in the same way.
+        gradient_bytes: Bytes of the gradients in the all-reduce, also divided by the number of accumulated batches.
         larger: Seconds of forward, backward and update with a batch that is larger by the factor ``LARGER``.
         reads: Number of times in a step that a line of code makes the host wait for a value of the device. Keys name
             the lines.
         read_seconds: Seconds of a step in which the host waits for these values.
-        log_every: The trainer logs once in this number of steps.
+        log_every: Number of steps after which the trainer logs again.
         epoch: Number of steps of an epoch, and the time of validation and checkpoints.
         keys: Arguments of the data module that a remedy may change, such as ``num_workers`` and ``batch_size``, with
             their values in the configuration.
@@ -175,7 +175,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Measurements:
-    """All measurements.
+    """All measurements of a ``scaling`` command.
 
     Attributes:
         runs: Measured runs in order of their number of devices.

@@ -1,4 +1,7 @@
-"""Measure short trainings with different numbers of devices in turns, then parts of the largest training alone."""
+"""Measure short trainings with different numbers of devices, in rounds in which each training makes some steps.
+
+Then measure parts of a step of the largest training alone, for example the sum of gradients.
+"""
 
 import math
 import random
@@ -28,20 +31,20 @@ FEWEST_STEPS, MOST_STEPS = 4, 100
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 12
 COMPARED = 3  # Number of comparisons of a training with and without a change. Their median is used.
 LOADING_SECONDS = 2.0
-ENDING = 0.35  # Fraction of the time that is reserved for the measurements after the rounds.
+ENDING = 0.35  # Fraction of the measuring time that is reserved for the measurements after the rounds.
 ALL_REDUCE = "communication"  # Name of the part of a step in which gradients are summed over the ranks.
 
-Report = Mapping[str, Any]  # A rank's reply to an order to make steps.
+Report = Mapping[str, Any]  # A rank's report on the steps that it made after a command.
 
 
 class Training:
-    """A training with a certain number of devices that is measured.
+    """A training whose steps are measured, with a certain number of devices.
 
     Args:
         folder: Folder for the training's files.
         name: Name of the training's files, without the suffix.
         words: Command-line arguments of the training.
-        seconds: Time limit for the start and for each later order.
+        seconds: Time limit in seconds for the start and for each command.
     """
 
     def __init__(self, folder: Path, name: str, words: Sequence[str], seconds: float) -> None:
@@ -64,12 +67,12 @@ class Training:
         self._last = self.trial.ask({"steps": FEWEST_STEPS})
 
     def measure(self) -> None:
-        """Make the steps of one round, and keep the ranks' reports."""
+        """Make the steps of one round, and store the ranks' reports."""
         self._last = self.trial.ask({"steps": self._count(1)})
         self._rounds.append(self._last)
 
     def run(self) -> MeasuredRun:
-        """Return the measurement that combines all rounds."""
+        """Combine the reports of all rounds, and return them as one measurement."""
         ranks = []
         for reports, hello in zip(zip(*self._rounds, strict=True), self.trial.hellos, strict=True):
             steps, parts = sum(report["steps"] for report in reports), Counter[str]()
@@ -79,23 +82,37 @@ class Training:
         return MeasuredRun(ranks, [_rate(reports) for reports in self._rounds])
 
     def times(self, figure: Callable[[Sequence[Report]], float], larger: int = 1, **change: Any) -> float:
-        """Return by which factor a quantity grows if the training is changed.
+        """Measure a quantity with and without a change of the training, and return the factor by which it grows.
 
         Args:
-            figure: Returns the quantity. Its argument is the ranks' reports.
-            larger: Factor by which batches become larger.
-            change: Other changes, as keys and values of the order to the ranks.
+            figure: Function that computes the quantity from the ranks' reports.
+            larger: Factor by which the change makes batches larger.
+            change: Other changes, as keys and values of the command to the ranks.
         """
         ratios = []
         for _ in range(COMPARED):
             before = figure(self.trial.ask({"steps": self._count(1)}))
-            order = {"steps": self._count(larger), "larger": larger, **change}
-            ratios.append(figure(self.trial.ask(order)) / before)
+            command = {"steps": self._count(larger), "larger": larger, **change}
+            ratios.append(figure(self.trial.ask(command)) / before)
         return statistics.median(ratios)
+
+    def can_make_larger(self, larger: int) -> bool:
+        """Return whether the ranks can make their batches larger by a factor.
+
+        A batch keeps its size if its class is the user's own. Comparing such a training with itself would only show
+        noise.
+        """
+        return _samples_of_a_step(self.trial.ask({"steps": FEWEST_STEPS, "larger": larger})) > _samples_of_a_step(
+            self._last
+        )
 
     def _count(self, larger: int) -> int:
         step: float = max(report["seconds"] / report["steps"] for report in self._last)
         return min(MOST_STEPS, max(FEWEST_STEPS, math.ceil(BLOCK_SECONDS / (step * larger))))
+
+
+def _samples_of_a_step(reports: Sequence[Report]) -> float:
+    return float(sum(report["samples"] / report["steps"] for report in reports))
 
 
 def _rate(reports: Sequence[Report]) -> float:
@@ -122,7 +139,7 @@ class Bench:
         facts: Facts that are known from the configuration.
         together: Whether all trainings may exist at the same time.
         ends: Time at which to stop, on the clock of ``time.monotonic``.
-        progress: Called with a short text that says what is measured next.
+        progress: Function that is called with a short text that says what is measured next.
 
     Attributes:
         trouble: Reasons why trainings failed. Keys are their numbers of devices.
@@ -187,8 +204,8 @@ class Bench:
         trial, hello = training.trial, training.hello
         facts = replace(self.facts, epoch=EpochCosts(hello["steps"], hello["validation"]), **hello["facts"])
         known: dict[str, Any] = {}
-        # Only strategies with all-reduce give each rank the whole network. The sum of gradients and larger batches are
-        # not measured for other strategies.
+        # Only under strategies with an all-reduce has each rank the whole network. The sum of gradients and larger
+        # batches are measured only under these strategies.
         alike = ALL_REDUCE in hello["waiting"]
         try:
             if facts.accelerator:
@@ -204,7 +221,7 @@ class Bench:
             each = max(1, facts.cores // run.devices)
             if not facts.accelerator and facts.threads > each:
                 known["with_fewer"] = run.rate * training.times(_rate, threads=each)
-            if alike:
+            if alike and training.can_make_larger(LARGER):
                 known["larger"] = run.slowest.compute * LARGER * training.times(_compute_of_a_sample, larger=LARGER)
             rates = [report["rate"] for report in trial.ask({"probe": "load", "seconds": LOADING_SECONDS})]
             known["loader"] = sum(rates) if all(rates) else None

@@ -14,10 +14,11 @@ from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.costs import digits
 from cnnstrategies.planning.scaling.figures import CALLBACK, LARGER, LOGGER, Measurements, ms
 
-LEAST_GAIN = 1.05  # Causes whose remedy would gain less than this factor are not reported.
-MOST_WORKERS = 8  # Largest number of workers of a data loader that is recommended.
+LEAST_GAIN = 1.05  # Reasons with a smaller predicted gain are not reported.
+MOST_WORKERS = 8  # Largest number of data loader workers that is recommended.
 USUAL_LOG_EVERY = 50
-# Batches are reported as small if larger batches are faster by this factor. Every device gains a little from them.
+# Every device is a little faster with larger batches, so batches are only reported as small if larger batches are
+# faster by this factor.
 SMALL_BATCH_GAIN = 1.5
 UNEVEN = 1.1  # A rank is slow if its time per sample is at least this multiple of the median rank's time per sample.
 VALIDATION_SHARE = 0.1  # Validation is reported if it takes more than this fraction of an epoch's training time.
@@ -45,13 +46,16 @@ class Reason:
 
 
 def reasons(measurements: Measurements) -> list[Reason]:
-    """Return the reasons that slow down the run with the most devices, largest gain first."""
+    """Return the reasons why more devices do not train faster, the reason with the largest gain first.
+
+    The reasons are those of the run with the most devices.
+    """
     all_ = [reason for rule in RULES for reason in rule(measurements) if reason.gain >= LEAST_GAIN]
     return sorted(all_, key=lambda reason: -reason.gain)
 
 
 def loading(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason if the slowest rank waits for its data loader."""
+    """Yield the reason that the slowest rank waits for its data loader."""
     run, facts = measurements.largest, measurements.facts
     rank = run.slowest
     waited, step = rank.parts.get("data", 0.0), run.step
@@ -70,7 +74,8 @@ def loading(measurements: Measurements) -> Iterator[Reason]:
             cause = "samples are loaded in the training process, and loading holds the interpreter's lock"
             evidence += f"; two threads that load at the same time take {ms(load.two)} ms each"
         free = MOST_WORKERS if waits_for_storage else max(1, facts.cores // run.devices)
-        # In training all ranks load at the same time, so a sample may take longer than when it is measured alone.
+        # In training all ranks load at the same time, so loading a sample may take longer than in the measurement, in
+        # which one rank loads alone. Without workers, the longer time is used.
         seconds = load.seconds if facts.workers else max(load.seconds, waited / rank.samples)
         need = math.ceil(rank.samples * seconds / max(step - waited, 1e-6))
         workers = min(free, MOST_WORKERS, need)
@@ -87,7 +92,10 @@ def loading(measurements: Measurements) -> Iterator[Reason]:
 
 
 def link(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason if even the slowest rank waits for the all-reduce of gradients."""
+    """Yield the reason that even the slowest rank waits for the all-reduce of gradients.
+
+    Nothing is yielded if only one device trains, or if the all-reduce was not measured.
+    """
     run, facts = measurements.largest, measurements.facts
     open_ = run.slowest.waits
     if run.devices == 1 or not facts.link:
@@ -99,8 +107,8 @@ def link(measurements: Measurements) -> Iterator[Reason]:
         "the link is slow",
         f"the ranks wait {ms(open_)} ms of a step of {ms(run.step)} ms for the all-reduce; measured alone, the "
         f"all-reduce takes {ms(facts.link)} ms for {digits(facts.gradient_bytes / 1e6)} MB ({digits(speed)} MB/s)",
-        "send half the bytes with `ddp_bf16`; or send less with `accumulate_grad_batches`, with a parameter server "
-        "with compression or `mode: local`, or with a pipeline",
+        "use `ddp_bf16`, which sends half the bytes. Other ways to send less: `accumulate_grad_batches`; a parameter "
+        "server, with compression or with `mode: local`; a pipeline",
         measurements.gain(saved),
         values,
         Effect.LEARNING,
@@ -108,7 +116,10 @@ def link(measurements: Measurements) -> Iterator[Reason]:
 
 
 def slow_rank(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason if one rank takes longer to compute a sample than the other ranks."""
+    """Yield the reason that one rank takes much longer to compute a sample than the other ranks.
+
+    Nothing is yielded if the times of the ranks are similar.
+    """
     run = measurements.largest
     each = [rank.compute / max(rank.samples, 1e-9) for rank in run.ranks]
     # Ranks of different stages compute different layers, so their times per sample cannot be compared.
@@ -119,11 +130,11 @@ def slow_rank(measurements: Measurements) -> Iterator[Reason]:
     slowest = each.index(max(each))
     values = {"trainer.strategy": "ddp_balanced"} if measurements.facts.strategy in ("ddp", "auto") else {}
     yield Reason(
-        f"rank {slowest} is slower than the others",
-        f"it takes {ms(max(each))} ms for a sample, the fastest rank {ms(min(each))} ms; on average a rank waits "
-        f"{ms(run.waiting)} ms of a step for it",
-        "stop other programs on the rank's device; or give slower ranks fewer samples with `ddp_balanced`, with "
-        "`shares: auto` or, if the parameter server is asynchronous, with `data_dispatch: dynamic`",
+        f"rank {slowest} is slower than the other ranks",
+        f"rank {slowest} takes {ms(max(each))} ms for a sample, and the fastest rank takes {ms(min(each))} ms; on "
+        f"average, a rank waits {ms(run.waiting)} ms of a step for rank {slowest}",
+        "stop other programs on the rank's device; or give slower ranks fewer samples: use `ddp_balanced`, "
+        "`shares: auto`, or (with an asynchronous parameter server) `data_dispatch: dynamic`",
         measurements.gain(max(rank.compute for rank in run.ranks) - best),
         values,
         Effect.ROUNDING,
@@ -131,15 +142,19 @@ def slow_rank(measurements: Measurements) -> Iterator[Reason]:
 
 
 def threads(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason if the ranks have more threads than the machine has cores."""
+    """Yield the reason that the ranks have more threads than the machine has cores.
+
+    Nothing is yielded if training with fewer threads was not measured.
+    """
     run, facts = measurements.largest, measurements.facts
     if facts.with_fewer is None:
         return
     each = max(1, facts.cores // run.devices)
     yield Reason(
         "threads compete for the CPU's cores",
-        f"{run.devices} ranks with {facts.threads} threads each run on {facts.cores} cores; if each rank has {each}, "
-        f"training reaches {digits(facts.with_fewer)} samples/s instead of {digits(run.rate)} samples/s",
+        f"{run.devices} ranks with {facts.threads} threads each run on {facts.cores} cores; if each rank has only "
+        f"{each} thread{'s' * (each > 1)}, training reaches {digits(facts.with_fewer)} samples/s instead of "
+        f"{digits(run.rate)} samples/s",
         f"set OMP_NUM_THREADS={each}, or `threads: {each}` of ComputeSettings",
         measurements.gain(run.step * (1 - min(1.0, run.rate / facts.with_fewer))),
         {"ComputeSettings.threads": each},
@@ -148,7 +163,10 @@ def threads(measurements: Measurements) -> Iterator[Reason]:
 
 
 def small_batches(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason if larger batches would make the time per sample on a device much shorter."""
+    """Yield the reason that batches are small, if a device needs much less time per sample with larger batches.
+
+    Nothing is yielded if training with larger batches was not measured.
+    """
     run, facts = measurements.largest, measurements.facts
     if facts.larger is None:
         return
@@ -168,7 +186,10 @@ def small_batches(measurements: Measurements) -> Iterator[Reason]:
 
 
 def host_reads(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason if steps read values from the device: the host waits for them, and then the device is idle."""
+    """Yield the reason that steps read values from the device.
+
+    The host waits for each value, and starts nothing on the device in this time, so that the device becomes idle.
+    """
     run, facts = measurements.largest, measurements.facts
     if not facts.accelerator or not facts.reads:
         return
@@ -184,7 +205,7 @@ def host_reads(measurements: Measurements) -> Iterator[Reason]:
 
 
 def callbacks(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason for each callback whose hooks take long."""
+    """Yield, for each callback, the reason that the callback's hooks take long."""
     run = measurements.largest
     longest: dict[str, float] = {}
     for rank in run.ranks:
@@ -196,7 +217,7 @@ def callbacks(measurements: Measurements) -> Iterator[Reason]:
 
 
 def logging(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason if loggers take long."""
+    """Yield the reason that the loggers together take long."""
     run, facts = measurements.largest, measurements.facts
     spent = {name: seconds for rank in run.ranks for name, seconds in rank.beside(LOGGER).items()}
     if not spent:
@@ -205,8 +226,8 @@ def logging(measurements: Measurements) -> Iterator[Reason]:
     kept = min(1.0, facts.log_every / USUAL_LOG_EVERY)
     yield Reason(
         "loggers take long",
-        f"{', '.join(spent)} take {ms(seconds)} ms of a step of {ms(run.step)} ms, with logging every "
-        f"{facts.log_every} steps",
+        f"the trainer logs every {facts.log_every} steps; averaged over all steps, the loggers ({', '.join(spent)}) "
+        f"take {ms(seconds)} ms of a step of {ms(run.step)} ms",
         f"set `log_every_n_steps: {USUAL_LOG_EVERY}`" if kept < 1 else "use a faster logger, or log less often",
         measurements.gain(seconds * (1 - kept if kept < 1 else 0.5)),
         {"trainer.log_every_n_steps": USUAL_LOG_EVERY} if kept < 1 else {},
@@ -214,7 +235,7 @@ def logging(measurements: Measurements) -> Iterator[Reason]:
 
 
 def validation(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason if validation takes a large part of an epoch."""
+    """Yield the reason that validation takes a large part of an epoch."""
     run, epoch = measurements.largest, measurements.facts.epoch
     if epoch.steps is None or epoch.validation <= VALIDATION_SHARE * epoch.steps * run.step:
         return
@@ -230,9 +251,9 @@ def validation(measurements: Measurements) -> Iterator[Reason]:
 
 
 def checkpoints(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason for the time that an epoch spends on saving checkpoints."""
+    """Yield the reason that saving checkpoints takes long."""
     epoch = measurements.facts.epoch
-    evidence = f"saving takes {digits(epoch.checkpoints)} s of an epoch"
+    evidence = f"saving checkpoints takes {digits(epoch.checkpoints)} s of an epoch"
     yield Reason(
         "checkpoints take long",
         evidence,
@@ -242,9 +263,11 @@ def checkpoints(measurements: Measurements) -> Iterator[Reason]:
 
 
 def transfer(measurements: Measurements) -> Iterator[Reason]:
-    """Yield a reason for the time that a step spends on copying batches to the device and on the batch hooks."""
+    """Yield the reason that copying batches to the device, together with the batch hooks, takes long."""
     seconds = measurements.largest.slowest.parts.get("transfer", 0.0)
-    evidence = f"it takes {ms(seconds)} ms of a step of {ms(measurements.largest.step)} ms"
+    evidence = (
+        f"copying a batch and the batch hooks take {ms(seconds)} ms of a step of {ms(measurements.largest.step)} ms"
+    )
     yield Reason(
         "the transfer of batches to the device is slow",
         evidence,

@@ -12,15 +12,17 @@ from cnnstrategies.planning.scaling.reasons import Reason
 from cnnstrategies.planning.tune.race import interval
 from cnnstrategies.runtime.whole_file import whole_file
 
-ERROR = 0.1  # Probability that the speed-up lies outside of its interval.
+ERROR = 0.1  # Probability that the true speed-up lies outside of its confidence interval.
 SLOWER = 1.15  # If more devices take longer per sample by more than this factor, they seem to share a resource.
-# Computation, loaders or link are not drawn if their samples/s are at least this multiple of the training's samples/s.
+# The samples/s that computation, data loaders or network reach alone are only drawn if they are less than this multiple
+# of the training's samples/s.
 SHOWN = 4
 WAITS_FOR_OTHERS = "waiting for the slowest"
 LINK = "communication in the open"
 OTHER = "other"
-# Names of the kinds of parts that the table shows, in the table's order. Keys are prefixes of the parts' names. LINK
-# and WAITS_FOR_OTHERS are not prefixes, because these kinds are computed from several parts.
+# The activities of a step, in the order of the table. Values are the names of the activities in the table. Keys are
+# prefixes of the measured parts' names; a part belongs to the activity of its prefix. LINK and WAITS_FOR_OTHERS are not
+# prefixes, because these activities are computed from several parts.
 KINDS = {
     "data": "waiting for data",
     "transfer": "copy, batch hooks",
@@ -36,7 +38,10 @@ KINDS = {
 
 
 def by_kind(run: MeasuredRun) -> dict[str, float]:
-    """Return the mean seconds of a step for each kind of part, over all ranks. They add up to the mean step time."""
+    """Return the seconds that the ranks spend on each activity of `KINDS` in a step, as a mean over the ranks.
+
+    The seconds add up to the mean step time. Keys are the names of the activities.
+    """
     seconds_of = dict.fromkeys(KINDS.values(), 0.0)
     for rank in run.ranks:
         for name, seconds in rank.parts.items():
@@ -54,7 +59,7 @@ def speedup(measurements: Measurements, run: MeasuredRun) -> tuple[float, float,
     """Return the speed-up of a run compared with the run with the fewest devices.
 
     Returns:
-        The lower end of the speed-up's interval, the speed-up, and the upper end of the interval.
+        The lower end of the speed-up's confidence interval, the speed-up, and the upper end of the interval.
     """
     ratios = [rate / base for rate, base in zip(run.rates, measurements.runs[0].rates, strict=False)]
     low, middle, high = interval(ratios, ERROR)
@@ -64,7 +69,9 @@ def speedup(measurements: Measurements, run: MeasuredRun) -> tuple[float, float,
 def table(measurements: Measurements) -> Table:
     """Return a table with a column for each number of devices.
 
-    Its rows are samples/s, speed-up, efficiency, the step time, and the time of each kind of part in milliseconds.
+    Its rows are samples/s, speed-up and efficiency, then the step time in milliseconds and the activities that make it
+    up (waiting for data, forward, backward, ...). An activity is left out if it takes at most 0.5 % of the step in
+    every run.
     """
     shown = Table(box=box.SIMPLE_HEAD)
     shown.add_column("devices")
@@ -116,8 +123,8 @@ def sentences(measurements: Measurements, why: Sequence[Reason]) -> list[str]:
         )
     for number, reason in enumerate(why, start=1):
         lines += [
-            f"{number}. {reason.cause[0].upper()}{reason.cause[1:]}: without this, about {reason.gain:.2f} times as "
-            "fast.",
+            f"{number}. {reason.cause[0].upper()}{reason.cause[1:]}: without this cause, training would be about "
+            f"{reason.gain:.2f} times as fast.",
             f"   Measured: {reason.evidence}.",
             f"   Remedy: {reason.remedy}.",
         ]
@@ -131,7 +138,12 @@ def sentences(measurements: Measurements, why: Sequence[Reason]) -> list[str]:
 
 
 def _batches(first: MeasuredRun, run: MeasuredRun) -> str:
-    """Return a sentence that compares the batches of two runs, and says whether this is weak or strong scaling."""
+    """Return a sentence that compares the batch sizes of two runs, and says whether they show weak or strong scaling.
+
+    Args:
+        first: The run with the fewest devices.
+        run: The run with the most devices.
+    """
     here, there = first.samples / first.devices, run.samples / run.devices
     smaller, larger, per_device = digits(first.samples, 4), digits(run.samples, 4), digits(there, 4)
     if abs(here - there) < 0.05 * here:
@@ -149,7 +161,10 @@ def _of_a_sample(rank: Rank) -> float:
 
 
 def draw(measurements: Measurements, path: Path) -> None:
-    """Write a PNG file with diagrams of the samples/s and of the parts of a step for each number of devices."""
+    """Write a PNG file with two diagrams.
+
+    The diagrams show the samples/s, and the time of each activity in a step, for each number of devices.
+    """
     from matplotlib.figure import Figure
 
     counts = [run.devices for run in measurements.runs]
@@ -164,7 +179,8 @@ def draw(measurements: Measurements, path: Path) -> None:
     ideal = [rates[0] * count / counts[0] for count in counts]
     left.plot(counts, ideal, "--", color="grey", label="linear speed-up")
     for name, rate in measurements.limits().items():
-        if rate < SHOWN * max(*rates, *ideal):  # Higher rates would compress the measured rates at the bottom.
+        # A much higher rate would compress the measured rates at the bottom of the diagram, so it is not drawn.
+        if rate < SHOWN * max(*rates, *ideal):
             left.plot(counts[-1], rate, "_", markersize=22, markeredgewidth=2, label=f"{name} alone")
     left.set(xlabel="devices", ylabel="samples/s", xticks=counts, ylim=(0, None), title="Speed")
     left.legend(frameon=False)

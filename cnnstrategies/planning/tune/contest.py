@@ -1,4 +1,7 @@
-"""Run candidates side by side and time them in turns, until it is known which of them are faster than the default."""
+"""Run the processes of all candidates at once, and time one after another in many rounds.
+
+The rounds end when it is known which candidates are faster than the default.
+"""
 
 import math
 import random
@@ -14,14 +17,16 @@ from rich import box
 from rich.table import Table
 
 from cnnstrategies.planning.candidates import Effect
-from cnnstrategies.planning.tune.race import Look, Race, RaceVerdict, combined
+from cnnstrategies.planning.tune.race import Analysis, Race, RaceVerdict, combined
 from cnnstrategies.planning.tune.settings import Setting, nested, write_commented
 from cnnstrategies.planning.tune.trial import COMPARED_STEPS, ONE_BATCH, PATIENCE, Trial, TrialError
 
 WARM_UP_STEPS = 3
 BLOCK_SECONDS = 0.5
-LARGEST_DIFFERENCE = 1e-3  # Rounding is not expected to change a loss by more than this fraction.
-FRESH = Look(7, 0.05)  # If a candidate is confirmed with new rounds, the verdict is given at this look.
+# Largest relative difference of two losses that is explained by rounding. A candidate that changes rounding only is
+# rejected if its losses differ more from the default's losses.
+LARGEST_DIFFERENCE = 1e-3
+FRESH = Analysis(7, 0.05)  # The only analysis of the new rounds that confirm a candidate.
 # One of two identical processes can be a tenth faster in all its rounds (Mytkowicz et al., 2009, explain why). A gain
 # below `CERTAIN_GAIN` must therefore appear again in each of `PAIRS` pairs of new processes. A pair runs the default
 # and the candidate; see benchmarks/planning/tune_equal.md.
@@ -66,14 +71,14 @@ class Contest:
     """A search for the fastest setting. Each candidate is a setting that is compared with the default.
 
     Args:
-        words: Command-line arguments of the training, without those of a candidate.
+        words: Command-line arguments of the training, without the arguments that select a candidate's setting.
         folder: Folder for the trials' files.
         ends: Time at which to stop, on the clock of ``time.monotonic``.
         together: Largest number of candidates whose processes may exist at once. The default runs in addition to them.
         deterministic: Whether two runs with the same settings have equal losses. If not, only the first loss is
             compared.
-        progress: Called with a short text that says what is measured next.
-        command: Module whose ``main`` the ranks run.
+        progress: Function that is called with a short text that says what is measured next.
+        module: Name of the module whose function ``main`` the ranks run: `ONE_BATCH` or `AS_IN_TRAINING`.
 
     Attributes:
         rows: Results of the candidates. Keys are the candidates' names.
@@ -86,7 +91,7 @@ class Contest:
     together: int
     deterministic: bool = True
     progress: Callable[[str], None] = lambda text: None
-    command: str = ONE_BATCH
+    module: str = ONE_BATCH
     rows: dict[str, CandidateResult] = field(default_factory=dict)
     default_times: list[float] = field(default_factory=list)
 
@@ -164,7 +169,11 @@ class Contest:
         self.rows[name] = CandidateResult(self.rows[name].setting, trouble=trouble)
 
     def _race(self, runners: dict[str, _Runner]) -> None:
-        """Measure a group of candidates, and close the trial of a candidate as soon as it cannot become the fastest."""
+        """Measure a group of candidates in rounds. Close a candidate's trial as soon as it cannot become the fastest.
+
+        Args:
+            runners: The trials of the default and of the candidates. Closed trials are removed.
+        """
         default = runners[DEFAULT]
         for name in [*runners]:
             if name != DEFAULT and (trouble := self._difference(self.rows[name].setting, default, runners[name])):
@@ -191,9 +200,11 @@ class Contest:
         race.add(base, seconds)
 
     def _confirm(self, alive: Mapping[str, _Runner]) -> Setting | None:
-        """Return the fastest candidate that is faster than the default in new rounds as well; None if there is none.
+        """Return the fastest candidate that is faster than the default in new rounds as well.
 
-        New rounds are needed because all candidates look faster if the process of the default happens to be slow.
+        Return None if no candidate is faster in new rounds.
+
+        New rounds are needed because all candidates appear faster if the process of the default happens to be slow.
 
         Args:
             alive: The default and the candidates whose trials are still open.
@@ -206,8 +217,8 @@ class Contest:
                 if number and time.monotonic() > self.ends:
                     verdicts = [replace(verdict, outcome="undecided")]
                 elif name in alive and verdict.low >= CERTAIN_GAIN:
-                    # A single candidate was not picked from several candidates, so its rounds are unbiased and count as
-                    # fresh.
+                    # If there was only one candidate, it was not selected because it was fast. Its verdict is therefore
+                    # unbiased, and no new rounds are needed.
                     alone = len(self.rows) == 1
                     verdicts = [verdict if alone else self.fresh_verdict(name, alive)]
                 else:
@@ -224,7 +235,9 @@ class Contest:
         return None
 
     def fresh_verdicts(self, setting: Setting) -> list[RaceVerdict]:
-        """Return the verdicts of up to `PAIRS` pairs of new processes; stop after a verdict that is not "faster".
+        """Return the verdicts on a setting from up to `PAIRS` pairs of new processes.
+
+        A pair runs the default and the setting. The pairs end after a verdict that is not "faster".
 
         In measurements, the process that started last was faster. The contest started the candidates last. Therefore
         the first pair starts the default last, and the order alternates from pair to pair.
@@ -248,7 +261,7 @@ class Contest:
         Raises:
             TrialError: The candidate failed.
         """
-        race = Race([runner_name for runner_name in runners if runner_name == name], looks=(FRESH,))
+        race = Race([runner_name for runner_name in runners if runner_name == name], analyses=(FRESH,))
         while not race.over:
             self._round(race, dict(runners))
         if name not in race.verdicts:
@@ -260,12 +273,14 @@ class Contest:
         overlay = self.folder / f"{number}.yaml"
         write_commented(overlay, nested(setting.values))
         words = [*self.words, *(["--config", str(overlay)] if setting.values else [])]
-        trial = Trial(self.folder, str(number), words, max(PATIENCE, self.ends - time.monotonic()), self.command)
+        trial = Trial(self.folder, str(number), words, max(PATIENCE, self.ends - time.monotonic()), self.module)
         stack.callback(trial.close)
         return trial
 
     def _difference(self, setting: Setting, default: _Runner, runner: _Runner) -> str:
-        """Return a text that says how a setting's losses differ from the default's; empty if they agree.
+        """Return a text that says how a setting's losses differ from the default's losses.
+
+        The text is empty if the losses agree, or if the setting may change them.
 
         Only settings that change the rounding are checked. With other settings, different losses are not necessarily an
         error: for example, a different number of data loader workers draws different random augmentations.
@@ -285,7 +300,7 @@ def _make_first_steps(trial: Trial) -> _Runner:
 
 
 def repeats(strategy: object) -> bool:
-    """Whether two runs with the same settings have equal losses under this strategy.
+    """Whether two runs with the same settings have equal losses under a strategy.
 
     Args:
         strategy: The value of ``trainer.strategy`` in the configuration.

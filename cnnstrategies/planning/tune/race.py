@@ -1,13 +1,14 @@
 """Statistics that find settings faster than the default. In each round, each candidate and the default run once.
 
 The speed of a machine changes over time, often by more than the settings differ, but it hardly changes within a round.
-Therefore a candidate's time is compared with the default's time in the same round. Verdicts are given at three looks,
-after 11, 17 and 25 rounds. The probability of at least one false verdict, over all candidates and looks, is 5 %. A
-candidate leaves the race early if it is unlikely to become the fastest.
+Therefore a candidate's time is compared with the default's time in the same round. Verdicts are given in two interim
+analyses, after 11 and 17 rounds, and in a final analysis after 25 rounds. The probability of at least one false
+verdict, over all candidates and analyses, is 5 %. A candidate leaves the race early if it is unlikely to become the
+fastest.
 
 Sources: Hodges and Lehmann (1963) for the estimate and its interval; Wilcoxon (1945) for the signed-rank test, whose
 exact distribution gives the interval; Holm (1979) for the correction for several candidates; Lan and DeMets (1983) for
-dividing the error probability among the looks.
+dividing the error probability among the analyses.
 """
 
 import functools
@@ -19,42 +20,46 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Outcome = Literal["faster", "slower", "no difference", "undecided", "behind"]
-MARGIN = math.log(1.02)  # If speeds differ by less than this factor (as a logarithm), the verdict is "no difference".
-# A candidate is compared with the leader and with the default. After at least `FEWEST_ROUNDS` rounds, it counts as
-# behind if it was slower by more than 5 % in every round. After at least `INTERVAL_ROUNDS` rounds, it also counts as
-# behind if an interval with the error probability `BEHIND_ERROR` shows that it is slower. "Behind" only ends the
-# measurement; it is not a statistical verdict, so it uses nothing of the error probability.
+# Logarithm of the smallest ratio of two speeds that counts as a difference. The verdict is "no difference" if the
+# confidence interval shows that the ratio is smaller.
+MARGIN = math.log(1.02)
+# A candidate is compared with two rivals: the default, and the candidate that is fastest so far. The candidate gets the
+# verdict "behind" after at least `FEWEST_ROUNDS` rounds if it was slower than a rival by more than 5 % in every round.
+# It also gets this verdict after at least `INTERVAL_ROUNDS` rounds if a confidence interval with the error probability
+# `BEHIND_ERROR` shows that it is slower than a rival. This verdict only ends the candidate's measurement and is not a
+# statistical statement, so it uses nothing of the error probability of the analyses.
 BEHIND = math.log(1.05)
 FEWEST_ROUNDS, INTERVAL_ROUNDS = 4, 6
 BEHIND_ERROR = 0.1
 
 
 @dataclass(frozen=True)
-class Look:
-    """A number of rounds after which verdicts are given.
+class Analysis:
+    """An interim or final analysis, in which verdicts on the candidates are given.
 
     Attributes:
-        rounds: Number of rounds.
-        error: Probability of at least one false verdict at this look.
+        rounds: Number of rounds after which the analysis takes place.
+        error: Probability of at least one false verdict in this analysis.
     """
 
     rounds: int
     error: float
 
 
-LOOKS = (Look(11, 0.01), Look(17, 0.015), Look(25, 0.025))
+ANALYSES = (Analysis(11, 0.01), Analysis(17, 0.015), Analysis(25, 0.025))
 
 
 @dataclass(frozen=True)
 class RaceVerdict:
-    """The comparison of a candidate with the default.
+    """The result of comparing a candidate's speed with the default's speed.
 
     Attributes:
-        outcome: The verdict in words.
-        speed: Estimated speed as a multiple of the default's speed.
+        outcome: Whether the candidate is ``faster`` or ``slower`` than the default, or shows ``no difference``. The
+            outcome ``undecided`` needs more rounds; ``behind`` means that the measurement of the candidate ended early.
+        speed: Estimated speed of the candidate as a multiple of the default's speed.
         low: Lower end of the confidence interval of the speed.
         high: Upper end of the confidence interval of the speed.
-        rounds: Number of rounds that were measured.
+        rounds: Number of rounds that were measured for this result.
     """
 
     outcome: Outcome
@@ -70,14 +75,14 @@ class Race:
 
     Args:
         candidates: Names of the candidates.
-        looks: Numbers of rounds after which verdicts are given, each with its error probability.
+        analyses: Interim analyses and the final analysis, in order of their numbers of rounds.
 
     Attributes:
         verdicts: Latest verdicts. Keys are the names of the candidates that have a verdict.
     """
 
     candidates: Sequence[str]
-    looks: Sequence[Look] = LOOKS
+    analyses: Sequence[Analysis] = ANALYSES
     verdicts: dict[str, RaceVerdict] = field(default_factory=dict)
     _gains: dict[str, list[float]] = field(default_factory=dict)
 
@@ -95,18 +100,22 @@ class Race:
 
     @property
     def over(self) -> bool:
-        """Whether the race has ended: no candidate runs, the last look was taken, or no candidate is undecided."""
+        """Whether the race has ended.
+
+        It ends if no candidate runs any more, if the final analysis has taken place, or if an analysis has left no
+        candidate undecided.
+        """
         rounds = max((len(gains) for gains in self._gains.values()), default=0)
         undecided = any(self.verdicts.get(name, _NOTHING).outcome == "undecided" for name in self.running)
-        return not self.running or rounds >= self.looks[-1].rounds or (bool(self.verdicts) and not undecided)
+        return not self.running or rounds >= self.analyses[-1].rounds or (bool(self.verdicts) and not undecided)
 
     def drop(self, name: str) -> None:
-        """Remove a candidate that has failed."""
+        """Remove a candidate that has failed, with its times and its verdict."""
         self._gains.pop(name, None)
         self.verdicts.pop(name, None)
 
     def add(self, default: float, times: Mapping[str, float]) -> None:
-        """Add the times of a round, and give verdicts if the round is a look.
+        """Add the times of a round, and give verdicts if an analysis takes place after this round.
 
         Args:
             default: Seconds per step of the default.
@@ -115,9 +124,9 @@ class Race:
         for name, seconds in times.items():
             self._gains[name].append(math.log(default / seconds))
         rounds = max((len(gains) for gains in self._gains.values()), default=0)
-        for look in self.looks:
-            if look.rounds == rounds:
-                self.judge(look.error)
+        for analysis in self.analyses:
+            if analysis.rounds == rounds:
+                self.judge(analysis.error)
         if rounds >= FEWEST_ROUNDS:
             self._find_candidates_behind()
 
@@ -133,7 +142,8 @@ class Race:
         for name in ordered:
             self.verdicts[name] = verdict(self._gains[name], error / left)
             if self.verdicts[name].outcome != "undecided":
-                left -= 1  # Holm's procedure: the error probability is now divided among fewer candidates.
+                # In Holm's procedure, the error probability is divided among one candidate fewer from now on.
+                left -= 1
 
     def _find_candidates_behind(self) -> None:
         """Give the verdict "behind" to running candidates that are unlikely to become the fastest."""
@@ -153,7 +163,7 @@ class Race:
 
 
 def _is_behind(leads: Sequence[float]) -> bool:
-    """Whether a candidate is so much slower than a rival that it need not be measured further.
+    """Whether a candidate is so much slower than a rival that its measurement can end.
 
     Args:
         leads: For each round, the logarithm of the rival's speed divided by the candidate's speed.

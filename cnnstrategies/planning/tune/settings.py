@@ -38,7 +38,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_commented(path: Path, content: Mapping[str, Any], comment: Sequence[str] = ()) -> None:
-    """Write a configuration with a comment at its head. The file only appears under its name when it is complete.
+    """Write a configuration that begins with a comment. The file only gets its name when it is complete.
 
     If several programs write to the same path at once, the program that finishes last replaces the others' files.
     """
@@ -64,7 +64,10 @@ class Setting:
 
 
 def joined(settings: Sequence[Setting]) -> Setting:
-    """Return one setting with the values of several settings. If settings share a key, the last value counts."""
+    """Return one setting with the values of several settings.
+
+    If several settings have a value for the same key, the value of the last of these settings is used.
+    """
     values: dict[str, Any] = {}
     for setting in settings:
         values.update(setting.values)

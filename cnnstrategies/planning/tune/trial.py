@@ -1,4 +1,4 @@
-"""A training run in separate processes that makes steps only when it is asked to."""
+"""A training run in separate processes. It makes steps only when it receives a command to make steps."""
 
 import contextlib
 import importlib
@@ -13,16 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable with the path of the socket from which ranks receive orders.
-# Modules whose `main` a trial's ranks run. The first uses one batch for all steps, the second new batches like `fit`.
+TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable with the path of the socket from which ranks receive commands.
+# Names of the two modules whose function `main` the ranks of a trial can run. With `ONE_BATCH`, all steps use the same
+# batch. With `AS_IN_TRAINING`, each step loads a new batch, as in `fit`.
 ONE_BATCH, AS_IN_TRAINING = "cnnstrategies.commands.tune.trial", "cnnstrategies.commands.scaling.run"
-FAILED = "This trial has failed: "  # A rank that fails prints one line with this text and the reason.
-# Smallest time limit in seconds for the start and for each order. It is long because the machine may be busy.
+FAILED = "This trial has failed: "  # A rank that fails prints a line that begins with this text and gives the reason.
+# Smallest time limit in seconds for the start and for each command. It is long because the machine may be busy.
 PATIENCE = 120.0
-# The losses of this number of steps are compared with the default's losses. The third loss depends on two updates of
-# the weights.
+# Number of first steps whose losses are compared with the default's losses. The loss of the third step depends on two
+# updates of the weights, so the comparison includes the optimizer.
 COMPARED_STEPS = 3
-# Each pair has error texts that a failed run may print, and the cause that they indicate to the user.
+# Pairs of error messages and a cause. If the output of a failed run contains one of the error messages, the cause is
+# reported to the user.
 CAUSES = (
     (("OutOfMemoryError", "out of memory", "can't allocate memory"), "out of memory"),
     (("BackendCompilerFailed", "InductorError", "CppCompileError", "InvalidCxxCompiler"), "the compiler failed"),
@@ -30,7 +32,7 @@ CAUSES = (
 
 
 class TrialError(Exception):
-    """A trial has ended or taken too long; the error message gives the reason in a few words."""
+    """A trial has ended, or has taken too long. The error message gives the reason in a few words."""
 
 
 class Trial:
@@ -44,15 +46,15 @@ class Trial:
         folder: Folder for the run's socket and output.
         name: Name of the two files, without the suffix.
         words: Command-line arguments of the run.
-        seconds: Time limit for the start and for each later order.
-        command: Module whose ``main`` the ranks run.
+        seconds: Time limit in seconds for the start and for each command.
+        module: Name of the module whose function ``main`` the ranks run: `ONE_BATCH` or `AS_IN_TRAINING`.
 
     Attributes:
         output: File with the run's output.
         process: The process of the run. It leads a process session, to which the processes that it starts also belong.
     """
 
-    def __init__(self, folder: Path, name: str, words: Sequence[str], seconds: float, command: str = ONE_BATCH) -> None:
+    def __init__(self, folder: Path, name: str, words: Sequence[str], seconds: float, module: str = ONE_BATCH) -> None:
         self._seconds = seconds
         self._ranks: list[_Rank] = []
         path = folder / f"{name}.sock"
@@ -63,8 +65,8 @@ class Trial:
         self.output = folder / f"{name}.log"
         self.output.touch()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([command])
-        self.process = context.Process(target=_run, args=(command, list(words), self.output, variables))
+        context.set_forkserver_preload([module])
+        self.process = context.Process(target=_run, args=(module, list(words), self.output, variables))
         self.process.start()
         with contextlib.suppress(ProcessLookupError):  # The process may have ended already.
             while self.process.exitcode is None and os.getsid(self._pid) != self._pid:
@@ -85,11 +87,11 @@ class Trial:
 
     @property
     def hellos(self) -> list[dict[str, Any]]:
-        """The reports that the ranks sent when they connected, in rank order."""
+        """The first reports of all ranks, which the ranks sent when they connected, in rank order."""
         return [rank.hello for rank in self._ranks]
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Ask all ranks to make ``count`` steps, and wait until they have.
+        """Send all ranks the command to make ``count`` steps, and wait until all have made them.
 
         Returns:
             Rank 0's report, in which ``seconds`` is replaced by the largest ``seconds`` of all ranks.
@@ -100,12 +102,12 @@ class Trial:
         reports = self.ask({"steps": count})
         return {**reports[0], "seconds": max(report["seconds"] for report in reports)}
 
-    def ask(self, order: Mapping[str, Any], first: bool = False) -> list[dict[str, Any]]:
-        """Send an order to all ranks or only to rank 0, and wait for the reports.
+    def ask(self, command: Mapping[str, Any], first: bool = False) -> list[dict[str, Any]]:
+        """Send a command to all ranks or only to rank 0, and wait for the reports.
 
         Args:
-            order: The order, which must be serializable as JSON.
-            first: Whether only rank 0 gets the order.
+            command: The command, which must be serializable as JSON.
+            first: Whether only rank 0 gets the command.
 
         Returns:
             The ranks' reports, in rank order.
@@ -115,7 +117,7 @@ class Trial:
         """
         asked = self._ranks[:1] if first else self._ranks
         for rank in asked:
-            rank.send(order)
+            rank.send(command)
         reports: dict[int, dict[str, Any]] = {}
         self._wait_until(lambda: len(reports) == len(asked), lambda: self._receive_reports(asked, reports))
         return [reports[rank.number] for rank in asked]
@@ -134,7 +136,8 @@ class Trial:
                 os.killpg(self._pid, signum)
                 self.process.join(seconds)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGKILL)  # Other ranks may outlive the process that started them.
+            # The processes of other ranks may outlive the process that started them, so they are killed here.
+            os.killpg(self._pid, signal.SIGKILL)
 
     def cause(self) -> str:
         """Return in a few words why the run has ended, according to its exit code and its output."""
@@ -174,7 +177,7 @@ class Trial:
             if self.process.exitcode is not None:
                 raise TrialError(self.cause())
             if time.monotonic() > deadline:
-                raise TrialError(f"took more than {self._seconds:.0f} s")
+                raise TrialError(f"the ranks took more than {self._seconds:.0f} s to answer")
             work()
 
 
@@ -195,7 +198,8 @@ def _run(module: str, words: list[str], output: Path, variables: Mapping[str, st
     os.environ.update(variables)
     program = importlib.import_module(module)
     sys.argv = [str(program.__file__), *words]
-    sys.modules["__main__"] = program  # Lightning starts the other ranks by running the main module.
+    # Lightning starts the other ranks by running the main module again, so the program must be the main module.
+    sys.modules["__main__"] = program
     program.main()
 
 
@@ -217,14 +221,19 @@ class _Rank:
         self.hello = hello
         self.number, self.world = int(hello["rank"]), int(hello["world"])
 
-    def send(self, order: Mapping[str, Any]) -> None:
-        """Send an order."""
-        # If the rank has ended, the error with the reason is raised later, where the report is awaited.
+    def send(self, command: Mapping[str, Any]) -> None:
+        """Send a command to the rank."""
+        # If the rank has ended, no error is raised here: the wait for the rank's report raises an error with the
+        # reason.
         with contextlib.suppress(OSError):
-            self._connection.sendall(json.dumps(order).encode() + b"\n")
+            self._connection.sendall(json.dumps(command).encode() + b"\n")
 
     def receive(self, seconds: float) -> dict[str, Any] | None:
-        """Return the rank's next report; None if it does not arrive within the given seconds."""
+        """Wait for the rank's next report, and return it. Return None if no report arrives.
+
+        Args:
+            seconds: Longest time to wait.
+        """
         self._connection.settimeout(seconds)
         while b"\n" not in self._buffer:
             try:

@@ -11,21 +11,22 @@ from simulation.toys import Toys
 from simulation.world import World
 
 TIMEOUT = 1.0
-BUSY = 1.5  # seconds in which faults begin
-JOINED = 823  # the draw of whether workers join a run: not those whose seeds have found faults before
-SAID = 40  # the draw of whether the coordinator is killed between a record of its journal and what follows from it
-EAGER = 3375  # the draw of whether workers load before they know where others are, and come midway: likewise
+BUSY = 1.5  # Seconds within which faults begin.
+# Numbers of draws. They are chosen so that the seeds that have found faults before keep their runs.
+JOINED = 823  # Draw of whether workers join a run.
+KILLED = 40  # Draw of whether the coordinator is killed between a record of its journal and the record's messages.
+EAGER = 3375  # Draw of whether workers load samples before they know the others' epoch, and come midway.
 
 
 class Plan(NamedTuple):
-    """What is simulated.
+    """The settings of a simulated run.
 
     Attributes:
-        survivable: Servers that may be lost at once.
-        restarts: How often a process that was killed is started again.
-        max_joiners: Places for workers that join.
-        eager: Whether workers load before they know where others are, and come midway: as Lightning does.
-        meets: Whether they meet at the end of an epoch.
+        survivable: Number of servers that may be lost at once.
+        restarts: Number of times that a killed process is started again.
+        max_joiners: Number of places for joiners.
+        eager: Whether workers load samples before they know the others' epoch, and come midway, as under Lightning.
+        meets: Whether the workers take part in a collective at the end of each epoch.
     """
 
     workers: int = 2
@@ -40,7 +41,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, seed: int) -> "Plan":
-        """That of a seed."""
+        """Return the plan of a seed."""
         servers = int(4 * draw(seed, 42))
         survivable = int(draw(seed, 43) < 0.5 and servers > 1)
         eager = draw(seed, EAGER) < 0.25
@@ -60,24 +61,28 @@ class Plan(NamedTuple):
 
     @property
     def places(self) -> list[tuple[str, int]]:
-        """The processes that can be hit."""
-        places = [("worker", one) for one in range(self.workers)] + [("server", one) for one in range(self.servers)]
-        places += [("worker", self.workers + one) for one in range(self.max_joiners)]
+        """Role and id of each process that faults can hit."""
+        places = [("worker", number) for number in range(self.workers)] + [
+            ("server", number) for number in range(self.servers)
+        ]
+        places += [("worker", self.workers + number) for number in range(self.max_joiners)]
         return [*places, ("coordinator", 0), *(("supervision", node) for node in range(self.nodes))]
 
 
 def drawn(seed: int) -> tuple[Plan, Faults]:
-    """What is simulated for a seed, and what goes wrong."""
+    """Return the plan and the faults of a seed."""
     plan = Plan.of(seed)
     faults = Faults(seed, plan.places, TIMEOUT, BUSY)
     faults.timed += _kills(seed) + [_kill_of_worker(seed, plan.workers)] * plan.eager
-    if plan.restarts and draw(seed, SAID) < 0.5:
-        faults.dies_saying = {1 + int(400 * draw(seed, SAID, one)) for one in range(1 + int(2 * draw(seed, SAID, 2)))}
+    if plan.restarts and draw(seed, KILLED) < 0.5:
+        faults.fatal_messages = {
+            1 + int(400 * draw(seed, KILLED, ordinal)) for ordinal in range(1 + int(2 * draw(seed, KILLED, 2)))
+        }
     return plan, faults
 
 
 def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome:
-    """Run a plan; `pace` is a number from which is drawn how long things take."""
+    """Simulate a plan; `pace` is the seed of all durations."""
     settings = CoordinatorSettings(
         "sim", plan.workers, plan.servers, TIMEOUT, 3 * TIMEOUT, plan.survivable, plan.restarts > 0,
         nodes=plan.nodes, max_joiners=plan.max_joiners,
@@ -92,11 +97,11 @@ def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome
 
 
 def _kills(seed: int) -> list[Fault]:
-    """More deaths of the coordinator than others have."""
-    many = int(draw(seed, 47) < 0.5) * (1 + int(draw(seed, 48) < 0.3))
-    return [Fault("kill", "coordinator", 0, BUSY * draw(seed, 49, one), 0.0) for one in range(many)]
+    """Draw additional deaths of the coordinator."""
+    count = int(draw(seed, 47) < 0.5) * (1 + int(draw(seed, 48) < 0.3))
+    return [Fault("kill", "coordinator", 0, BUSY * draw(seed, 49, ordinal), 0.0) for ordinal in range(count)]
 
 
 def _kill_of_worker(seed: int, workers: int) -> Fault:
-    """One that is started again, when most have begun."""
+    """Draw the death of a worker that is started again, at a time at which most workers have begun to train."""
     return Fault("kill", "worker", int(workers * draw(seed, EAGER, 2)), BUSY * (0.4 + draw(seed, EAGER, 3)), 0.0)

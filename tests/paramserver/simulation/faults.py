@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated run: decided by hashes of a seed."""
+"""Faults of a simulated run, drawn from hashes of the run's seed."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _WHOLE = 1 << 53
 
 
 def draw(*numbers: int, state: int = _BEGIN) -> float:
-    """A number in [0, 1) that depends on nothing but some integers (splitmix64)."""
+    """Return a number in [0, 1) that depends only on the given integers (splitmix64)."""
     for number in numbers:
         state = (state ^ (number & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
         state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
@@ -21,7 +21,7 @@ def draw(*numbers: int, state: int = _BEGIN) -> float:
 
 
 def mixed(*numbers: int) -> int:
-    """What :func:`draw` goes on from after some integers that many draws begin with."""
+    """Return the state of :func:`draw` after some integers, for many draws that begin with the same integers."""
     state = _BEGIN
     for number in numbers:
         state = (state ^ (number & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
@@ -31,15 +31,16 @@ def mixed(*numbers: int) -> int:
 
 
 class Fault(NamedTuple):
-    """One that happens at a moment.
+    """A fault of a process at a fixed time.
 
     Attributes:
         kind: ``kill``, ``crash`` (a supervision with its whole node), ``pause``, ``sleep`` (all processes at once),
-            ``cut`` (both ways), ``deaf`` (it hears nothing) or ``mute`` (nobody hears it).
-        role: Of the process.
-        id: Of the process.
-        at: When.
-        seconds: How long; a killed one stays dead.
+            ``cut`` (both directions), ``deaf`` (the process receives nothing) or ``mute`` (nothing that the process
+            sends arrives).
+        role: Role of the process.
+        id: Id of the process.
+        at: Virtual time, in seconds.
+        seconds: Duration; ignored for deaths, because a killed process stays dead.
     """
 
     kind: str
@@ -58,13 +59,15 @@ KINDS = ("kill", "kill", "pause", "sleep", "cut", "deaf", "mute")
 
 
 class Moment(NamedTuple):
-    """A fault that happens when a process sends a message: to the message, or to a process.
+    """A fault that hits a message or a process when a message is sent.
 
     Attributes:
-        kind: ``lost``, ``late``, ``doubled``, ``last`` (its sender dies when it has arrived), or a kind of fault.
-        seconds: How late it comes, or comes again; how long a process is hit. A ``cut`` of none is of the connection;
-            so is a byte that changes on its way, for the socket that it reaches drops the connection with it.
-        victim: The process; None for the message's sender.
+        kind: ``lost``, ``late``, ``doubled``, ``last`` (the sender dies when the message has arrived), or a kind of
+            :class:`Fault`.
+        seconds: Delay of the message or of its second copy, or duration of a process's fault. A ``cut`` of 0 seconds
+            loses the message with its connection. A byte that changes on its way has the same effect, because the
+            receiving socket drops the connection.
+        victim: Role and id of the process that is hit; None for the message's sender.
     """
 
     kind: str
@@ -83,9 +86,10 @@ class Moment(NamedTuple):
 
 
 class Network:
-    """Links that delay messages, and by chance do worse: `rate` is that of each message.
+    """Links that delay messages and that hit each message with another fault with probability `rate`.
 
-    With `tcp` messages keep their order, and are lost only with a connection; else any is lost, doubled, late.
+    With `tcp` the messages of a link keep their order and are lost only with their connection. Otherwise each message
+    by itself may be lost, doubled or late.
     """
 
     def __init__(self, seed: int, timeout: float, tcp: bool, rate: float = 0.0) -> None:
@@ -99,11 +103,11 @@ class Network:
         self._links: dict[int, tuple[int, int]] = {}
 
     def moment(self, sender: Peer, send: Send) -> Moment | None:
-        """What happens because a message is sent."""
+        """Return the fault that happens because a message is sent, if any."""
         return None
 
     def chance(self, link: int, ordinal: int) -> Moment | None:
-        """What happens by chance to the `ordinal`-th message of a link."""
+        """Return the fault that hits the `ordinal`-th message of a link by chance, if any."""
         chance = draw(ordinal, state=self._states(link)[1]) if self._rate else 1.0
         if chance >= self._rate:
             return None
@@ -116,7 +120,7 @@ class Network:
         return Moment("doubled", late + 2 * self.timeout * draw(self._seed, 14, link, ordinal) ** 4)
 
     def arrivals(self, now: float, link: int, ordinal: int, moment: Moment | None) -> list[float]:
-        """When the `ordinal`-th message of a link arrives: once, several times, or never."""
+        """Return the times at which the `ordinal`-th message of a link arrives: none, one or several."""
         if moment is not None and moment.loses:
             return []
         latency = 0.0002 + 0.002 * draw(ordinal, state=self._states(link)[0])
@@ -139,10 +143,11 @@ class Faults(Network):
 
     Args:
         places: Role and id of each process that can be hit.
-        busy: Seconds in which the faults happen.
+        busy: Seconds within which the faults happen.
 
     Attributes:
-        dies_saying: Numbers of the messages of the coordinator, of any life, before each of which it is killed.
+        fatal_messages: The coordinator is killed before it sends each of these messages. Messages are counted over all
+            incarnations.
     """
 
     def __init__(
@@ -151,18 +156,18 @@ class Faults(Network):
         rate = (0.0, 0.05, 0.25)[int(3 * draw(seed, 2))]
         super().__init__(seed, timeout, tcp or draw(seed, 1) < 0.5, rate)
         self.timed = self._drawn(places, busy)
-        self.dies_saying: set[int] = set()
-        self._said = 0
+        self.fatal_messages: set[int] = set()
+        self._coordinator_messages = 0
 
     def moment(self, sender: Peer, send: Send) -> Moment | None:
-        """What happens because a message is sent."""
+        """Return the fault that happens because a message is sent, if any."""
         if sender.role != "coordinator":
             return None
-        self._said += 1
-        return Moment("kill") if self._said in self.dies_saying else None
+        self._coordinator_messages += 1
+        return Moment("kill") if self._coordinator_messages in self.fatal_messages else None
 
     def _drawn(self, places: Sequence[tuple[str, int]], busy: float) -> list[Fault]:
-        found = []
+        faults = []
         for ordinal in range(int(5 * draw(self._seed, 3))):
             kind = KINDS[int(len(KINDS) * draw(self._seed, 4, ordinal))]
             role, identity = places[int(len(places) * draw(self._seed, 5, ordinal))]
@@ -170,5 +175,5 @@ class Faults(Network):
             long = draw(self._seed, 7, ordinal) < 0.5
             part = draw(self._seed, 8, ordinal)
             seconds = self.timeout * (1.5 + 2 * part if long else 0.3 * part)
-            found.append(Fault(kind, role, identity, busy * draw(self._seed, 9, ordinal), seconds))
-        return found
+            faults.append(Fault(kind, role, identity, busy * draw(self._seed, 9, ordinal), seconds))
+        return faults

@@ -1,4 +1,4 @@
-"""What must hold in every simulated run of the coordinator, with the numbers of the design's list."""
+"""Invariants of every simulated run of the coordinator, with the numbers of the design's list."""
 
 from itertools import pairwise
 
@@ -12,13 +12,13 @@ from simulation.plane import ViolationError
 from simulation.toys import MARKS, SAMPLES, Toys, contents
 from simulation.world import Process, World
 
-WITHIN = 6  # times the time-out: until a run that met a fault goes on or ends
-HARD = 0.55  # times the time-out: a fault, or a silence, that a run may have to go on without its victim
-ENTRIES = 16  # that the coordinator keeps of each member's requests
+WITHIN = 6  # A run must go on or end within this multiple of the time-out after a fault.
+HARD = 0.55  # A run may lose the victim of a fault or silence that is longer than this multiple of the time-out.
+ENTRIES = 16  # Largest number of entries that the coordinator keeps about the requests of one member.
 
 
 class Invariants:
-    """Watches a world."""
+    """Checks that watch a world."""
 
     def __init__(self, world: World, toys: Toys, settings: CoordinatorSettings) -> None:
         self._world = world
@@ -29,14 +29,16 @@ class Invariants:
         self._since: dict[str, int] = {}
         self._begun: set[tuple[int, int]] = set()
         self._members: dict[int, dict[int, int]] = {}
-        self._counted = 0  # collectives that were complete
+        self._counted = 0  # Number of complete collectives so far.
         self._known: dict[Peer, tuple[int, int]] = {}
         self._deaths: list[Process] = []
-        self._last: float | None = None  # since when all that the last sender had sent to its receiver was lost
-        self._silent: dict[tuple[Peer, Peer], float] = {}  # the same of all, while it is so
-        self._unlucky: dict[str, float] = {}  # seconds for which members were as good as cut off, by chance
+        # Time since which the last sender's messages to the last receiver were all lost.
+        self._last: float | None = None
+        # By sender and receiver: time since which all messages between the two were lost, while this is the case.
+        self._silent: dict[tuple[Peer, Peer], float] = {}
+        self._unlucky: dict[str, float] = {}  # By member: seconds for which all its messages were lost by chance.
         self._sealed_at: float | None = None
-        self._servers: dict[int, int] = {}  # of the newest view, and since which one
+        self._servers: dict[int, int] = {}  # By server of the newest view: first view with the server's process.
         world.on_send = self._sent
         world.on_step = self._stepped
         world.on_death = self._died
@@ -45,12 +47,12 @@ class Invariants:
     # While it runs
 
     def _died(self, process: Process) -> None:
-        """Those that have come to their end are killed with the run, and lose nothing."""
+        """Note a death, unless the process had finished: killing a finished process at the end loses nothing."""
         if not process.ended.clean if process.ended is not None else not process.done:
             self._deaths.append(process)
 
     def _lose(self, sender: Peer, receiver: Peer, cut: bool) -> None:
-        """A message that was just sent is lost: by chance, if nobody is cut off."""
+        """Note that the message that was just sent is lost: by chance, unless its sender or receiver is cut off."""
         since = self._silent[sender, receiver] = self._world.now if self._last is None else self._last
         if not cut:
             member = receiver if sender.role == "coordinator" else sender
@@ -63,7 +65,7 @@ class Invariants:
             return
         description = send.message.fields["view"]
         if isinstance(description, int):
-            begins = send.message.fields["sequence"], description  # Some are let in later than the others.
+            begins = send.message.fields["sequence"], description  # Some workers are let in later than others.
             if begins not in self._begun:
                 self._begun.add(begins)
                 self._check_servers(description)
@@ -71,27 +73,27 @@ class Invariants:
         view, text = View.from_dict(description), str(description)
         for worker in () if view.number in self._views else view.workers:
             if worker.incarnation < self._incarnations.get(worker.id, 0):
-                raise ViolationError(f"11: worker {worker.id} is again at life {worker.incarnation} in {text}")
+                raise ViolationError(f"11: worker {worker.id} is again at incarnation {worker.incarnation} in {text}")
             self._incarnations[worker.id] = worker.incarnation
         if self._views.setdefault(view.number, text) != text:
             raise ViolationError(f"11: view {view.number} is {text}, and was {self._views[view.number]}")
-        for server in filter(self._knows_itself, view.servers):
+        for server in filter(self._has_seen_itself, view.servers):
             if self._since.setdefault(server.endpoint, server.since) != server.since:
-                raise ViolationError(f"11: server {server.id}, which goes on, is a new one in {text}")
+                raise ViolationError(f"11: server {server.id} goes on, but counts as a new server in {text}")
         if view.workers and self._sealed_at is None:
             self._sealed_at = self._world.now
         servers = {server.id: server.since for server in view.servers}
         if servers != self._servers:
             self._servers = servers
 
-    def _knows_itself(self, server: ServerInfo) -> bool:
-        """Whether a server goes on that has been told of a view with itself."""
+    def _has_seen_itself(self, server: ServerInfo) -> bool:
+        """Whether a server's process still runs and has received a view that names the server."""
         role = self._world.processes[SERVER, server.id].role
         view = role.view if isinstance(role, Participant) else None
-        return view is not None and any(one.endpoint == server.endpoint for one in view.servers)
+        return view is not None and any(other.endpoint == server.endpoint for other in view.servers)
 
     def _check_servers(self, view: int) -> None:
-        """A collective that lets somebody in ends when every server knows whom."""
+        """Raise unless every server knows the view with which a collective lets workers in."""
         for member in self._toys.coordinator.roster.members:
             process = self._world.processes[member.peer.role, member.peer.id]
             if member.peer.role == SERVER and process.peer == member.peer and isinstance(process.role, Participant):
@@ -104,7 +106,9 @@ class Invariants:
             coordinator = self._toys.coordinator
             if self._counted < coordinator.rounds.sequence:
                 members = {
-                    one.peer.id: one.peer.incarnation for one in coordinator.roster.members if one.peer.role == WORKER
+                    member.peer.id: member.peer.incarnation
+                    for member in coordinator.roster.members
+                    if member.peer.role == WORKER
                 }
                 for sequence in range(self._counted, coordinator.rounds.sequence):
                     self._members[sequence] = members
@@ -122,7 +126,7 @@ class Invariants:
         self._known[process.peer] = number, 0 if view is None else view.begun
 
     def look(self) -> None:
-        """Raise if nothing has gone on for long; to be called now and then."""
+        """Raise if the run has made no progress for too long. Call this now and then."""
         since = max(self._world.progress, self._last_fault())
         if self._world.now - since > WITHIN * self._settings.timeout and self._unfinished():
             names = ", ".join(map(str, self._unfinished()))
@@ -130,10 +134,12 @@ class Invariants:
         self._watch()
 
     def _watch(self) -> None:
-        """Whoever watches is answered at any time, also by a coordinator that was just started again."""
+        """Check the coordinator's reply to an observer: it must come at any time, also just after a restart."""
         for member in self._answer().fields["members"]:
             if member["figures"].get("step", member["incarnation"]) != member["incarnation"]:
-                raise ViolationError(f"18: {member['role']} {member['id']} is shown with the figures of another life")
+                raise ViolationError(
+                    f"18: {member['role']} {member['id']} is shown with the figures of another incarnation"
+                )
 
     def _answer(self) -> Message:
         (answer,) = self._toys.coordinator.on_message(self._world.now, Peer(WATCHER, 0), Message(WATCH))
@@ -142,9 +148,9 @@ class Invariants:
 
     @property
     def over(self) -> bool:
-        """Whether every process has come to its end."""
-        for one in self._world.processes.values():  # Asked after each event: a generator would cost a tenth of it.
-            if one.alive and not one.done and one.ended is None and one.peer.role != "coordinator":
+        """Whether every process except the coordinator has finished, ended or died."""
+        for process in self._world.processes.values():  # A generator would cost a tenth of the simulator's time.
+            if process.alive and not process.done and process.ended is None and process.peer.role != "coordinator":
                 return False
         return True
 
@@ -155,15 +161,15 @@ class Invariants:
 
     def _unfinished(self) -> list[Process]:
         return [
-            one
-            for one in self._world.processes.values()
-            if one.peer.role in (SERVER, WORKER) and one.alive and not one.done and one.ended is None
+            process
+            for process in self._world.processes.values()
+            if process.peer.role in (SERVER, WORKER) and process.alive and not process.done and process.ended is None
         ]
 
     # At the end
 
     def check(self) -> None:
-        """Raise if something did not go as it should."""
+        """Raise if an invariant does not hold at the end of the run."""
         self._check_results()
         self._check_ends()
         self._check_samples()
@@ -173,43 +179,43 @@ class Invariants:
             raise ViolationError(f"14: the coordinator keeps {entries} entries for {members} members")
 
     def _check_results(self) -> None:
-        for sequence, told in self._toys.log.results.items():
-            for worker, (_, mark, _) in contents(next(iter(told.values()))).items():
+        for sequence, results in self._toys.log.results.items():
+            for worker, (_, mark, _) in contents(next(iter(results.values()))).items():
                 incarnation = self._members[sequence].get(worker)
                 if incarnation is None or incarnation % MARKS != mark:
                     raise ViolationError(
-                        f"10: collective {sequence} has life {mark} of worker {worker}, no member then"
+                        f"10: collective {sequence} has incarnation {mark} of worker {worker}, which was not a member"
                     )
-            answers = {str((one.fields["ids"], contents(one))) for one in told.values()}
+            answers = {str((result.fields["ids"], contents(result))) for result in results.values()}
             if len(answers) > 1:
                 raise ViolationError(f"12: collective {sequence} has the results {answers}")
-            for peer, one in told.items():
-                mine = contents(one).get(peer.id)
-                if mine is None and not one.flag("joined"):
+            for peer, result in results.items():
+                mine = contents(result).get(peer.id)
+                if mine is None and not result.flag("joined"):
                     raise ViolationError(f"12: {peer} is not in the result of its collective {sequence}")
 
     def _check_ends(self) -> None:
-        victims = self._victims() | self._unheard()
+        victims = self._victims() | self._ended_between_coordinators()
         over = self._world.processes["coordinator", 0].ended is not None
-        own = [self._world.processes[WORKER, one] for one in range(self._settings.workers)]
-        told = {one.ended.reason for one in own if one.ended is not None}
+        workers = [self._world.processes[WORKER, worker] for worker in range(self._settings.workers)]
+        reasons = {worker.ended.reason for worker in workers if worker.ended is not None}
         for process in self._world.processes.values():
             ended = process.ended
             if not process.alive or ended is None or ended.clean or process.peer.role == "coordinator":
                 continue
-            if self._joins(process.peer) and (ended.reason in told or over):
-                continue  # It was told what all were told, or has knocked at a run that is over.
-            # One that is cut off knows only whom it does not hear.
+            if self._joins(process.peer) and (ended.reason in reasons or over):
+                continue  # The joiner got the same reason as the workers, or has tried to join a run that is over.
+            # A process that is cut off can only name the peer that it does not hear.
             named = {*victims, "the coordinator"} if str(process.peer) in victims else victims
             named = {*named, "was silent"} if "coordinator" in victims else named
-            named = {*named, "did not appear"} if self._could_not_be_reached() else named
+            named = {*named, "did not appear"} if self._coordinator_was_unreachable() else named
             if not any(victim in ended.reason for victim in named):
-                raise ViolationError(f"17: {process} ends naming no cause: {ended.reason}; victims: {victims}")
+                raise ViolationError(f"17: {process} ends without naming a cause: {ended.reason}; victims: {victims}")
             if not self._is_needed(process, victims):
                 raise ViolationError(f"17: {process} ends without need: {ended.reason}; victims: {victims}")
 
-    def _unheard(self) -> set[str]:
-        """Who has ended since a coordinator was killed again before it could tell all that it is there."""
+    def _ended_between_coordinators(self) -> set[str]:
+        """Return the processes that ended because a coordinator was killed again before all had heard from it."""
         kills = sorted(fault.at for fault in self._world.faults.timed if fault[:2] == ("kill", "coordinator"))
         if all(after - before > self._settings.timeout for before, after in pairwise(kills)):
             return set()
@@ -217,24 +223,24 @@ class Invariants:
         return {str(peer) for peer, ended in ends if ended is not None and "was silent" in ended.reason}
 
     def _is_needed(self, process: Process, victims: set[str]) -> bool:
-        """Whether the victims make a run end, or this process. Who joins is not missed."""
+        """Whether the victims are a reason for the run or for this process to end. Lost joiners are not a reason."""
         settings = self._settings
         if self._coordinator_is_lost() or str(process.peer) in victims or "worker 0" in victims:
             return True
-        victims = victims - {f"{WORKER} {settings.workers + one}" for one in range(settings.max_joiners)}
+        victims = victims - {f"{WORKER} {settings.workers + worker}" for worker in range(settings.max_joiners)}
         if any(victim.startswith(WORKER) and self._struck_before_training(victim) for victim in victims):
             return True
-        if any(self._never_came(victim, process) for victim in victims):
+        if any(self._never_appeared(victim, process) for victim in victims):
             return True
-        if victims | {str(one) for one in self._toys.log.left} >= {
-            f"{WORKER} {one}" for one in range(settings.workers)
+        if victims | {str(worker) for worker in self._toys.log.left} >= {
+            f"{WORKER} {worker}" for worker in range(settings.workers)
         }:
             return True
         return sum(victim.startswith(SERVER) for victim in victims) > settings.survivable
 
     def _coordinator_is_lost(self) -> bool:
-        """Whether it was hit in another way than by deaths after each of which it is started again."""
-        kills = sum(one.peer.role == "coordinator" for one in self._deaths)
+        """Whether the coordinator was hit by more deaths than it has restarts, or by a fault that is not a death."""
+        kills = sum(process.peer.role == "coordinator" for process in self._deaths)
         others = [
             fault
             for fault in self._world.faults.timed
@@ -250,30 +256,32 @@ class Invariants:
             for fault in self._world.faults.timed
         )
 
-    def _never_came(self, victim: str, process: Process) -> bool:
-        """Whether a member was cut off from the start for as long as it had to appear, or died with its supervision."""
+    def _never_appeared(self, victim: str, process: Process) -> bool:
+        """Whether a member was cut off during all the time that it had to appear, or died with its supervision."""
         assert process.ended is not None
         nodes = [node for place, node in self._toys.hosts.items() if _name(*place) == victim]
         return f"{victim} did not appear" in process.ended.reason and any(
-            fault.id in nodes if fault.kind == "crash" else _name(*fault[1:3]) == victim and fault.seconds > self._long
+            fault.id in nodes
+            if fault.kind == "crash"
+            else _name(*fault[1:3]) == victim and fault.seconds > self._too_long
             for fault in self._world.faults.timed
         )
 
     @property
-    def _long(self) -> float:
-        """Seconds for which one who is cut off from the start cannot register."""
+    def _too_long(self) -> float:
+        """Duration of a cut, in seconds, from which on a process that is cut off from the start cannot register."""
         return self._settings.appear - self._settings.timeout / 2
 
-    def _could_not_be_reached(self) -> bool:
-        """Whether the coordinator was cut off for as long as the others had to appear."""
-        return any(fault.role == "coordinator" and fault.seconds > self._long for fault in self._world.faults.timed)
+    def _coordinator_was_unreachable(self) -> bool:
+        """Whether the coordinator was cut off during all the time that the other processes had to appear."""
+        return any(fault.role == "coordinator" and fault.seconds > self._too_long for fault in self._world.faults.timed)
 
     def _joins(self, peer: Peer) -> bool:
-        """Whether a process is none of the run's own workers."""
+        """Whether a process is a joiner."""
         return peer.role == WORKER and peer.id >= self._settings.workers
 
     def _victims(self) -> set[str]:
-        """Who was hit so hard that a run may have to go on without it."""
+        """Return the names of the members that were hit so hard that the run may have to go on without them."""
         timeout = self._settings.timeout
         hit = dict(self._unlucky)
         for fault in self._world.faults.timed:
@@ -283,26 +291,31 @@ class Invariants:
                 names += [_name(*place) for place, node in self._toys.hosts.items() if node == fault.id]
             for name in names:
                 hit[name] = hit.get(name, 0.0) + (timeout if deadly else fault.seconds)
-        if "coordinator" in hit:  # Who does not hear it for that long may have heard nothing before, by chance.
+        if "coordinator" in hit:  # Before the fault, a member may already have heard nothing by chance.
             hit["coordinator"] += max(self._unlucky.values(), default=0.0)
         return {name for name, seconds in hit.items() if seconds > HARD * timeout}
 
     def _check_samples(self) -> None:
         log = self._toys.log
         done = [(epoch, sample) for epoch, sample, _ in log.processed]
-        killed = {f"{WORKER} {one.peer.id}" for one in self._deaths if one.peer.role == WORKER}
+        killed = {f"{WORKER} {process.peer.id}" for process in self._deaths if process.peer.role == WORKER}
         hit = killed | {victim for victim in self._victims() if victim.startswith(WORKER)}
-        # One that ends by itself, since it hears no coordinator, tells nobody what it has done.
-        ends = ((str(one.peer), one.ended) for one in self._world.processes.values() if one.peer.role == WORKER)
+        # A worker that ends because it does not hear the coordinator cannot report the samples that it has processed.
+        ends = (
+            (str(process.peer), process.ended)
+            for process in self._world.processes.values()
+            if process.peer.role == WORKER
+        )
         hit |= {name for name, ended in ends if ended is not None and not ended.clean}
         for peer in log.idle:
-            raise ViolationError(f"13: {peer} was let in after a boundary, and got nothing to do")
+            raise ViolationError(f"13: {peer} was let in after a boundary and got nothing to do")
         gone = log.joined - log.helped
         of_gone = {(epoch, sample) for epoch, sample, peer in log.processed if peer in gone}
-        again = sorted(one for one in set(done) - of_gone if done.count(one) > 1)
+        again = sorted(process for process in set(done) - of_gone if done.count(process) > 1)
         if again and not hit:
             raise ViolationError(f"13: processed twice: {again}")
-        # What a worker that dies has taken of an epoch is given out in that or the next, maybe to one that dies then.
+        # The samples of a worker that dies are given out again in this epoch or the next, possibly to another worker
+        # that dies.
         lost = len(hit) + len(gone)
         complete = range(self._toys.plan.epochs - lost) if log.left else range(0)
         missing = {(epoch, sample) for epoch in complete for sample in range(SAMPLES)} - set(done)

@@ -1,4 +1,4 @@
-"""Workers that join a simulated run and leave it: nobody has started them, and nobody starts them again."""
+"""Workers that join a simulated run and leave it. No supervision starts them or starts them again."""
 
 from collections import deque
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from simulation.faults import draw
 from simulation.toys import CHUNK, SAMPLES, Toys, contents, newer_view
 from simulation.world import Ask, Program, Sleep, World
 
-AHEAD = 2  # chunks that one takes before it has worked on the first
-LATEST = 2.5  # seconds: when the first one comes
+AHEAD = 2  # Number of chunks that a joiner holds at once.
+LATEST = 2.5  # Latest time, in seconds, at which a joiner first asks for a place.
 
 
 class Joiners:
-    """Some of them, each of which comes at a moment of its own, and again after each epoch."""
+    """Some joiners. Each comes at a time of its own, and most come again after each epoch."""
 
     def __init__(self, seed: int, world: World, toys: Toys, max_joiners: int) -> None:
         self._seed = seed
@@ -32,25 +32,25 @@ class Joiners:
         return least + (most - least) * draw(self._seed, 54, self._draws)
 
     def _join(self) -> None:
-        """Ask for a place, and take it."""
+        """Ask the coordinator for a place, and start a joiner there."""
         process = self._world.processes["coordinator", 0]
         coordinator = self._toys.coordinator
-        found = coordinator.on_message(self._world.now, Peer(WATCHER, 0), Message(PLACE)) if process.alive else []
-        answers = [one.message.fields for one in found if isinstance(one, Send)]
-        if process.ended is not None or any(one["ended"] for one in answers) or self._toys.is_over:
+        effects = coordinator.on_message(self._world.now, Peer(WATCHER, 0), Message(PLACE)) if process.alive else []
+        answers = [effect.message.fields for effect in effects if isinstance(effect, Send)]
+        if process.ended is not None or any(answer["ended"] for answer in answers) or self._toys.is_over:
             return
-        places = [(one["place"], one["incarnation"]) for one in answers if "place" in one]
-        before = [self._world.processes.get((WORKER, place)) for place, _ in places]
-        if not places or any(one and one.alive and not one.done and one.ended is None for one in before):
-            self._again(self._join)  # None is free, or somebody was given the same just now.
+        places = [(answer["place"], answer["incarnation"]) for answer in answers if "place" in answer]
+        others = [self._world.processes.get((WORKER, place)) for place, _ in places]
+        if not places or any(other and other.alive and not other.done and other.ended is None for other in others):
+            self._again(self._join)  # No place is free, or another joiner was just given the same place.
             return
         self._toys.log.joined.add(self._toys.member(WORKER, *places[0], program=self._help).peer)
 
-    def _again(self, what: Callable[[], None]) -> None:
-        self._world.at(self._world.now + self._seconds(0.1, 0.4), what)
+    def _again(self, action: Callable[[], None]) -> None:
+        self._world.at(self._world.now + self._seconds(0.1, 0.4), action)
 
     def _help(self, participant: Participant) -> Program:
-        """Take part until the epoch has no more chunks, or until told to go."""
+        """Program of a joiner: wait to be let in, then work until the epoch has no more chunks."""
         yield Sleep(self._seconds(0.0, 0.1))
         yield from newer_view(participant, -1)
         yield Ask("get")

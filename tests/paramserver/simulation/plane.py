@@ -1,4 +1,4 @@
-"""A simulated run, from its start to what came of it."""
+"""A simulated run, from its start to its outcome."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -7,37 +7,39 @@ from typing import NamedTuple, Protocol
 from simulation.traces import Cue
 from simulation.world import World
 
-HORIZON = 300.0  # no run takes longer, in seconds of virtual time
-EVENTS = 100_000  # nor has one as many: a tenth is rare
+HORIZON = 300.0  # Longest duration of a run, in seconds of virtual time.
+EVENTS = 100_000  # Largest number of events of a run. Few runs have a tenth of it.
 
 
 class ViolationError(Exception):
-    """An invariant does not hold."""
+    """An invariant that does not hold."""
 
 
 class Checks(Protocol):
-    """What watches a run, and raises :class:`ViolationError`."""
+    """Checks that watch a run and raise :class:`ViolationError`."""
 
     @property
     def over(self) -> bool:
-        """Whether the run has come to its end."""
+        """Whether the run is over."""
 
     def look(self) -> None:
-        """See now and then whether something goes on."""
+        """Raise if the run makes no progress; called now and then."""
 
     def check(self) -> None:
-        """See at the end whether all is as it should be."""
+        """Raise if an invariant does not hold at the end of the run."""
 
 
 class Outcome(NamedTuple):
-    """What came of a simulated run: the invariant that did not hold, or None, and how it has ended for each worker.
+    """The outcome of a simulated run.
 
     Attributes:
-        events: How many there were.
-        seconds: Of virtual time.
-        counts: Injected faults, by kind.
-        trace: A line for each event, if it was asked for.
-        cues: The moments at which messages were hit, if the trace was asked for.
+        violation: The first invariant that did not hold; None if all held.
+        events: Number of events.
+        seconds: Duration in virtual time.
+        counts: Number of injected faults, by kind.
+        trace: One line for each event, if a trace was requested.
+        cues: The moments at which messages were hit by faults, if a trace was requested.
+        end: The end of each worker, as one line of text.
     """
 
     violation: str | None
@@ -50,13 +52,13 @@ class Outcome(NamedTuple):
 
 
 def play(world: World, start: Callable[[], None], checks: Checks, often: float) -> Outcome:
-    """Start a run, go on to its end, and look at it every so many seconds."""
+    """Start a run and play it to its end; the checks look at it every `often` seconds of virtual time."""
     violation, looked = None, 0.0
     try:
         start()
         while not checks.over and world.now < HORIZON and world.step():
             if world.events > EVENTS:
-                raise ViolationError(f"17: {world.events:,} events, and no end")
+                raise ViolationError(f"17: the run is not over after {world.events:,} events")
             if world.now - looked > often:
                 looked = world.now
                 checks.look()

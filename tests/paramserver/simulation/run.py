@@ -1,4 +1,4 @@
-"""Simulates runs: `python -m simulation.run [--first N] [--seeds N]`, or `make simulate`."""
+"""Command that simulates runs: `python -m simulation.run [--first N] [--seeds N]`, or `make simulate`."""
 
 import argparse
 import gc
@@ -16,14 +16,14 @@ from simulation import control, traces
 from simulation.data import run as data
 from simulation.faults import Fault, Faults
 from simulation.plane import Outcome
-from simulation.traces import Cue, Script, Trace, given, written
+from simulation.traces import Cue, Script, Trace, as_text, changed_settings
 
-One = TypeVar("One")
+Item = TypeVar("Item")
 
 
-def shrink(ones: Sequence[One], fails: Callable[[Sequence[One]], bool]) -> list[One]:
-    """A part of some things with which a run still fails, and without any one of which it does not."""
-    kept = list(ones)
+def shrink(items: Sequence[Item], fails: Callable[[Sequence[Item]], bool]) -> list[Item]:
+    """Return a smallest part of a sequence with which a run still fails: removing any single item hides the failure."""
+    kept = list(items)
     size = max(1, len(kept) // 2)
     while kept:
         for start in range(0, len(kept), size):
@@ -38,12 +38,12 @@ def shrink(ones: Sequence[One], fails: Callable[[Sequence[One]], bool]) -> list[
     return kept
 
 
-LINES = 60  # of a trace
-TOGETHER = 10  # seeds that a process runs before it says what came of them
+LINES = 60  # Number of lines of a trace that are printed.
+TOGETHER = 10  # Number of seeds that a process runs before it reports their results.
 
 
 class Plane(NamedTuple):
-    """What can be simulated, under its name in traces."""
+    """A part of the parameter server that can be simulated, under its name in traces."""
 
     name: str
     plan: Callable[..., Any]
@@ -52,7 +52,7 @@ class Plane(NamedTuple):
     run: Callable[..., Outcome]
 
     def __call__(self, seed: int, traced: bool = False) -> Outcome:
-        """Run one seed."""
+        """Simulate one seed."""
         return self.run(*self.drawn(seed), seed, traced)
 
 
@@ -63,7 +63,11 @@ PLANES = {
 
 
 def play(trace: Trace, traced: bool = False) -> Outcome:
-    """What comes of a trace; each of its moments must come."""
+    """Simulate a trace and return the outcome.
+
+    Raises:
+        AssertionError: A moment that the trace names did not come.
+    """
     plane = PLANES[trace.plane]
     script = Script(trace, plane.timeout)
     outcome = plane.run(traces.plan(plane.plan, trace.plan), script, trace.pace, traced)
@@ -73,7 +77,11 @@ def play(trace: Trace, traced: bool = False) -> Outcome:
 
 
 class Failure(NamedTuple):
-    """A run in which something was not as it should be: the traceback's text if a role could not go on at all."""
+    """A simulated run that violated an invariant or raised an exception.
+
+    Attributes:
+        outcome: The run's outcome, or the text of the traceback if the run raised an exception.
+    """
 
     plane: str
     seed: int
@@ -81,13 +89,20 @@ class Failure(NamedTuple):
 
     @property
     def brief(self) -> str:
-        """What is wrong, without a search for the fewest faults with which it is."""
-        what = self.outcome if isinstance(self.outcome, str) else self.outcome.violation
-        return f"{self.plane} plane, seed {self.seed}: {what}"
+        """The plane, the seed and the violation or traceback."""
+        problem = self.outcome if isinstance(self.outcome, str) else self.outcome.violation
+        return f"{self.plane} plane, seed {self.seed}: {problem}"
 
 
-class Part(NamedTuple):
-    """What came of some seeds: how many, the events in their runs, seconds of processor time, injected faults."""
+class Results(NamedTuple):
+    """Results of some seeds.
+
+    Attributes:
+        seeds: Number of seeds.
+        events: Number of events in the runs.
+        worked: CPU time, in seconds.
+        counts: By plane: number of injected faults of each kind.
+    """
 
     seeds: int
     events: int
@@ -97,35 +112,37 @@ class Part(NamedTuple):
 
 
 def explain(seed: int, outcome: Outcome, plane: Plane) -> str:
-    """The smallest part of a failing seed's faults with which it fails likewise, as a trace; and what happens."""
+    """Return a trace with the fewest faults of a failing seed that violate the same invariant, and its last events."""
     assert outcome.violation is not None
     rule = outcome.violation.partition(":")[0]
     plan, faults = plane.drawn(seed)
-    timed = list(faults.timed)  # Without those that happen when a message is sent.
+    timed = list(faults.timed)  # Copied before the run, which adds the faults that happen when a message is sent.
     cues = plane.run(plan, faults, seed, True).cues
 
-    def again(kept: Sequence[Fault | Cue], traced: bool = False) -> Outcome:
+    def replay(kept: Sequence[Fault | Cue], traced: bool = False) -> Outcome:
         script = Script(Trace("", tcp=faults.tcp, pace=seed).having(kept), faults.timeout)
         return plane.run(plan, script, seed, traced)
 
     def fails(kept: Sequence[Fault | Cue]) -> bool:
-        violation = again(kept).violation
+        violation = replay(kept).violation
         return violation is not None and violation.startswith(f"{rule}:")
 
     everything: list[Fault | Cue] = [*timed, *cues]
     kept = shrink(everything, fails)
-    smallest = again(kept, traced=True)
+    smallest = replay(kept, traced=True)
     lines = smallest.trace
     shown = lines if len(lines) <= LINES else [*lines[: LINES // 4], "...", *lines[-3 * LINES // 4 :]]
-    trace = Trace(f"seed {seed}: {smallest.violation}", plane.name, given(plan), seed, faults.tcp).having(kept)
-    return f"{written(trace)}\n(of {len(everything)} faults)\n" + "\n".join(shown)
+    trace = Trace(f"seed {seed}: {smallest.violation}", plane.name, changed_settings(plan), seed, faults.tcp).having(
+        kept
+    )
+    return f"{as_text(trace)}\n(of {len(everything)} faults)\n" + "\n".join(shown)
 
 
-def simulate_all(planes: Sequence[str], seeds: range) -> Part:
-    """Run some seeds in some planes."""
+def simulate_all(planes: Sequence[str], seeds: range) -> Results:
+    """Simulate some seeds in some planes and return the results."""
     counts, events, began = {plane: Counter[str]() for plane in planes}, 0, time.process_time()
     failures: list[Failure] = []
-    gc.disable()  # While seeds run: to look through all that torch has costs a tenth of the time.
+    gc.disable()  # A collection visits all of torch's objects: it would cost a tenth of the time.
     for seed in seeds:
         for plane in planes:
             try:
@@ -138,28 +155,30 @@ def simulate_all(planes: Sequence[str], seeds: range) -> Part:
             if outcome.violation is not None:
                 failures.append(Failure(plane, seed, outcome))
     gc.collect()
-    gc.freeze()  # What the first seeds have had torch import is not looked through again.
-    return Part(len(seeds), events, time.process_time() - began, counts, failures)
+    gc.freeze()  # Later collections skip the modules that torch has imported during the first seeds.
+    return Results(len(seeds), events, time.process_time() - began, counts, failures)
 
 
 @contextmanager
-def results(seeds: range, planes: Sequence[str], processes: int) -> Iterator[Iterator[Part]]:
-    """What comes of seeds in some planes, in their order, from so many processes."""
+def results(seeds: range, planes: Sequence[str], processes: int) -> Iterator[Iterator[Results]]:
+    """Simulate seeds in several processes; give an iterator over the results, in the order of the seeds."""
     parts = [seeds[start : start + TOGETHER] for start in range(0, len(seeds), TOGETHER)]
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         yield pool.imap(partial(simulate_all, planes), parts)
 
 
 def main() -> None:
-    """Run seeds; the first that fails ends it."""
+    """Simulate seeds until one fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=300, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="number of the first: to see one again")
-    parser.add_argument("--processes", type=int, default=1, help="that share the seeds")
-    parser.add_argument("--planes", nargs="+", choices=PLANES, default=[*PLANES], help="which; all by default")
+    parser.add_argument("--seeds", type=int, default=300, help="number of seeds")
+    parser.add_argument("--first", type=int, default=0, help="first seed; with --seeds 1 it repeats a single run")
+    parser.add_argument("--processes", type=int, default=1, help="number of processes that share the seeds")
+    parser.add_argument(
+        "--planes", nargs="+", choices=PLANES, default=[*PLANES], help="planes to simulate; all by default"
+    )
     arguments = parser.parse_args()
     counts = {plane: Counter[str]() for plane in arguments.planes}
-    done, events, worked, said, began = 0, 0, 0.0, 0.0, time.monotonic()
+    done, events, worked, reported, began = 0, 0, 0.0, 0.0, time.monotonic()
     gc.freeze()
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     with results(seeds, arguments.planes, arguments.processes) as parts:
@@ -172,11 +191,11 @@ def main() -> None:
                 if isinstance(failure.outcome, Outcome):
                     print(explain(failure.seed, failure.outcome, PLANES[failure.plane]))
                 sys.exit(1)
-            if time.monotonic() - said > 30.0 or done == len(seeds):
-                said = time.monotonic()
-                rate = f"{events / worked:,.0f} events and {done / worked:,.1f} seeds per second of processor time"
+            if time.monotonic() - reported > 30.0 or done == len(seeds):
+                reported = time.monotonic()
+                rate = f"{events / worked:,.0f} events and {done / worked:,.1f} seeds per second of CPU time"
                 print(f"{done:,} of {len(seeds):,} seeds, no violation, {rate}", flush=True)
-    print(f"\n{time.monotonic() - began:,.0f} s, of processor time {worked:,.0f} s")
+    print(f"\n{time.monotonic() - began:,.0f} s, {worked:,.0f} s of CPU time")
     for plane, injected in counts.items():
         print(f"injected, {plane} plane: " + ", ".join(f"{kind} {n:,}" for kind, n in sorted(injected.items())))
 

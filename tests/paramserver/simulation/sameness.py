@@ -1,4 +1,4 @@
-"""Whether two objects are in the same state: all that is in them, in turn."""
+"""Comparison of the states of two objects, including everything that they refer to."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -6,32 +6,32 @@ from typing import Any
 from cnnstrategies.paramserver.core.node import Message
 
 
-def differing(one: object, other: object) -> str | None:
-    """Where the states of two objects differ, and what is there; None if they are the same.
+def differing(first: object, second: object) -> str | None:
+    """Return the first difference between the states of two objects; None if the states are the same.
 
-    Methods are compared by name, and what holds another object that is being looked at is not followed back to it.
+    Methods are compared by name. References back to an object that is already being compared are not followed.
     """
-    return next(_differing(one, other, "", set()), None)
+    return next(_differing(first, second, "", set()), None)
 
 
-def _differing(one: Any, other: Any, where: str, seen: set[int]) -> Iterator[str]:
-    if id(one) in seen:
+def _differing(first: Any, second: Any, where: str, seen: set[int]) -> Iterator[str]:
+    if id(first) in seen:
         return
-    if callable(one):
-        if one.__name__ != other.__name__:
-            yield f"{where}: {one.__name__} and {other.__name__}"
+    if callable(first):
+        if first.__name__ != second.__name__:
+            yield f"{where}: {first.__name__} and {second.__name__}"
         return
-    names = getattr(one, "__dict__", None)
-    if names is not None and type(one) is type(other):
-        seen.add(id(one))
-        one, other = ({name: getattr(it, name) for name in names} for it in (one, other))
-    if isinstance(one, Message):
-        one, other = one._asdict(), other._asdict()
-    if isinstance(one, Mapping) and one.keys() == other.keys():
-        for name, value in one.items():
-            yield from _differing(value, other[name], f"{where} {name}", seen)
-    elif isinstance(one, list | tuple) and len(one) == len(other):
-        for index, pair in enumerate(zip(one, other, strict=True)):
+    names = getattr(first, "__dict__", None)
+    if names is not None and type(first) is type(second):
+        seen.add(id(first))
+        first, second = ({name: getattr(item, name) for name in names} for item in (first, second))
+    if isinstance(first, Message):
+        first, second = first._asdict(), second._asdict()
+    if isinstance(first, Mapping) and first.keys() == second.keys():
+        for name, value in first.items():
+            yield from _differing(value, second[name], f"{where} {name}", seen)
+    elif isinstance(first, list | tuple) and len(first) == len(second):
+        for index, pair in enumerate(zip(first, second, strict=True)):
             yield from _differing(*pair, f"{where} {index}", seen)
-    elif one != other:
-        yield f"{where}: {one} and {other}"
+    elif first != second:
+        yield f"{where}: {first} and {second}"

@@ -1,4 +1,4 @@
-"""Workers, servers and supervisions that do to the coordinator what the real ones do, and train nothing."""
+"""Workers, servers and supervisions that talk to the coordinator as the real processes do, but train nothing."""
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -20,25 +20,26 @@ if TYPE_CHECKING:
     from simulation.control import Plan
 
 SAMPLES, CHUNK = 24, 2
-SETUP = 2  # collectives before training
-MARKS = 251  # that tell lives apart: a byte
-WRITTEN = 411  # the draws of how many records a journal has, and of how much of the last one of who is killed
-SLOW = 4  # times as long a chunk takes in runs whose workers come midway: an epoch is longer than a restart
-LOOK = 0.05  # seconds between two looks of a supervision at its processes
+SETUP = 2  # Number of collectives before training.
+MARKS = 251  # An incarnation is sent in one byte, modulo this number.
+WRITTEN = 411  # Draws of the largest number of records in a journal, and of the part of a record that is torn off.
+# Runs whose workers come midway take this many times as long for a chunk: an epoch must be longer than a restart.
+SLOW = 4
+LOOK = 0.05  # Seconds between two looks of a supervision at its processes.
 
 
 @dataclass
 class Log:
-    """What the toys have seen: what the invariants are about.
+    """The toys' record of a run, which the invariants check.
 
     Attributes:
-        results: Of each collective: what each participant was told of it.
-        processed: Epoch and sample numbers that were worked on, by whom.
-        epochs: How far each worker has come.
-        left: The workers that have come to the end.
-        joined: Those that have joined the run.
-        helped: Those of these that have left it.
-        idle: Workers of the run that were let in after a boundary and had nothing to do in that epoch.
+        results: By collective: the result that each participant received.
+        processed: Epoch, sample number and worker of each processed sample.
+        epochs: By worker: number of finished epochs.
+        left: Workers that have finished all epochs.
+        joined: Joiners that were started.
+        helped: Joiners that have left the run.
+        idle: Workers that were let in after a boundary and got nothing to do in that epoch.
     """
 
     results: dict[int, dict[Peer, Message]] = field(default_factory=dict)
@@ -50,7 +51,7 @@ class Log:
     idle: set[Peer] = field(default_factory=set)
 
 
-class Sheet:
+class MemoryJournal:
     """A journal that outlives a simulated process."""
 
     def __init__(self) -> None:
@@ -58,25 +59,29 @@ class Sheet:
         self._last = b""
 
     def read(self) -> bytes:
-        """All of it."""
+        """Return the whole journal."""
         return bytes(self._contents)
 
     def append(self, record: bytes) -> None:
-        """Write at its end."""
+        """Append a record."""
         self._contents += record
         self._last = record
 
     def replace(self, contents: bytes) -> None:
-        """Write all of it anew."""
+        """Replace the whole journal."""
         self._contents = bytearray(contents)
 
     def tear(self, part: float) -> None:
-        """Who writes is killed when it has written so much of a record."""
+        """Append a part of the last record again, as if the writer were killed while it wrote."""
         self._contents += self._last[: int(part * len(self._last))]
 
 
 class Toys:
-    """Starts the processes of a run."""
+    """All processes of a run.
+
+    Attributes:
+        hosts: By role and id: node of each process.
+    """
 
     coordinator: Coordinator
 
@@ -87,12 +92,12 @@ class Toys:
         self.plan = plan
         self._seed = seed
         self._draws = 0
-        self._sheet = Sheet()
+        self._journal = MemoryJournal()
         self.hosts: dict[tuple[str, int], int] = {("coordinator", 0): 0}
         world.on_node = lambda node: [world.processes[place] for place in self.hosts if self.hosts[place] == node]
 
     def start(self) -> None:
-        """Start all."""
+        """Start all processes."""
         self._coordinate(0)
         for role, count in ((SERVER, self._settings.servers), (WORKER, self._settings.workers)):
             for identity in range(count):
@@ -104,19 +109,19 @@ class Toys:
             self._world.spawn(peer, Reporter(self._settings.session), self._supervise(node, children))
 
     def _coordinate(self, incarnation: int) -> None:
-        """Start the coordinator, or the one that follows it; where none does, there is no journal."""
+        """Start the coordinator or the one that follows it. A run without restarts has no journal."""
         coordinator = Coordinator(self._settings)
         role: Coordinator | Journaled = coordinator
         if self.plan.restarts:
             if incarnation and draw(self._seed, WRITTEN, incarnation) < 0.5:
-                self._sheet.tear(draw(self._seed, WRITTEN, incarnation, 1))
+                self._journal.tear(draw(self._seed, WRITTEN, incarnation, 1))
             most = 1 + int(100 * draw(self._seed, WRITTEN, 0, 1))
             if draw(self._seed, WRITTEN) < 0.5:
                 most = MOST_RECORDS
-            role = Journaled(coordinator, self._sheet, incarnation > 0, most)
+            role = Journaled(coordinator, self._journal, incarnation > 0, most)
             coordinator = role.coordinator
         if incarnation and (differs := differing(self.coordinator, coordinator)):
-            raise ViolationError(f"20: the coordinator that follows another does not know what that one did: {differs}")
+            raise ViolationError(f"20: the next coordinator differs from the killed coordinator: {differs}")
         self.coordinator = coordinator
         self._world.spawn(Peer("coordinator", 0, incarnation), role)
 
@@ -187,7 +192,7 @@ class Toys:
         yield Ask("leave")
 
     def _load(self, epoch: int) -> Generator[Ask | Tell | Sleep | Until, Any, Message]:
-        """The first chunk of an epoch."""
+        """Begin an epoch and return the worker's first chunk."""
         yield Ask("epoch", {"epoch": epoch, "samples": SAMPLES, "chunk": CHUNK})
         return cast(Message, (yield Ask("take", {"epoch": epoch, "processed": 0})))
 
@@ -199,7 +204,7 @@ class Toys:
             chunk = yield Ask("take", {"epoch": epoch, "processed": processed})
 
     def process(self, participant: Participant, chunk: Message) -> int:
-        """Work on a chunk; how many samples it has."""
+        """Process a chunk and return its number of samples."""
         numbers = _numbers(chunk)
         self.log.processed += [(chunk.integer("epoch"), number, participant.peer) for number in numbers]
         return len(numbers)
@@ -207,7 +212,7 @@ class Toys:
     def collect(
         self, participant: Participant, operation: str, seal: bool = False, boundary: bool = False, epoch: int = 0
     ) -> Generator[Ask | Tell | Sleep | Until, Any, Message]:
-        """Take part in a collective, and wait for the view that it leads to."""
+        """Take part in a collective, wait for the view that its result names, and return the result."""
         peer = participant.peer
         frames = (bytes((peer.id, peer.incarnation % MARKS, epoch)),)
         fields = {"operation": operation, "seal": seal, "boundary": boundary}
@@ -221,15 +226,15 @@ class Toys:
 
     def _supervise(self, node: int, children: list[tuple[str, int]]) -> Program:
         incarnations = dict.fromkeys(children, 0)
-        over, again, gone = False, 0, set[tuple[str, int]]()
+        over, restarts, gone = False, 0, set[tuple[str, int]]()
         asked = self._world.now
-        while any(role == WORKER and self._runs(role, one) for role, one in incarnations):
+        while any(role == WORKER and self._runs(role, identity) for role, identity in incarnations):
             yield Sleep(LOOK)
             dead = not self._world.processes["coordinator", 0].alive
-            if node == 0 and again < self.plan.restarts and not over and dead:
-                again += 1
+            if node == 0 and restarts < self.plan.restarts and not over and dead:
+                restarts += 1
                 yield Sleep(self._seconds(0.05, 0.3))
-                self._coordinate(again)
+                self._coordinate(restarts)
             for role, identity in list(incarnations):
                 process = self._world.processes[role, identity]
                 left = role == WORKER and process.peer in self.log.left and process.done
@@ -272,8 +277,8 @@ class Toys:
 
     @property
     def is_over(self) -> bool:
-        """Whether none of the run's own workers is left."""
-        return not any(self._runs(WORKER, one) for one in range(self._settings.workers))
+        """Whether all workers of the run, joiners excluded, have finished or ended."""
+        return not any(self._runs(WORKER, number) for number in range(self._settings.workers))
 
     def _runs(self, role: str, identity: int) -> bool:
         process = self._world.processes[role, identity]
@@ -285,12 +290,12 @@ def _numbers(chunk: Message) -> range:
 
 
 def contents(result: Message) -> dict[int, bytes]:
-    """What each participant has brought: its number, its life's mark and its epoch."""
+    """Return each participant's contribution: three bytes with its id, its incarnation modulo `MARKS` and its epoch."""
     return dict(zip(result.fields["ids"], (bytes(frame) for frame in result.frames), strict=True))
 
 
 def newer_view(participant: Participant, number: int) -> Generator[Ask | Tell | Sleep | Until, Any, View]:
-    """Wait for a view with a higher number."""
+    """Wait for a view whose number is higher than `number`, and return it."""
     yield Until(lambda: participant.view is not None and participant.view.number > number)
     assert participant.view is not None
     return participant.view

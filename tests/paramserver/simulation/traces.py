@@ -1,27 +1,29 @@
-"""Traces: runs that somebody can read and write, with faults at moments that messages name.
+"""Traces: readable descriptions of simulated runs, with faults at the moments at which messages are sent.
 
-A file has any number of them::
+A file has any number of traces::
 
-    the coordinator is killed with the only one that it has told that training begins
+    the coordinator dies, and so does the only worker that knows that training begins
       control: workers 2, servers 1, restarts 1
       pace: 306594
       coordinator's 3rd done to worker 1: kill
       worker 1's 2nd hello to coordinator: late by 0.2 s
       0.700 s: pause worker 0 for 0.21 s
 
-The first line says what happens. The second names what is run (the planes of the simulator; other programs have others)
-and its plan, where that is not the usual one. ``pace`` is the number from which is drawn how long things take, and
-``network`` says whether it is ``tcp`` (the usual) or ``unordered``.
+The first line is the title. The second line names the plane of the simulator and the settings of the run's plan that
+differ from the plan's defaults. ``pace`` is the seed of all durations. ``network`` is ``tcp`` (the default) or
+``unordered``.
 
-Then come the faults. A moment is when a process sends a message: the n-th of a kind that it has sent, or has sent to
-another one, counted from the moment of the line before with ``after that``. A process that is started again is another:
-``worker 1 (incarnation 1)``. At that moment
+The faults follow. A moment is the time at which a process sends its n-th message of a kind, either to a certain
+receiver or to any receiver. With ``after that`` the count begins at the moment in the previous line. A process that was
+started again is a different process: ``worker 1 (incarnation 1)``. At the moment
 
-- the message is ``lost``, ``late by`` some seconds, or ``doubled after`` some; or ``cut``: lost with its connection;
-- its sender dies before it is sent (``kill``) or when it has arrived (``last``), or is hit by another fault of the
-  simulator ``for`` some seconds; or another process is: ``pause server 0 for 0.2 s``.
+- the message is ``lost``, ``late by`` some seconds, ``doubled after`` some seconds, or ``cut`` (lost with its
+  connection);
+- the sender dies before the message is sent (``kill``) or after the message has arrived (``last``), or another fault
+  of the simulator hits the sender ``for`` some seconds. A fault may also hit a different process, as in
+  ``pause server 0 for 0.2 s``.
 
-Lines that begin with ``then`` say what must hold beside all that always must; ``#`` begins a remark.
+Lines that begin with ``then`` are regular expressions that the run's end must match. ``#`` begins a comment.
 """
 
 import inspect
@@ -36,26 +38,35 @@ from cnnstrategies.paramserver.core.node import Peer, Send
 from simulation.faults import DEADLY, KINDS, Fault, Moment, Network
 
 FOLDER = Path(__file__).parents[1] / "traces"
-WHO = r"\w+(?: \d+)?(?: \(incarnation \d+\))?"
+PROCESS = r"\w+(?: \d+)?(?: \(incarnation \d+\))?"
 PLACE = r"coordinator|(?:worker|server|supervision) \d+"
 HIT = rf"(?P<kind>{'|'.join(sorted({*KINDS, *DEADLY}))})(?: (?P<victim>{PLACE}))?(?: for (?P<seconds>[\d.]+) s)?"
 TIMED = re.compile(rf"(?P<at>[\d.]+) s: {HIT}")
 ON_SEND = re.compile(
-    rf"(?P<who>{WHO})'s (?P<ordinal>\d+)(?:st|nd|rd|th) (?P<what>\w+)(?: to (?P<to>{WHO}))?(?P<next> after that)?: "
+    rf"(?P<sender>{PROCESS})'s (?P<ordinal>\d+)(?:st|nd|rd|th) (?P<message>\w+)"
+    rf"(?: to (?P<to>{PROCESS}))?(?P<next> after that)?: "
     rf"(?:(?P<fate>lost|last|late by|doubled after)(?: (?P<delay>[\d.]+) s)?|{HIT})"
 )
 
 
 class TraceError(ValueError):
-    """A trace says what nobody understands."""
+    """A trace that cannot be parsed."""
 
 
 class Cue(NamedTuple):
-    """When a moment comes: as one sends its n-th message of a kind, to somebody or anybody, since the one before."""
+    """A fault, and the message that triggers it.
 
-    who: str
+    Attributes:
+        sender: Name of the process that sends the message.
+        ordinal: Position of the message among the sender's messages of this kind and receiver, from 1.
+        kind: Kind of the message.
+        to: Name of the receiver; None for any receiver.
+        next: Whether the count begins at the sender's previous moment.
+    """
+
+    sender: str
     ordinal: int
-    what: str
+    kind: str
     to: str | None
     next: bool
     moment: Moment
@@ -69,12 +80,20 @@ class Cue(NamedTuple):
             fate += _for(seconds)
         ending = {1: "st", 2: "nd", 3: "rd"}.get(self.ordinal % 10 if self.ordinal // 10 % 10 != 1 else 0, "th")
         to = "" if self.to is None else f" to {self.to}"
-        return f"{self.who}'s {self.ordinal}{ending} {self.what}{to}{' after that' * self.next}: {fate}"
+        return f"{self.sender}'s {self.ordinal}{ending} {self.kind}{to}{' after that' * self.next}: {fate}"
 
 
 @dataclass
 class Trace:
-    """One: what is run (`plane`), what is not as usual of its plan, and what goes wrong."""
+    """The description of one simulated run.
+
+    Attributes:
+        plan: Settings of the plan that differ from the defaults, as texts.
+        pace: Seed of all durations.
+        timed: Faults at fixed times.
+        cues: Faults that are triggered by messages.
+        then: Regular expressions that the run's end must match.
+    """
 
     title: str
     plane: str = ""
@@ -89,30 +108,32 @@ class Trace:
         return self.title
 
     def having(self, faults: Iterable[Fault | Cue]) -> "Trace":
-        """The same with some faults, and no others."""
+        """Return a copy of the trace with exactly the given faults."""
         some = list(faults)
-        timed = [one for one in some if isinstance(one, Fault)]
-        return replace(self, timed=timed, cues=[one for one in some if isinstance(one, Cue)])
+        timed = [fault for fault in some if isinstance(fault, Fault)]
+        return replace(self, timed=timed, cues=[fault for fault in some if isinstance(fault, Cue)])
 
 
 def read(text: str) -> list[Trace]:
-    """The traces of a file."""
-    found: list[Trace] = []
+    """Return the traces in the text of a file."""
+    traces: list[Trace] = []
     for line in text.splitlines():
-        said = line.partition("#")[0].rstrip()
-        if not said:
+        content = line.partition("#")[0].rstrip()
+        if not content:
             continue
-        if not said.startswith(" "):
-            found.append(Trace(said))
-        elif not found:
-            raise TraceError(f"{said.strip()!r} belongs to no trace: its title comes first, at the beginning of a line")
+        if not content.startswith(" "):
+            traces.append(Trace(content))
+        elif not traces:
+            raise TraceError(
+                f"{content.strip()!r} belongs to no trace: begin with the trace's title, which is not indented"
+            )
         else:
-            _add(found[-1], said.strip())
-    return found
+            _add(traces[-1], content.strip())
+    return traces
 
 
 def of(plane: str) -> list[Trace]:
-    """The traces of a plane."""
+    """Return all traces of a plane, from all files."""
     every = [trace for file in sorted(FOLDER.glob("*.txt")) for trace in read(file.read_text())]
     return [trace for trace in every if trace.plane == plane]
 
@@ -133,7 +154,7 @@ def _add(trace: Trace, line: str) -> None:
     elif cue := ON_SEND.fullmatch(line):
         trace.cues.append(_cue(cue))
     else:
-        raise TraceError(f"{trace.title}: nobody understands {line!r}")
+        raise TraceError(f"{trace.title}: cannot parse {line!r}")
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
@@ -146,7 +167,7 @@ def _cue(match: re.Match[str]) -> Cue:
     kind = (match["fate"] or match["kind"]).partition(" ")[0]
     victim = _place(match["victim"]) if match["victim"] else None
     moment = Moment(kind, float(match["delay"] or match["seconds"] or 0), victim)
-    return Cue(match["who"], int(match["ordinal"]), match["what"], match["to"], bool(match["next"]), moment)
+    return Cue(match["sender"], int(match["ordinal"]), match["message"], match["to"], bool(match["next"]), moment)
 
 
 def _place(text: str) -> tuple[str, int]:
@@ -155,66 +176,73 @@ def _place(text: str) -> tuple[str, int]:
 
 
 class Cues:
-    """The moments of a trace, of one process or of all; those that have not come are `left`."""
+    """The moments of a trace, or of one process of a trace.
+
+    Attributes:
+        left: The moments that have not come yet.
+    """
 
     def __init__(self, cues: list[Cue]) -> None:
         self.left = list(cues)
         self._sent: Counter[tuple[str, str, str | None]] = Counter()
         self._from: dict[Cue, int] = {}
 
-    def sends(self, who: str, what: str, to: str) -> Cue | None:
-        """The moment that comes with a message, if one does."""
+    def sends(self, sender: str, kind: str, to: str) -> Cue | None:
+        """Count a message, and return the moment that the message triggers, if any."""
         for receiver in (to, None):
-            self._sent[who, what, receiver] += 1
+            self._sent[sender, kind, receiver] += 1
         for number, cue in enumerate(self.left):
-            if cue.who != who or (cue.next and any(one.who == who for one in self.left[:number])):
+            if cue.sender != sender or (cue.next and any(other.sender == sender for other in self.left[:number])):
                 continue
-            counted = self._sent[who, cue.what, cue.to] - self._from.get(cue, 0)
-            if cue.what == what and cue.to in (to, None) and counted == cue.ordinal:
+            counted = self._sent[sender, cue.kind, cue.to] - self._from.get(cue, 0)
+            if cue.kind == kind and cue.to in (to, None) and counted == cue.ordinal:
                 del self.left[number]
-                self._begin(who)
+                self._begin(sender)
                 return cue
         return None
 
-    def _begin(self, who: str) -> None:
-        """Count from now on for the next moment of a process, where it is to be."""
-        following = next((one for one in self.left if one.who == who), None)
+    def _begin(self, sender: str) -> None:
+        """Begin the count for the next moment of a process, if this moment counts from the previous one."""
+        following = next((cue for cue in self.left if cue.sender == sender), None)
         if following is not None and following.next:
-            self._from[following] = self._sent[who, following.what, following.to]
+            self._from[following] = self._sent[sender, following.kind, following.to]
 
 
 def name(peer: Peer) -> str:
-    """What a trace calls a process."""
+    """Return the name of a process in traces."""
     place = peer.role if peer.role == "coordinator" else f"{peer.role} {peer.id}"
     return f"{place} (incarnation {peer.incarnation})" if peer.incarnation else place
 
 
-def plan(kind: Callable[..., Any], given: Mapping[str, str]) -> Any:
-    """A plan with what a trace says of it: `kind` has numbers, texts and flags; a flag alone is true."""
+def plan(kind: Callable[..., Any], settings: Mapping[str, str]) -> Any:
+    """Return a plan of class `kind` with a trace's settings.
+
+    The settings are numbers, texts and flags. A flag without a value is true.
+    """
     usual = inspect.signature(kind).parameters
-    if unknown := set(given) - set(usual):
+    if unknown := set(settings) - set(usual):
         raise TraceError(f"a plan has no {', '.join(sorted(unknown))}: it has {', '.join(usual)}")
     values = {}
-    for name, text in given.items():
-        of = type(usual[name].default)
-        values[name] = text != "no" if of is bool else of(text)
+    for name, text in settings.items():
+        setting_type = type(usual[name].default)
+        values[name] = text != "no" if setting_type is bool else setting_type(text)
     return kind(**values)
 
 
-def given(plan: Any) -> dict[str, str]:
-    """What is not usual of a plan, as a trace says it."""
+def changed_settings(plan: Any) -> dict[str, str]:
+    """Return the settings of a plan that differ from the defaults, as texts of a trace."""
     usual = type(plan)()
     values = [(name, value) for name, value in plan._asdict().items() if value != getattr(usual, name)]
     return {name: str(value) if not isinstance(value, bool) else "" if value else "no" for name, value in values}
 
 
-def written(trace: Trace) -> str:
-    """A trace of the simulator, as a file has it."""
+def as_text(trace: Trace) -> str:
+    """Return a trace as the text of a file."""
     plan = ", ".join(f"{name} {value}".strip() for name, value in trace.plan.items())
     lines = [f"{trace.plane}: {plan}", f"pace: {trace.pace}", *([] if trace.tcp else ["network: unordered"])]
     for fault in trace.timed:
-        who = "" if fault.kind == "sleep" else " " + name(Peer(fault.role, fault.id))
-        lines.append(f"{fault.at:.6f} s: {fault.kind}{who}{'' if fault.kind in DEADLY else _for(fault.seconds)}")
+        victim = "" if fault.kind == "sleep" else " " + name(Peer(fault.role, fault.id))
+        lines.append(f"{fault.at:.6f} s: {fault.kind}{victim}{'' if fault.kind in DEADLY else _for(fault.seconds)}")
     return "\n  ".join((trace.title, *lines, *map(str, trace.cues)))
 
 

@@ -1,4 +1,4 @@
-"""Virtual time: runs roles, their programs and the links between them, event by event, the same for the same seed."""
+"""Virtual time for roles, their programs and the links between them: the same seed always gives the same events."""
 
 import heapq
 from collections import Counter
@@ -25,19 +25,23 @@ from simulation.traces import Cue, name
 
 
 class Sleep(NamedTuple):
-    """A program computes for some seconds."""
+    """Request of a program: let some seconds of virtual time pass, as if the program computed."""
 
     seconds: float
 
 
 class Until(NamedTuple):
-    """A program waits until something holds."""
+    """Request of a program: wait until a condition holds."""
 
     holds: Callable[[], bool]
 
 
 class Ask(NamedTuple):
-    """A program calls its role and waits for the result, or for some seconds; then it gets None."""
+    """Request of a program: call its role and wait for the result.
+
+    Attributes:
+        patience: Seconds after which the program gets None instead of a result; None waits without a limit.
+    """
 
     kind: str
     fields: Mapping[str, Any] = {}
@@ -46,23 +50,33 @@ class Ask(NamedTuple):
 
 
 class Tell(NamedTuple):
-    """A program calls its role and goes on."""
+    """Request of a program: call its role without waiting for a result."""
 
     kind: str
     fields: Mapping[str, Any] = {}
 
 
 Program = Generator[Ask | Tell | Sleep | Until, Any, None]
-LOOK = 0.02  # seconds between two looks of a program that waits for something to hold
+LOOK = 0.02  # Seconds between two checks of the condition for which a program waits.
 
 
 class EndedError(Exception):
-    """Raised in a program: its role has no result for it."""
+    """Raised in a program whose role has ended and therefore has no result for the program."""
 
 
 @dataclass
 class Process:
-    """A simulated process: a role that receives messages, and the program that calls it."""
+    """A simulated process: a role that receives messages, and the program that calls the role.
+
+    Attributes:
+        ended: The role's reason to end; None while the role goes on.
+        done: Whether the program has returned.
+        drift: Speed of the process's clock, relative to virtual time.
+        missed: Actions that wait until a paused process goes on.
+        timers: Time of the process's clock at which each timer fires, by name.
+        waits: Number of the call for whose result the program waits; 0 if it does not wait for a call.
+        calls: Number of calls so far that have a result.
+    """
 
     peer: Peer
     role: Any
@@ -82,16 +96,16 @@ class Process:
 
 
 class World:
-    """Processes and what happens to them; a new life takes the place of an older.
+    """All processes and their events. A new incarnation of a process replaces the one before it.
 
     Attributes:
-        progress: When a program last had a result.
-        trace: A line for each event, if there is to be one.
-        cues: The moments at which messages were hit, if there is a trace.
-        on_lost: Called with sender and receiver of each message that is lost, and whether one of them is cut off.
-        on_node: Says which processes run on a node, but for its supervision.
-        on_fault: Called with each fault of a process that happens when a message is sent.
-        tcp: Whether what a process has sent is partly lost with it when it is killed.
+        progress: Virtual time at which a program last received a result.
+        trace: One line for each event; None if no trace is written.
+        cues: The moments at which messages were hit by faults; empty without a trace.
+        on_lost: Called for each lost message with its sender, its receiver and whether one of the two is cut off.
+        on_node: Returns the processes that run on a node, except the node's supervision.
+        on_fault: Called with each fault that hits a process because a message is sent.
+        tcp: Whether messages that a killed process has sent may be lost with its connections.
     """
 
     def __init__(self, seed: int, faults: Network) -> None:
@@ -114,7 +128,7 @@ class World:
         self._died_at: dict[Peer, float] = {}
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._sent: dict[int, int] = {}
-        self._said: Counter[tuple[str, str, str]] = Counter()
+        self._sent_counts: Counter[tuple[str, str, str]] = Counter()
         self._links: dict[tuple[str, int, str, int], int] = {}
         self._blocked: dict[tuple[str, int, bool], float] = {}
         self._asleep_until = 0.0
@@ -124,12 +138,13 @@ class World:
     # Processes
 
     def spawn(self, peer: Peer, role: Role, program: Program | None = None) -> Process:
-        """Start a process, whose program does nothing by default."""
+        """Start a process. Without a program, the process only handles messages and timers."""
         process = Process(peer, role, program or _idle())
-        clock = peer.incarnation if peer.role != "coordinator" else 0  # One that follows another is on its machine.
+        # A coordinator that follows another runs on the same machine, so it has the same clock.
+        clock = peer.incarnation if peer.role != "coordinator" else 0
         process.drift = 1.0 + 0.02 * (draw(self._seed, 21, *map(ord, peer.role), peer.id, clock) - 0.5)
         self.processes[peer.role, peer.id] = process
-        for outgoing in (False, True):  # A cut is of the process that had this place before.
+        for outgoing in (False, True):  # A cut hit the previous process in this place, not the new process.
             self._blocked.pop((peer.role, peer.id, outgoing), None)
         self.note(f"{process} starts")
         if self.now < self._asleep_until:
@@ -138,26 +153,26 @@ class World:
         self.at(self.now, partial(self._run, process, partial(self._resume, process, 0, None)))
         return process
 
-    def at(self, time: float, what: Callable[[], None]) -> None:
-        """Have something happen at a time."""
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        """Schedule an action at a virtual time."""
         self.events += 1
-        heapq.heappush(self._heap, (time, self.events, what))
+        heapq.heappush(self._heap, (time, self.events, action))
 
     def step(self) -> bool:
-        """Go on to the next event; False if there is none."""
+        """Run the next event; return False if no event is left."""
         if not self._heap:
             return False
-        self.now, _, what = heapq.heappop(self._heap)
-        what()
+        self.now, _, action = heapq.heappop(self._heap)
+        action()
         return True
 
     def note(self, text: str) -> None:
-        """Write a line of the trace."""
+        """Write a line to the trace, if the world has one."""
         if self.trace is not None:
             self.trace.append(f"{self.now:9.4f}  {text}")
 
     def tell(self, process: Process, call: Call) -> None:
-        """Have a process hear of something that no message says; later, if it is paused or cut off."""
+        """Call a process's role from outside, without a message; later, if the process is paused or cut off."""
         place = (process.peer.role, process.peer.id)
         reached = max(self._blocked.get((*place, outgoing), 0.0) for outgoing in (False, True))
         if reached > self.now:
@@ -171,13 +186,13 @@ class World:
 
     @property
     def end(self) -> str:
-        """How it has ended for each worker."""
+        """The end of each worker, as one line of text."""
         return "; ".join(
             f"{process} {_end(process)}" for (role, _), process in sorted(self.processes.items()) if role == "worker"
         )
 
     def kill(self, process: Process) -> None:
-        """End a process at once."""
+        """Kill a process at once."""
         if process.alive:
             process.alive = False
             self._died_at[process.peer] = self.now
@@ -188,7 +203,7 @@ class World:
     # Faults
 
     def strike(self, fault: Fault) -> None:
-        """Have a fault happen now."""
+        """Apply a fault now."""
         if fault.kind == "sleep":
             self._sleep(fault)
             return
@@ -224,24 +239,24 @@ class World:
     def _wake(self, process: Process) -> None:
         if self.now >= process.paused_until:
             missed, process.missed = process.missed, []
-            for what in missed:
-                self._run(process, what)  # It may have been killed meanwhile, or be so by what it does here.
+            for action in missed:
+                self._run(process, action)  # `_run` checks again: an earlier action may have killed the process.
 
-    def _run(self, process: Process, what: Callable[[], None]) -> None:
-        """Do something in a process, later if it is paused."""
+    def _run(self, process: Process, action: Callable[[], None]) -> None:
+        """Run an action in a process that lives; later, if the process is paused."""
         if not process.alive:
             return
         if self.now < process.paused_until:
-            process.missed.append(what)
+            process.missed.append(action)
         else:
-            what()
+            action()
 
     # Roles
 
-    def _act(self, process: Process, what: Callable[..., Effects], *given: object) -> None:
-        """Have a role do something at the time of its clock."""
+    def _act(self, process: Process, function: Callable[..., Effects], *arguments: object) -> None:
+        """Call a function of a role with the time of the process's clock, and carry out the effects."""
         try:
-            effects = what(self.now * process.drift, *given)
+            effects = function(self.now * process.drift, *arguments)
         except ControlError as error:
             self.note(f"{process} drops a message: {error}")
             return
@@ -263,10 +278,10 @@ class World:
     def _send(self, sender: Process, send: Send) -> None:
         self.on_send(sender, send)
         if self.trace is not None:
-            self._said[name(sender.peer), send.message.kind, name(send.to)] += 1
+            self._sent_counts[name(sender.peer), send.message.kind, name(send.to)] += 1
         moment = self.faults.moment(sender.peer, send)
         if moment is not None and moment.hits:
-            self._met(moment, sender, send)
+            self._record_hit(moment, sender, send)
             role, identity = moment.victim or (sender.peer.role, sender.peer.id)
             fault = Fault(moment.kind, role, identity, self.now, moment.seconds)
             self.faults.timed.append(fault)
@@ -284,29 +299,29 @@ class World:
         fate = self.faults.chance(link, ordinal) if not cut and (moment is None or moment.hits) else moment
         arrivals = [] if cut else self.faults.arrivals(self.now, link, ordinal, fate)
         if fate is not None:
-            self._met(fate, sender, send)
+            self._record_hit(fate, sender, send)
             if fate.kind == "last":
                 until = max(arrivals, default=self.now)
                 self.at(until, lambda: self.kill(sender))
                 self._pause(sender, until)
         if self.trace is not None:
-            came = "" if len(arrivals) == 1 else f"  [{'cut' if cut else 'lost' if not arrivals else 'doubled'}]"
-            self.note(f"{sender} -> {send.to}: {send.message.kind} {_short(send.message)}{came}")
+            arrived = "" if len(arrivals) == 1 else f"  [{'cut' if cut else 'lost' if not arrivals else 'doubled'}]"
+            self.note(f"{sender} -> {send.to}: {send.message.kind} {_short(send.message)}{arrived}")
         if not arrivals:
             self.on_lost(sender.peer, send.to, cut)
         for arrival in arrivals:
             self.at(arrival, partial(self._deliver, sender.peer, send, link))
 
-    def _met(self, moment: Moment, sender: Process, send: Send) -> None:
+    def _record_hit(self, moment: Moment, sender: Process, send: Send) -> None:
         self.faults.counts[moment.kind] += 1
         if self.trace is not None:
-            who, what, to = name(sender.peer), send.message.kind, name(send.to)
-            self.cues.append(Cue(who, self._said[who, what, to], what, to, False, moment))
+            source, kind, target = name(sender.peer), send.message.kind, name(send.to)
+            self.cues.append(Cue(source, self._sent_counts[source, kind, target], kind, target, False, moment))
 
     def _deliver(self, sender: Peer, send: Send, link: int) -> None:
         if self.tcp and sender in self._died_at and draw(self._seed, 15, link, sender.incarnation) < 0.5:
             self.faults.counts["lost with a process"] += 1
-            self.note(f"what {sender} sent to {send.to} is lost with it: {send.message.kind}")
+            self.note(f"a message of {sender} to {send.to} is lost with its sender: {send.message.kind}")
             return
         process = self.processes.get((send.to.role, send.to.id))
         if process is None or process.ended is not None or (process.peer != send.to and send.to.role != "coordinator"):

@@ -1,4 +1,4 @@
-"""What must hold of the members in every simulated run of workers and servers, numbered as in the design."""
+"""Invariants of the members in every simulated run of workers and servers, numbered as in the design."""
 
 from cnnstrategies.paramserver.core.node import Peer
 from cnnstrategies.paramserver.specification import Specification
@@ -10,12 +10,12 @@ from simulation.invariants import HARD, WITHIN
 from simulation.plane import ViolationError
 from simulation.world import Process, World
 
-OFTEN = 5  # messages that are lost within a time-out: as if the connection was cut
-ENTRIES = MOST_WORKERS  # steps, or workers, of which a server keeps something
+OFTEN = 5  # Number of lost messages within a time-out that count as a cut connection.
+ENTRIES = MOST_WORKERS  # Largest number of steps, or of workers, about which a server keeps something.
 
 
 class Checks:
-    """Watches a run."""
+    """Checks that watch a run."""
 
     def __init__(self, world: World, members: Members, specification: Specification) -> None:
         self._world = world
@@ -25,11 +25,11 @@ class Checks:
         members.on_begin = self._begun
 
     def _begun(self, worker: Peer, step: int) -> None:
-        """A worker begins a step."""
+        """Note that a worker begins a step; raise if the worker is too far ahead in mode ssp."""
         self._progressed = self._world.now
         self._members.watch.begun(step, self._world.now)
         if self._specification.mode != "ssp" or worker[:3] in self._members.gone:
-            return  # One that counts as dead, maybe as replaced, is held by nobody, and ends when it hears of that.
+            return  # Staleness does not bind a worker that counts as dead. It ends when it hears of its death.
         for other, process in self._members.workers.items():
             if not process.alive or not process.role.joined or process.ended is not None:
                 continue
@@ -40,12 +40,12 @@ class Checks:
 
     @property
     def over(self) -> bool:
-        """Whether each of the run's own workers has come to its end, or nothing can go on."""
-        own = (self._members.workers[one] for one in range(self._specification.workers))
-        return self._members.over is not None or all(not one.alive or one.ended is not None for one in own)
+        """Whether each worker of the run, joiners excluded, has ended, or the run cannot go on."""
+        workers = (self._members.workers[worker] for worker in range(self._specification.workers))
+        return self._members.over is not None or all(not worker.alive or worker.ended is not None for worker in workers)
 
     def look(self) -> None:
-        """Raise if nothing has gone on for long; take out workers that have ended with an error."""
+        """Raise if the run has made no progress for too long; remove workers that have ended."""
         for worker, process in self._members.workers.items():
             if process.ended is not None and process.ended.clean and worker not in self._members.left:
                 self._members.leave(worker)
@@ -53,12 +53,14 @@ class Checks:
             elif process.ended is not None and not process.ended.clean and process.alive:
                 self._check_end(process)
                 process.alive = False
-                self._members.died_at = self._world.now  # Who takes its place may wait as long as it has.
+                self._members.died_at = self._world.now  # The worker's replacement may wait as long again.
                 self._members.dead(process)
         since = max(self._progressed, self._last_fault())
         patience = WITHIN * self._specification.timeout + (self._specification.patience - self._specification.timeout)
         if self._world.now - since > patience:
-            stuck = [str(one) for one in self._members.workers.values() if one.alive and one.ended is None]
+            stuck = [
+                str(process) for process in self._members.workers.values() if process.alive and process.ended is None
+            ]
             raise ViolationError(f"17: nothing has happened for {self._world.now - since:.1f} s: {', '.join(stuck)}")
 
     def _last_fault(self) -> float:
@@ -66,7 +68,7 @@ class Checks:
         return max([*timed, self._members.died_at])
 
     def _victims(self) -> set[str]:
-        """Who was hit so hard that a run may have to go on without it."""
+        """Return the names of the members that were hit so hard that the run may have to go on without them."""
         hit: dict[str, float] = {}
         for fault in self._world.faults.timed:
             name = f"{fault.role} {fault.id}"
@@ -82,27 +84,28 @@ class Checks:
         if name.partition(" (")[0] in victims or self._was_cut_off(name.partition(" (")[0], reason):
             return
         if not any(victim in reason for victim in victims):
-            raise ViolationError(f"17: {name} ends naming no cause: {reason}; victims: {sorted(victims)}")
+            raise ViolationError(f"17: {name} ends without naming a cause: {reason}; victims: {sorted(victims)}")
         servers = [victim for victim in victims if victim.startswith("server")]
         if len(servers) < self._specification.replication and not self._was_silent(reason):
             raise ViolationError(f"17: {name} ends without need: {reason}; victims: {sorted(victims)}")
 
     def _was_cut_off(self, worker: str, reason: str) -> bool:
-        """Whether the connection that a worker names, of its own or of two servers, broke again and again.
+        """Whether the connection that a worker names broke again and again during the silence that it reports.
 
-        Also just as the silence began: the worker, which looks at the time now and then, gives up a little later.
+        The connection is the worker's own or one between two servers. Breaks shortly before the silence count as well:
+        the worker looks at the time only now and then, so it gives up a little late.
         """
         now = self._world.now - LOOK_WORKER
-        for (one, other), times in self._members.broken.items():
-            silent = other == worker and f"had no answer from {one}" in reason
-            deaf = any(f"{a} has heard nothing from {b}" in reason for a, b in ((one, other), (other, one)))
+        for (first, second), times in self._members.broken.items():
+            silent = second == worker and f"had no answer from {first}" in reason
+            deaf = any(f"{a} has heard nothing from {b}" in reason for a, b in ((first, second), (second, first)))
             since = now - (self._specification.deaf_after if deaf else self._specification.patience)
             if (silent or deaf) and sum(at > since for at in times) >= OFTEN:
                 return True
         return False
 
     def _was_silent(self, reason: str) -> bool:
-        """Whether a server was not heard for long because what it had sent was lost before it was hit."""
+        """Whether a worker did not hear a server because the server was hit while the worker waited."""
         since = self._world.now - self._specification.patience
         return any(
             f"had no answer from {fault.role} {fault.id}" in reason and since < fault.at <= self._world.now
@@ -110,7 +113,7 @@ class Checks:
         )
 
     def check(self) -> None:
-        """Raise if something is not as it should be at the end."""
+        """Raise if an invariant does not hold at the end of the run."""
         for identity, process in self._members.servers.items():
             entries = process.role.server.mode.entries
             if entries > ENTRIES:

@@ -1,7 +1,7 @@
-"""Workers and servers, and who says who is a member: what the coordinator and the supervisions do.
+"""Workers, servers and their membership, for simulations without the coordinator and the supervisions.
 
-That all members hear of all views is what the coordinator's own simulation shows; here views come for certain, but
-late, to each process at another time.
+The coordinator's own simulation shows that all members receive all views. Here views never get lost, but they arrive
+late, and at a different time at each process.
 """
 
 from collections.abc import Callable
@@ -19,19 +19,21 @@ from simulation.faults import DEADLY, Fault, draw, mixed
 from simulation.world import Process, World
 
 STEPS = 14
-LAG = 0.4  # seconds after which all have heard of a view
-JOINED = 125  # the draw of whether a worker joins a run: none whose seeds have found faults before
+LAG = 0.4  # Seconds after which all processes have received a view.
+# Draw of whether a worker joins a run. It is chosen so that the seeds that have found faults before keep their runs.
+JOINED = 125
 
 
 class Members:
-    """The processes of a run, by role and id; a new life takes the place of an older.
+    """The processes of a run, by role and id. A new incarnation of a process replaces the one before it.
 
     Attributes:
-        died: Who has died, or was missed.
-        died_at: When one last died that no fault of the schedule has hit.
-        gone: Role, id and life of each.
-        over: Why the run cannot go on.
-        broken: When a message between two processes was lost by chance, by their names in the alphabet's order.
+        died: Names of the processes that have died or count as dead.
+        died_at: Time of the last death that is not due to a fault of the schedule.
+        gone: Role, id and incarnation of each process that has died or counts as dead.
+        over: The reason why the run cannot go on; None while it can.
+        broken: By the names of two processes, in alphabetical order: times at which messages between the two were lost
+            by chance.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Members:
         for fault in world.faults.timed:
             self._miss(fault)
         if away:
-            # Later than that all servers have heard of the first view: before that real workers look for none.
+            # Not before all servers have received the first view: real workers do not contact servers earlier.
             world.at(max(LAG, self._seconds(0.0, busy)), self._lose_coordinator)
         if specification.mode in ("async", "ssp") and draw(seed, JOINED) < 0.3:
             world.at(busy * draw(seed, 73), self._join)
@@ -78,24 +80,24 @@ class Members:
     # Processes
 
     def start(self) -> None:
-        """Start all, and tell them of each other."""
+        """Start all processes and publish the first view."""
         for server in range(self._specification.servers):
             self.servers[server] = self._serve(server, 0)
         for worker in range(self._specification.workers):
             self.workers[worker] = self._work(worker, 0)
         self._publish(
-            servers=tuple(ServerInfo(one, "0", since=1) for one in self.servers),
-            workers=tuple(WorkerInfo(one) for one in self.workers),
+            servers=tuple(ServerInfo(number, "0", since=1) for number in self.servers),
+            workers=tuple(WorkerInfo(number) for number in self.workers),
         )
 
     def _serve(self, identity: int, incarnation: int) -> Process:
         peer = Peer("server", identity, incarnation)
-        own = [slice_ for slice_ in self._slices if identity in slice_.servers]
-        store = WatchedStore(self._specification, own, self.watch, late=incarnation > 0)
+        slices = [slice_ for slice_ in self._slices if identity in slice_.servers]
+        store = WatchedStore(self._specification, slices, self.watch, late=incarnation > 0)
         if incarnation:
             alone = [key for key in store.slices if self._is_alone(identity, key)]
             for key in alone:
-                self.watch.begun_anew(key, store.values[key], self._world.now)
+                self.watch.reset(key, store.values[key], self._world.now)
             store.look(alone)
         else:
             store.look(store.slices)
@@ -105,21 +107,26 @@ class Members:
 
     def _is_alone(self, identity: int, key: int) -> bool:
         return not any(
-            one != identity and self.servers[one].alive and one not in self._lost for one in self._slices[key].servers
+            server != identity and self.servers[server].alive and server not in self._lost
+            for server in self._slices[key].servers
         )
 
     def _unfilled(self, identity: int) -> None:
-        """A server is lost before one that was started again had its copies: those are two losses at once."""
+        """Note the slices of a lost server that its restarted backups do not hold completely: they count as lost."""
         for slice_ in self._slices:
-            others = [] if identity not in slice_.servers else [one for one in slice_.servers if one != identity]
-            left = [process for one in others if one not in self._lost and (process := self.servers[one]).alive]
+            others = (
+                [] if identity not in slice_.servers else [server for server in slice_.servers if server != identity]
+            )
+            left = [
+                process for server in others if server not in self._lost and (process := self.servers[server]).alive
+            ]
             stores = [process.role.server.store for process in left]
             if not stores or any(slice_.key in store.whole for store in stores):
                 continue
-            self.watch.begun_anew(slice_.key, stores[0].values[slice_.key], self._world.now)
+            self.watch.reset(slice_.key, stores[0].values[slice_.key], self._world.now)
 
     def _work(self, identity: int, incarnation: int) -> Process:
-        steps = STEPS // 2 if draw(self._seed, 72, identity) < 0.2 else STEPS  # Some leave before the others.
+        steps = STEPS // 2 if draw(self._seed, 72, identity) < 0.2 else STEPS  # Some leave early.
         simulated = SimulatedWorker(
             self._specification, self._slices, Peer("worker", identity, incarnation), steps, self._world, self._wires,
             self.watch, self._seconds, lambda worker, step: self.on_begin(worker, step),
@@ -127,12 +134,12 @@ class Members:
         return self._world.spawn(Peer("worker", identity, incarnation), simulated)
 
     def _join(self) -> None:
-        """A worker with a number of its own joins those that train, once all of them have begun."""
-        own = [self.workers[one] for one in range(self._specification.workers)]
-        roles = [process.role for process in own if process.alive and process.ended is None]
+        """Start a worker with a new id, once all workers have begun to train."""
+        workers = [self.workers[role] for role in range(self._specification.workers)]
+        roles = [process.role for process in workers if process.alive and process.ended is None]
         if self.over is not None or not roles:
             return
-        if self._world.now < self._back or not all(one.joined for one in roles):
+        if self._world.now < self._back or not all(role.joined for role in roles):
             self._world.at(self._world.now + 0.05, self._join)
             return
         identity = self._specification.workers
@@ -145,16 +152,16 @@ class Members:
 
     # Membership
 
-    def _break(self, one: Peer, other: Peer, cut: bool) -> None:
-        """A message was lost: by chance, if nobody is cut off."""
-        if "worker" in (one.role, other.role):
-            self._wires.cut(one, other)
+    def _break(self, first_peer: Peer, second_peer: Peer, cut: bool) -> None:
+        """Note that a message was lost: by chance, unless its sender or receiver is cut off."""
+        if "worker" in (first_peer.role, second_peer.role):
+            self._wires.cut(first_peer, second_peer)
         if not cut:
-            first, second = sorted(f"{peer.role} {peer.id}" for peer in (one, other))
+            first, second = sorted(f"{peer.role} {peer.id}" for peer in (first_peer, second_peer))
             self.broken.setdefault((first, second), []).append(self._world.now)
 
     def _sent(self, sender: Process, send: Send) -> None:
-        """In some runs a server is killed just when it gives an answer."""
+        """Kill a server just as it answers a pull, in some runs."""
         if self._answers_left < 0 or send.message.kind != Kind.PULLED.name:
             return
         self._answers_left -= 1
@@ -169,8 +176,8 @@ class Members:
         lost = tuple(sorted(self._lost)) if len(self._lost) < self._specification.replication else ()
         self._view = View(self._view.number + 1, lost=lost, **values)
         self._world.note(
-            f"view {self._view.number}: servers {[(one.id, one.since) for one in self._view.servers]}, "
-            f"workers {[(one.id, one.incarnation) for one in self._view.workers]}"
+            f"view {self._view.number}: servers {[(member.id, member.since) for member in self._view.servers]}, "
+            f"workers {[(member.id, member.incarnation) for member in self._view.workers]}"
         )
         for process in [*self.servers.values(), *self.workers.values()]:
             self._show(process, self._view)
@@ -180,25 +187,25 @@ class Members:
         self._world.at(self._world.now + late, lambda: self._tell(process, view))
 
     def _tell(self, process: Process, view: View) -> None:
-        if self._world.now < self._back:  # It is lost with the coordinator, and told again.
+        if self._world.now < self._back:  # The view is lost with the coordinator; the next coordinator sends it again.
             self._world.at(self._back, lambda: self._show(process, view))
         else:
             self._world.tell(process, Call(0, "view", {"view": view}))
 
     def _lose_coordinator(self) -> None:
-        """For a moment nobody says who is a member."""
+        """Kill the coordinator: until the next coordinator is back, the view does not change."""
         self._world.faults.counts["kill coordinator"] += 1
         self._world.note("the coordinator is killed")
         self.died_at = self._back = self._world.now + self._seconds(0.1, 0.6)
 
     def _miss(self, fault: Fault) -> None:
-        """A process that is silent for longer than the time-out will be missed."""
+        """Schedule the removal of a process that a fault silences for longer than the time-out."""
         timeout = self._specification.timeout
         if fault.seconds > timeout and fault.kind != "sleep" and fault.kind not in DEADLY:
             self._world.at(fault.at + timeout * self._seconds(1.0, 1.2), lambda: self._silent(fault))
 
     def _silent(self, fault: Fault) -> None:
-        """A process is missed, and ended unless nobody can reach it."""
+        """Remove a silent process: either its supervision kills it, or it goes on because nothing can reach it."""
         process = self._at(fault.role, fault.id)
         if not process.alive or process.ended is not None:
             return
@@ -211,7 +218,7 @@ class Members:
         return self.servers[identity] if role == "server" else self.workers[identity]
 
     def dead(self, process: Process) -> None:
-        """A process has died, or counts as dead."""
+        """Note that a process has died or counts as dead, and schedule the run's reaction."""
         role, identity, incarnation, _ = process.peer
         if (role, identity, incarnation) in self.gone:
             return
@@ -221,23 +228,23 @@ class Members:
         self._world.at(self._world.now + self._seconds(0.01, 0.3), lambda: self._without(role, identity, incarnation))
 
     def leave(self, worker: int) -> None:
-        """A worker has come to its end: the coordinator names it no more."""
+        """Remove a worker that has finished from the view."""
         self.left.add(worker)
-        self._publish(workers=tuple(one for one in self._view.workers if one.id != worker))
+        self._publish(workers=tuple(member for member in self._view.workers if member.id != worker))
 
     def _without(self, role: str, identity: int, incarnation: int) -> None:
-        """Go on without a process; another may take its place."""
+        """Remove a dead process from the view, and schedule its replacement if it has restarts left."""
         if self._world.now < self._back:
             self._world.at(self._back, lambda: self._without(role, identity, incarnation))
             return
         replaced = incarnation < self._restarts and self.over is None
         if role == "worker":
-            self._publish(workers=tuple(one for one in self._view.workers if one.id != identity))
+            self._publish(workers=tuple(member for member in self._view.workers if member.id != identity))
         else:
             self._lost.add(identity)
             self._unfilled(identity)
             if len(self._lost) < self._specification.replication:
-                self._publish(servers=tuple(one for one in self._view.servers if one.id != identity))
+                self._publish(servers=tuple(member for member in self._view.servers if member.id != identity))
             elif not replaced:
                 self._end(f"server {identity} was lost: its parameters are lost")
         if replaced:
@@ -254,15 +261,15 @@ class Members:
         if role == "worker":
             if identity in self.left:
                 return
-            others = tuple(one for one in self._view.workers if one.id != identity)
+            others = tuple(member for member in self._view.workers if member.id != identity)
             self.workers[identity] = self._work(identity, incarnation)
             self._publish(workers=(*others, WorkerInfo(identity, incarnation)))
         else:
             self.servers[identity] = self._serve(identity, incarnation)
             self._lost.discard(identity)
-            rest = tuple(one for one in self._view.servers if one.id != identity)
+            rest = tuple(member for member in self._view.servers if member.id != identity)
             self._publish(servers=(*rest, ServerInfo(identity, str(incarnation), since=self._view.number + 1)))
 
     def _end(self, reason: str) -> None:
-        """The run cannot go on: all are told."""
+        """Note why the run cannot go on."""
         self.over = self.over or reason

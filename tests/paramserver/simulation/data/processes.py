@@ -1,4 +1,4 @@
-"""The real roles of workers and servers as processes of a simulated world: what their drivers do, in virtual time."""
+"""The real roles of workers and servers as processes of a simulated world, with their drivers' work in virtual time."""
 
 from collections.abc import Callable, Generator
 from typing import Any
@@ -17,29 +17,29 @@ from simulation.data.watch import Watch, gradient, rate
 from simulation.plane import ViolationError
 from simulation.world import World
 
-LOOK_SERVER, LOOK_WORKER = 0.2, 0.05  # seconds between two looks of the drivers
+LOOK_SERVER, LOOK_WORKER = 0.2, 0.05  # Seconds between two looks of the drivers at the time.
 _NAMES = {kind: kind.name for kind in Kind}
 Draw = Callable[[float, float], float]
-"""Some seconds between two bounds."""
+"""A function that draws a number of seconds between two bounds."""
 Steps = Generator[Wait | float, None, None]
 
 
 class Wires:
-    """Which connection between a worker and a server is the present one: answers on an older one are lost."""
+    """The current connection between each worker and each server. Answers on an older connection are lost."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Peer, Peer], int] = {}
         self._routes: dict[tuple[Peer, Peer], bytes] = {}
         self._workers: dict[bytes, Peer] = {}
 
-    def cut(self, one: Peer, other: Peer) -> None:
-        """A message was lost between two processes: with TCP that is the end of their connection."""
-        worker, server = (one, other) if one.role == "worker" else (other, one)
+    def cut(self, first: Peer, second: Peer) -> None:
+        """End the connection between a worker and a server: with TCP, a lost message means a lost connection."""
+        worker, server = (first, second) if first.role == "worker" else (second, first)
         self._numbers[worker, server] = self._numbers.get((worker, server), 0) + 1
         self._routes.pop((worker, server), None)
 
     def route(self, worker: Peer, server: Peer) -> bytes:
-        """What a server calls the present connection of a worker."""
+        """Return the server's name for the worker's current connection."""
         route = self._routes.get((worker, server))
         if route is None:
             route = f"{worker.id}.{worker.incarnation}.{self._numbers.get((worker, server), 0)}".encode()
@@ -47,7 +47,7 @@ class Wires:
         return route
 
     def worker(self, route: bytes, server: Peer) -> Peer | None:
-        """Who is at the other end, if there still is one."""
+        """Return the worker at the other end of a connection; None if the connection has ended."""
         peer = self._workers[route]
         return peer if self.route(peer, server) == route else None
 
@@ -56,22 +56,22 @@ def _message(header: Header, payload: Any, sent: float, route: bytes = b"") -> M
     return Message(_NAMES[header.kind], {"header": header, "sent": sent, "route": route}, (bytes(payload),))
 
 
-class _Lives:
-    """Which life of each server a view names."""
+class _Incarnations:
+    """Cache of the servers' incarnations in the last view."""
 
     def __init__(self) -> None:
         self._view: View | None = None
         self._incarnations: dict[int, int] = {}
 
     def of(self, view: View) -> dict[int, int]:
-        """Those of a view, which is mostly the last one."""
+        """Return the servers' incarnations in a view, by server id."""
         if view is not self._view:
             self._view, self._incarnations = view, {server.id: int(server.endpoint) for server in view.servers}
         return self._incarnations
 
 
 class SimulatedServer:
-    """A server's process."""
+    """The process of a server."""
 
     def __init__(self, server: Server, peer: Peer, world: World, wires: Wires, seconds: Draw) -> None:
         self.server = server
@@ -81,28 +81,28 @@ class SimulatedServer:
         self._seconds = seconds
         self._slow = seconds(0.0, 1.0) ** 6 * 0.03
         self._working = False
-        self._incarnations = _Lives()
+        self._incarnations = _Incarnations()
 
     def start(self, now: float) -> NodeEffects:
-        """Begin to look at the time."""
+        """Set the first timer."""
         return [Timer("look", now)]
 
     def on_message(self, now: float, sender: Peer, message: Message) -> NodeEffects:
-        """A message of the data plane has come."""
+        """Handle a message of the data plane."""
         header, route = message.fields["header"], message.fields["route"]
         payload = memoryview(bytearray(message.frames[0]))
         effects = self.server.on_message(now, route, "", header, payload)
         return self._act(now, effects + self.server.flush())
 
     def on_timer(self, now: float, name: str) -> NodeEffects:
-        """Something is due."""
+        """Look at the time, or work."""
         if name == "look":
             return [*self._act(now, self.server.on_time(now)), Timer("look", now + LOOK_SERVER)]
         self._working = False
         return self._act(now, self.server.work() if self.server.busy else [])
 
     def on_call(self, now: float, call: Call) -> NodeEffects:
-        """A view has come."""
+        """Take up a view."""
         return self._act(now, self.server.follow(now, call.fields["view"]))
 
     def _act(self, now: float, effects: Effects) -> NodeEffects:
@@ -128,7 +128,7 @@ class SimulatedServer:
 
 
 class SimulatedWorker:
-    """A worker's process: trains some steps with known gradients."""
+    """The process of a worker, which trains some steps with known gradients."""
 
     def __init__(
         self,
@@ -160,19 +160,19 @@ class SimulatedWorker:
         self._wait: Wait | None = None
         self._inbox: list[tuple[Peer, Message]] = []
         self._view: View | None = None
-        self._incarnations = _Lives()
-        self._asked: dict[int, int] = {}  # of each slice, the step whose values have come
+        self._incarnations = _Incarnations()
+        self._arrived: dict[int, int] = {}  # By key of a slice: step whose values have arrived.
 
-    # What it does
+    # Program
 
     def _train(self) -> Steps:
         role, groups = self.role, self._specification.groups
         yield self._seconds(0.0, 0.2)
-        # What trains has met the others in a collective, whose answer names the view to begin with, before it looks for
-        # servers: before that it is the coordinator that it waits for.
+        # A real worker takes part in a collective before it contacts servers. The collective's result names the view to
+        # begin with. Until then the worker waits for the coordinator.
         yield Wait(lambda: role.view.number < 0)
         begins = self._peer.id < self._specification.workers and self._peer.incarnation == 0
-        if begins or self._watch.highest < 0:  # One that takes another's place, or joins, takes what is there.
+        if begins or self._watch.highest < 0:  # Replacements and joiners use the servers' values.
             role.initialise(None)
         yield from role.join(self._now)
         self.joined, trained = True, False
@@ -180,17 +180,17 @@ class SimulatedWorker:
             yield role.all_here()
             self._progress(self._peer, role.step)
             step = role.step
-            old = [slice_.key for slice_ in self._slices if self._asked.get(slice_.key, -1) < step]
+            old = [slice_.key for slice_ in self._slices if self._arrived.get(slice_.key, -1) < step]
             if old and trained:
                 raise ViolationError(f"19: worker {self._peer.id} begins step {step} with older values of slices {old}")
-            if self._specification.pull_compression == "auto":  # Mostly it chooses as the others do.
+            if self._specification.pull_compression == "auto":  # Most choices are the same for all workers.
                 others = step % 4 > 0
                 changes = others == (self._seconds(0.0, 1.0) < 0.8)
                 role.encode_as("none", "onebit" if changes else "none", int(changes))
             role.begin_step([{**groups[0].options, "lr": rate(step)}], 1.0)
             for index in reversed(range(len(self.values))):
                 brought = gradient(self._peer.id, step, self._peer.incarnation)
-                # In mode local it makes a step of its own, and pushes where that has taken it.
+                # In mode local the worker makes a local step and pushes the values after it.
                 role.push(index, self.values[index].sub_(brought) if self._local else brought)
                 yield self._seconds(0.0, 0.01)
             yield self._seconds(0.0, 0.06)
@@ -201,15 +201,15 @@ class SimulatedWorker:
         self.joined = False
         yield from role.leave()
 
-    # What happens
+    # Events
 
     def start(self, now: float) -> NodeEffects:
-        """Begin."""
+        """Start the program."""
         self._now = now
         return self._advance(now)
 
     def on_message(self, now: float, sender: Peer, message: Message) -> NodeEffects:
-        """A message of the data plane has come."""
+        """Handle a message of the data plane."""
         incarnations = self._incarnations.of(self.role.view)
         if incarnations.get(sender.id) != sender.incarnation or not self.role.connections.heard(
             now, sender.id, message.fields["header"]
@@ -219,14 +219,14 @@ class SimulatedWorker:
         return self._waited(now)
 
     def on_call(self, now: float, call: Call) -> NodeEffects:
-        """A view has come."""
+        """Take up a view."""
         view = call.fields["view"]
         if self._view is None or view.number > self._view.number:
             self._view = view
         return self._waited(now)
 
     def on_timer(self, now: float, name: str) -> NodeEffects:
-        """It has computed, or looks at the time."""
+        """Go on after a computation, or look at the time."""
         if name == "computed":
             return self._advance(now)
         if self._wait is None:
@@ -235,7 +235,7 @@ class SimulatedWorker:
         return [*effects, Timer("look", now + LOOK_WORKER)] if self._wait is not None else effects
 
     def _waited(self, now: float, look: bool = False) -> NodeEffects:
-        """Act on what has come, if this worker waits."""
+        """Handle the view and the messages that have arrived, if this worker waits."""
         self._now = now
         try:
             if self._wait is None:
@@ -256,7 +256,9 @@ class SimulatedWorker:
             self.role.follow(now, self._view)
             incarnations = self._incarnations.of(self.role.view)
             self._inbox = [
-                (sender, one) for sender, one in self._inbox if incarnations.get(sender.id) == sender.incarnation
+                (sender, message)
+                for sender, message in self._inbox
+                if incarnations.get(sender.id) == sender.incarnation
             ]
 
     def _handle(self, server: Peer, message: Message) -> None:
@@ -267,13 +269,13 @@ class SimulatedWorker:
         whole = pulls.refreshing
         self.role.on_message(server.id, header, payload)
         if waited and header.key not in pulls.pending:
-            self._asked[header.key] = header.step
+            self._arrived[header.key] = header.step
         if waited and header.key not in pulls.pending and header.encoding != Encoding.NOTHING:
-            value = self.values[self._slices[header.key].parts[0].parameter]  # Each has one slice of its own.
+            value = self.values[self._slices[header.key].parts[0].parameter]  # Each parameter has one slice.
             self._watch.received(self._peer, header, value, whole, server, message.fields["sent"], self._world.now)
 
     def _advance(self, now: float) -> NodeEffects:
-        """Go on to the next thing that takes time."""
+        """Run the program up to its next wait or computation."""
         self._now = now
         self._wait = None
         try:

@@ -1,4 +1,4 @@
-"""A simulated run of the data plane: workers that train known gradients, servers, and who says who is a member."""
+"""A simulated run of the data plane: servers, workers that train with known gradients, and their membership."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -12,11 +12,12 @@ from simulation.plane import Outcome, play
 from simulation.world import World
 
 TIMEOUT = 1.0
-BUSY = 1.5  # seconds in which faults begin
-PIPELINED = 216862  # the draw of whether each slice of a step is made for itself: none whose seeds have found faults
-CHANGES = 126  # the draw of whether workers pull compressed changes
-KILLED = 40  # the draw of whether the coordinator is killed: likewise
-CHOSEN = 7307  # the draw of whether they choose while they train: none whose seeds have found faults before
+BUSY = 1.5  # Seconds within which faults begin.
+# Numbers of draws. They are chosen so that the seeds that have found faults before keep their runs.
+PIPELINED = 216862  # Draw of whether steps are pipelined: each slice of a step is updated separately.
+CHANGES = 126  # Draw of whether workers pull compressed changes.
+KILLED = 40  # Draw of whether the coordinator is killed.
+CHOSEN = 7307  # Draw of whether workers choose encodings while they train.
 MODES: Mapping[str, Mapping[str, Any]] = {
     "sync": {"mode": "sync"},
     "sync with clipping": {"mode": "sync", "clip_norm": 0.5},
@@ -33,13 +34,13 @@ _OPTIONS: dict[str, Any] = {
 
 
 class Plan(NamedTuple):
-    """What is simulated.
+    """The settings of a simulated run.
 
     Attributes:
-        pipelined: Whether each slice of a step is made for itself.
-        pulls: How values are encoded that workers pull.
-        restarts: How often a process that is lost is started again.
-        away: Whether the coordinator is killed, and for a moment nobody says who is a member.
+        pipelined: Whether each slice of a step is updated separately.
+        pulls: Compression of the values that workers pull.
+        restarts: Number of times that a lost process is started again.
+        away: Whether the coordinator is killed, so that the view does not change for a while.
     """
 
     workers: int = 2
@@ -54,7 +55,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, seed: int) -> "Plan":
-        """That of a seed."""
+        """Return the plan of a seed."""
         workers, servers = 1 + int(3 * draw(seed, 61)), 1 + int(3 * draw(seed, 62))
         mode = list(MODES)[int(len(MODES) * draw(seed, 63))]
         common = mode in ("sync", "sync with clipping")
@@ -74,15 +75,15 @@ class Plan(NamedTuple):
 
     @property
     def places(self) -> list[tuple[str, int]]:
-        """The processes that can be hit."""
-        places = [("worker", one) for one in range(self.workers)]
-        return places + 2 * [("server", one) for one in range(self.servers)]
+        """Role and id of each process that faults can hit; servers are hit twice as often as workers."""
+        places = [("worker", number) for number in range(self.workers)]
+        return places + 2 * [("server", number) for number in range(self.servers)]
 
     @property
     def specification(self) -> Specification:
-        """What is trained, and how."""
+        """Specification of the parameters and the training."""
         return Specification(
-            tuple(ParameterInfo(str(one), (MOST_WORKERS,), "float64") for one in range(self.parameters)),
+            tuple(ParameterInfo(str(number), (MOST_WORKERS,), "float64") for number in range(self.parameters)),
             "torch.optim.sgd.SGD",
             (Group(tuple(range(self.parameters)), dict(_OPTIONS)),),
             self.workers,
@@ -99,13 +100,13 @@ class Plan(NamedTuple):
 
 
 def drawn(seed: int) -> tuple[Plan, Faults]:
-    """What is simulated for a seed, and what goes wrong."""
+    """Return the plan and the faults of a seed."""
     plan = Plan.of(seed)
     return plan, Faults(seed, plan.places, TIMEOUT, BUSY, tcp=True)
 
 
 def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome:
-    """Run a plan; from `pace` is drawn how long things take, and what goes wrong that is no fault of a link."""
+    """Simulate a plan; `pace` is the seed of all durations and of the faults that `faults` does not hold."""
     specification = plan.specification
     world = World(pace, faults)
     world.tcp = True
