@@ -43,7 +43,7 @@ class Asynchronous:
         return len(self._begun.keys() | self._held.keys())
 
     def follow(self, view: View) -> None:
-        """Act on a new view: remove the workers that are no longer members."""
+        """Act on a new view: remove the workers that are no longer members, and reply to pulls that waited for them."""
         incarnations = view.incarnations
         for worker in self.roll.follow(incarnations):
             self.leave(worker)
@@ -83,7 +83,7 @@ class Asynchronous:
         self.proceed()
 
     def leave(self, worker: int) -> None:
-        """Remove a worker from the clock, and drop its waiting pull."""
+        """Remove a worker from the clock, drop its waiting pull, and reply to pulls that waited for this worker."""
         self.clock.leave(worker)
         self._held.pop(worker, None)
         self.proceed()

@@ -66,7 +66,7 @@ class SyncClock:
         return any(first > step for first in self._first.values())
 
     def leave(self, worker: int) -> None:
-        """Remove a worker that has left or died. The first step does not wait for this worker to join."""
+        """Remove a worker that has left or died. The first step no longer waits for this worker."""
         self._gone.add(worker)
         self._first.pop(worker, None)
         self._count()
@@ -124,7 +124,10 @@ class StaleClock:
 
     @property
     def expects(self) -> bool:
-        """Whether the start of the run still waits for a worker that has neither joined nor left nor died."""
+        """Whether a worker that is expected at the start of the run has not joined yet.
+
+        A worker that has left or died is no longer expected.
+        """
         return len(self._seen) < self._expected
 
     @property
@@ -147,7 +150,8 @@ class StaleClock:
         Returns the worker's clock.
         """
         if clock:
-            # The run has begun. This server may replace another one, and may never hear of workers that left before.
+            # The run has begun. This server may replace another server, and may never receive messages from workers
+            # that have already left. So it no longer waits for expected workers.
             self._expected = 0
         if worker not in self._clocks:
             self._clocks[worker] = self.slowest if clock is None else clock
@@ -169,7 +173,7 @@ class StaleClock:
             self._last = max(self._last, clock)
 
     def _note(self, worker: int) -> None:
-        if worker < self._expected:  # Joiners have higher ids. They do not replace an expected worker.
+        if worker < self._expected:  # Joiners have higher ids, and must not count as expected workers.
             self._seen.add(worker)
 
     def may_start(self, clock: int) -> bool:
@@ -209,7 +213,8 @@ class RollCall:
             incarnations: By worker id: incarnations of the workers in the new view.
         """
         gone = [worker for worker, incarnation in self.incarnations.items() if incarnations.get(worker) != incarnation]
-        # Expected workers that are missing in the first view with workers died before training began.
+        # Expected workers that are missing in the first view with workers have died before training began. Their ids are
+        # also returned, so that the clock does not wait for them.
         if incarnations:
             gone += set(range(self._expected)) - incarnations.keys()
             self._expected = 0
@@ -224,7 +229,7 @@ class RollCall:
     def expire(self, now: float) -> bool:
         """End the roll call if workers have not reported within `PATIENCE_SECONDS`. Return whether this call ended it.
 
-        The time begins with the first call of this method after :meth:`call`.
+        The waiting time begins with the first call of this method after :meth:`call`.
 
         Args:
             now: The current time, in seconds.

@@ -144,7 +144,9 @@ class Copies:
             )
 
     def send(self, key: int, backups: Sequence[int] | None = None) -> None:
-        """Send a whole slice to backups: the values, the optimizer's state and the record of the updates in them.
+        """Send a whole slice to backups: the values, the optimizer's state, and the workers' last applied steps.
+
+        If workers pull changes, the copy also contains the record of the values that workers hold.
 
         Args:
             key: Key of the slice, whose primary is this server.

@@ -100,12 +100,12 @@ class Reports:
     def complete(self, step: int) -> Set[int] | None:
         """Return the ids of the workers whose pushes of a step have arrived at all servers.
 
-        Return None while a server has not reported under the current view.
+        Return None as long as a server of the current view has not sent a report under this view.
         """
         return None if self._silent else self._complete.get(step, frozenset())
 
     def forget_before(self, step: int) -> None:
-        """Drop the entries of all steps with a number below `step`."""
+        """Drop the reports about all steps with a number below `step`."""
         self._servers_by_entry = {
             entry: servers for entry, servers in self._servers_by_entry.items() if entry[0] >= step
         }

@@ -86,7 +86,7 @@ class Pushes:
         return True
 
     def count(self, worker: MemberKey) -> int:
-        """Return the number of slices that a worker has pushed; -1 if the worker has not begun the step."""
+        """Return the number of slices that a worker has pushed. Return -1 if the worker has not begun the step."""
         return self._counts.get(worker, 0) if worker in self.begun else -1
 
     def has(self, key: int, workers: Collection[MemberKey]) -> bool:
@@ -114,7 +114,7 @@ class Pushes:
             buffer: Flat tensor for the mean, with as many elements as the slice. If only one gradient counts, the
                 result may be that gradient's own storage instead.
 
-        Returns the flat mean gradient; None if no push has a gradient.
+        Returns the mean gradient as a flat tensor. Returns None if no push has a gradient.
         """
         pieces = self._pieces.get(slice_.key, {})
         members = frozenset(workers).intersection(pieces)
@@ -317,7 +317,7 @@ class Updater:
 
     @property
     def busy(self) -> bool:
-        """Whether at least one slice is ready to be processed by :meth:`work`."""
+        """Whether at least one slice of the decided step is ready for :meth:`work`."""
         return bool(self._todo)
 
     def work(self, decision: Decision) -> None:

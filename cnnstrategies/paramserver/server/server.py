@@ -96,7 +96,7 @@ class Server:
 
     @property
     def busy(self) -> bool:
-        """Whether at least one slice is ready for :meth:`work`."""
+        """Whether at least one slice of the decided step is ready for :meth:`work`."""
         return self._synchronous is not None and self._synchronous.busy
 
     @property
@@ -111,7 +111,7 @@ class Server:
     # Events
 
     def follow(self, now: float, view: View) -> Effects:
-        """Act on a view, unless this server already has the same view or a newer one."""
+        """Act on a new view. A view that is not newer than this server's view is ignored."""
         self._note_time(now)
         if view.number <= self.view.number:
             return []
@@ -134,7 +134,8 @@ class Server:
         self.mode.follow(view)
         if self.shard.own_key_set - own_keys_before:
             for worker in list(self._outbox.routes):
-                # Before this view, this server dropped all messages about the slices whose primary it is now.
+                # Before this view, this server dropped all messages about the slices whose primary it is now, so the
+                # workers must repeat these messages.
                 self._outbox.ask_again(worker)
         self._heard = {
             server: self._heard.get(server, now) if before.get(server) == first_view else now
@@ -159,7 +160,7 @@ class Server:
             self.handle(peer, header, payload)
         except InvalidMessageError as error:
             self.drop(str(error))
-        except ControlError:  # The error's text may contain received data, and reasons must not contain such data.
+        except ControlError:  # The error's text may contain received data, which must not be part of a reason.
             self.drop(f"a {header.kind.name} message has missing or invalid fields")
         return self._outbox.take()
 
@@ -172,7 +173,8 @@ class Server:
         self._note_time(now)
         if now - self._sent_heartbeats > self._heartbeat_seconds:
             self._sent_heartbeats = now
-            # While a worker sends much data, other replies come late. Heartbeats show it that this server is alive.
+            # While a worker sends a large amount of data, it receives replies to its other messages late. Heartbeats
+            # show the worker that this server is alive.
             for worker in self._heard_workers:
                 self._outbox.to_worker(worker, Kind.PING)
             self._heard_workers.clear()
@@ -207,7 +209,7 @@ class Server:
             self._outbox.effects.append(Say(text, False))
 
     def _check_sender(self, route: bytes, user: str, header: Header) -> int:
-        """Check that the sender may send a message, and note the time and the route of the message.
+        """Check that the sender may send a message, and record the time and the route of the message.
 
         Returns the sender's id: the number among the workers or among the servers.
 
@@ -228,7 +230,7 @@ class Server:
         before = self._outbox.routes.get(peer, route)
         self._outbox.routes[peer] = route
         if before != route:
-            # Replies on the old connection may be lost.
+            # Replies that were sent on the old connection may be lost, so the worker must repeat its messages.
             self._outbox.ask_again(peer)
         return peer
 
@@ -278,7 +280,8 @@ class Server:
         lacks = False
         if step is not None:
             if not has_parameters and self._synchronous is not None and self._synchronous.cannot_make(step - 1):
-                # No worker can push the missing step any more. Without this exception the newcomer would wait forever.
+                # No worker can push gradients of the missing step any more. The step must not count as missing, because
+                # the newcomer would then wait forever.
                 answered = self.shard.own_key_set
             # A newcomer without values waits for the step before its first step, which may not be applied here yet.
             lacks = self._lacks_updates(member, step if has_parameters else step - 1, answered, first)
@@ -303,7 +306,7 @@ class Server:
             "deaf": self._silent_servers(),
             "held": request is not None,
         }
-        # Slices for which the worker need not send its push and its pull again, because both have arrived.
+        # Keys of the slices whose push and pull the worker need not send again, because both have arrived here.
         settled_keys = (
             []
             if request is None

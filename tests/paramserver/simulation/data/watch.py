@@ -229,7 +229,7 @@ class WatchedStore(Store):
     """A server's store that lets a :class:`Watch` check each update.
 
     Args:
-        late: Whether the server was started again. Initial values that a worker sends to such a server are not copies of
+        late: Whether the server was started again. Initial values that a worker sends to such a server are no copies of
             the primary's values, because the primary may not know the server yet.
 
     Attributes:
