@@ -1,4 +1,4 @@
-"""Entry point of ``python -m cnnstrategies``, for jobs and launchers where the script is not on the search path."""
+"""Entry point of ``python -m cnnstrategies``, for jobs and launchers where ``cnnstrategies`` is not on the PATH."""
 
 from cnnstrategies.cli import main
 

@@ -18,7 +18,8 @@ PYTHON_MODULES = ("abc", "builtins", "types", "typing")
 find_option = _subcommands.find_action_and_subcommand
 split_key = Namespace._parse_key
 import_path = _util.get_import_path  # Returns the import path that jsonargparse writes into configurations.
-NestedArg: Any = _util.NestedArg  # Class of a value that was given as --class.argument: the argument's name and value.
+# Class of a value that the user set with --class.argument. It holds the argument's name and value.
+NestedArg: Any = _util.NestedArg
 adapt: Any = _typehints.adapt_typehints
 
 _import_path_of_python_types = lru_cache(import_path)
@@ -26,7 +27,7 @@ _options_by_parser: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 def _find(parser: Any, dest: str, exclude: Any = None) -> Any:
-    # A parser with subcommands is not cached, because the parsers of the subcommands have the options.
+    # The parsers of the subcommands have the options, so nothing is cached for the parser that has the subcommands.
     if getattr(parser, "_subcommands_action", None) is not None:
         return find_option(parser, dest, exclude)
     options = _options_by_parser.setdefault(parser, {})
@@ -52,7 +53,7 @@ def _split(key: str) -> tuple[list[str], str, str] | None:
 
 
 def parse_key(self: Namespace, key: str) -> tuple[str, Namespace | None, str]:
-    """Return the same as ``split_key``, but faster.
+    """Split a key like jsonargparse's function ``split_key``, but faster.
 
     Returns:
         The last name of a key, the namespace that contains this name, and the key of that namespace.
@@ -64,7 +65,8 @@ def parse_key(self: Namespace, key: str) -> tuple[str, Namespace | None, str]:
     inner: Any = self
     for part in parents:
         inner = vars(inner).get(part)
-        if not isinstance(inner, Namespace):  # The namespace does not exist yet, or the key has another kind of value.
+        # jsonargparse itself handles a key whose namespace does not exist yet, or has a value of a different type.
+        if not isinstance(inner, Namespace):
             return split_key(self, key)
     return last, inner, parent_key
 
@@ -75,9 +77,9 @@ def _import_path(value: Any) -> str | None:
 
 
 def remember() -> None:
-    """Install the caches: jsonargparse then searches for each option, and splits each key, only once.
+    """Install the caches. jsonargparse then searches for each option, and splits each key, only once.
 
-    When an option is added to a parser, the search is repeated.
+    After an option has been added to a parser, the parser's options are searched again.
     """
     for module in (_core, _subcommands):
         module.find_action_and_subcommand = _find  # type: ignore[attr-defined]

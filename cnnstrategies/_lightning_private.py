@@ -25,14 +25,15 @@ from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
 
-__all__ = ["GlobalState", "MultiProcessingLauncher", "ScriptLauncher"]  # Private classes under public names.
+# Lightning's private classes, which this module exports under public names.
+__all__ = ["GlobalState", "MultiProcessingLauncher", "ScriptLauncher"]
 
 
 def acts_within_epochs(callback: Callback) -> str | None:
     """Return the argument because of which a Lightning callback needs all ranks to be at the same step within an epoch.
 
-    This is a ModelCheckpoint that saves within an epoch, or a Timer that stops the run within an epoch. For other
-    callbacks the result is None.
+    A ModelCheckpoint that saves within an epoch, and a Timer that stops the run within an epoch, have such an argument.
+    For other callbacks the result is None.
 
     Returns:
         The argument and its value as a text, for an error message.
@@ -82,7 +83,7 @@ class BatchesKept(_DataConnector):
 def keep_batches(trainer: Trainer) -> None:
     """Make a trainer use the data connector :class:`BatchesKept`.
 
-    Lightning's Trainer has no argument for the data connector.
+    Lightning's Trainer has no argument for the data connector, so the class of the existing connector is replaced.
     """
     trainer._data_connector.__class__ = BatchesKept
 
@@ -110,7 +111,7 @@ def ask_of_sigterm(trainer: Trainer, ask: bool) -> None:
 
 
 def asks_of_sigterm(trainer: Trainer) -> bool:
-    """Whether Lightning's SIGTERM broadcast before each batch is on; see :func:`ask_of_sigterm`."""
+    """Whether Lightning broadcasts before each batch that rank 0 has got a SIGTERM; see :func:`ask_of_sigterm`."""
     return "_broadcast_sigterm_tensor" not in trainer.fit_loop.epoch_loop.__dict__
 
 
@@ -151,7 +152,8 @@ def own_values(trainer: Trainer) -> set[str]:
     names = set()
     for result in trainer.fit_loop._results.values():
         meta = result.meta
-        if not result.is_tensor:  # A torchmetrics metric is reduced at the end of an epoch, but not in each step.
+        # A torchmetrics metric is reduced at the end of an epoch, so only its values of single steps are not reduced.
+        if not result.is_tensor:
             names |= {meta.forked_name(on_step=True)} if meta.on_step else set()
         elif not meta.sync.should:
             names |= {meta.name, meta.forked_name(on_step=True), meta.forked_name(on_step=False)}
@@ -172,9 +174,10 @@ def set_batches_that_stepped(trainer: Trainer, count: int) -> None:
 
 
 def train_loader(trainer: Trainer) -> Any:
-    """Return a trainer's training loaders before the trainer itself has created them; None if there is no data.
+    """Return a trainer's training loaders before the trainer itself has created them.
 
-    These are the loaders that were passed to ``fit``, or the result of calling the hook ``train_dataloader``.
+    The result is the loaders that were passed to ``fit``, or otherwise the result of calling the hook
+    ``train_dataloader``. It is None if the run has neither.
     """
     source = trainer.fit_loop._data_source
     return None if source.instance is None or not source.is_defined() else source.dataloader()

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Base class of modes that intercept operations below autograd. Unlike `TorchFunctionMode`, they intercept collectives.
+# Base class of modes that intercept operations below autograd. Unlike a `TorchFunctionMode`, such a mode also
+# intercepts collectives.
 OperationMode = TorchDispatchMode
 # The operation that `Tensor.item`, `float(tensor)` and `if tensor` call, and for which the host waits for the device.
 READ = torch.ops.aten._local_scalar_dense.default
@@ -51,7 +52,7 @@ def measure_rarely(model: DistributedDataParallel) -> None:
 
 
 def writes(tensor: Tensor) -> int:
-    """Return the number of in-place changes of a tensor: the version counter that autograd uses to detect changes."""
+    """Return a tensor's version counter, which autograd increases at each in-place change of the tensor."""
     return tensor._version
 
 
@@ -90,5 +91,6 @@ def is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
-# Attribute of SequentialLR and ChainedScheduler with the list of their schedules, and key of this list in `state_dict`.
+# Name of the attribute in which SequentialLR and ChainedScheduler keep the list of their schedules, and key of this
+# list in their `state_dict`.
 PARTS_OF_A_SCHEDULE = "_schedulers"

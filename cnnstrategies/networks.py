@@ -109,8 +109,8 @@ def _convolution(in_channels: int, channels: int, stride: int = 1) -> nn.Sequent
 class UNet(nn.Module):
     """U-Net (Ronneberger et al., "U-Net: Convolutional Networks for Biomedical Image Segmentation", 2015).
 
-    Unlike in the paper, the convolutions are padded, so that the output has the size of the input, and each is followed
-    by batch normalisation. The input is (N, in_channels, H, W), the output (N, num_classes, H, W) logits.
+    Unlike in the paper, the convolutions are padded, so that the output has the size of the input, and each convolution
+    is followed by batch normalisation. The input is (N, in_channels, H, W), the output (N, num_classes, H, W) logits.
 
     Args:
         num_classes: Number of classes.

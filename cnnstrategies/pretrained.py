@@ -60,7 +60,9 @@ def pretrained(name: str, num_classes: int, weights: str = "DEFAULT", frozen: bo
 def trained_with(
     network: nn.Module, builder: str = "", arguments: Mapping[str, Any] | None = None
 ) -> Preprocessing | None:
-    """Return the preprocessing that a network's pretrained weights expect; None if it is not known.
+    """Return the preprocessing that a network's pretrained weights expect.
+
+    The result is None if the network has no pretrained weights, or if their preprocessing is not known.
 
     Args:
         network: Network from :func:`pretrained`, timm or torchvision.
@@ -77,7 +79,10 @@ def trained_with(
 
 
 def _of_cfg(network: nn.Module) -> Preprocessing | None:
-    """Return the preprocessing that timm documents for a network's weights."""
+    """Return the preprocessing that timm documents for a network's weights.
+
+    The result is None if the network's ``pretrained_cfg`` does not define the preprocessing.
+    """
     config: Mapping[str, Any] = getattr(network, "pretrained_cfg", {})
     if not {"input_size", "crop_pct", "mean", "std"} <= config.keys():
         return None
@@ -96,7 +101,7 @@ def _of_weights(name: str, weights: Any) -> Preprocessing | None:
         names = get_model_weights(name).__members__
         weights = names.get(str(weights).rpartition(".")[2], names["DEFAULT"])
     transform = weights.value.transforms()
-    if not hasattr(transform, "crop_size"):  # For example, the transforms for segmentation networks do not crop.
+    if not hasattr(transform, "crop_size"):  # The transforms of segmentation networks, for example, do not crop.
         return None
     return _known(
         transform.crop_size[0],

@@ -15,7 +15,7 @@ AUTO = "auto"
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Lightning's ModelCheckpoint, extended: it can choose the monitored metric from the metrics that the module logs.
+    """Lightning's ModelCheckpoint with a choice of the monitored metric among the metrics that the module logs.
 
     Args:
         dirpath: Folder of the checkpoints; by default ``checkpoints`` in the log directory.
@@ -47,8 +47,8 @@ class BestCheckpoint(ModelCheckpoint):
     @property
     @override
     def state_key(self) -> str:
-        # Lightning puts the monitored metric into this key. With `auto` the metric is not yet known when a run is
-        # resumed, so the key contains the option's value instead.
+        # Lightning's own key contains the monitored metric. With `auto` the metric is not yet known when a run is
+        # resumed, so this key contains the option's value instead.
         return f"{type(self).__qualname__}{{'monitor': {self._monitor_option!r}, 'filename': {self.filename!r}}}"
 
     @override

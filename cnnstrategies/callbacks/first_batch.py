@@ -1,4 +1,4 @@
-"""Callback that checks the first batches: against the start panel, and each process's batch against the others'."""
+"""Callback that checks the size of the first global batch, and whether the processes have loaded different batches."""
 
 import zlib
 from collections.abc import Sequence
@@ -83,8 +83,8 @@ class FirstBatch(Callback):
         repeated = next((rank for rank, value in enumerate(checksums) if value and value in checksums[:rank]), None)
         check_lengths(gathered[:, 1].tolist())
         check_orders(gathered[:, 2].tolist(), sampler is not None)
-        # The workers of a parameter server have no process group. The server itself reports which worker waits for
-        # which other worker.
+        # The workers of a parameter server have no process group, and do not need one: the server itself reports which
+        # worker waits for which other worker.
         if -1 in gathered[:, 1] and dist.is_initialized():
             self._streams = dist.new_group(backend="gloo")  # type: ignore[assignment]  # -100 outside the group
             self._limited = isinstance(trainer.limit_train_batches, int)
@@ -163,9 +163,10 @@ def check_orders(orders: Sequence[int], dealt: bool) -> None:
 
 
 def _order(loader: Any) -> int:
-    """Return a checksum of the order that a user's sampler has drawn, if Lightning divides it among the processes.
+    """Return a checksum of the order that a user's sampler has drawn.
 
-    Without such a sampler, and on ranks that load nothing, the result is 0.
+    The result is 0 if Lightning does not divide the sampler's order among the processes, and on ranks that load
+    nothing.
     """
     samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     wrapper = next((sampler for sampler in samplers if isinstance(sampler, DistributedSamplerWrapper)), None)
@@ -176,7 +177,10 @@ def _order(loader: Any) -> int:
 
 
 def _fingerprint(batch: Any) -> int:
-    """Return a checksum of a batch's tensors; 0 if the values are on another rank of a pipeline."""
+    """Return a checksum of a batch's tensors.
+
+    The result is 0 if the tensors' values are on another rank of a pipeline.
+    """
     checksum = 0
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and not leaf.is_sparse:

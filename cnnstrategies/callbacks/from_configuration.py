@@ -22,7 +22,8 @@ from cnnstrategies.errors import ConfigurationError
 # Options of a parameter group that schedules change. An optimizer that adapts its own learning rate stores the adapted
 # rate under other names.
 SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "momentum", "base_momentum", "max_momentum", "betas")
-LEARNED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # State of ReduceLROnPlateau that is kept.
+# Attributes of ReduceLROnPlateau that a resumed run takes from the checkpoint.
+LEARNED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 # Steps at which `_factors` samples a schedule's function.
 COUNTS = (*(2**power for power in range(20)), *(3 * 2**power for power in range(18)))
 NOT_OPTIONS = ("params", "param_names")
@@ -45,7 +46,7 @@ class FromConfiguration(Callback):
     """
 
     def __init__(self) -> None:
-        self._fresh: State = {}  # Options and schedules as configured, before their first step.
+        self._fresh: State = {}  # Options and schedules as they are configured, before the first step of the run.
         self._configured: State = {}  # `_fresh` converted to plain values that can be saved and compared.
         self._before: State | None = None  # `_configured` of the run that saved the checkpoint.
         self._checkpoint: State = {}
@@ -65,7 +66,8 @@ class FromConfiguration(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # At this point optimizers and schedules exist, and Lightning has not yet loaded their state.
+        # Lightning has created the optimizers and schedules, but has not yet loaded their state, so they have the
+        # values of the configuration.
         self._idle = True
         self._fresh = _fresh(trainer)
         self._configured = _plain(self._fresh)
@@ -79,7 +81,7 @@ class FromConfiguration(Callback):
             )
             return
         for index, (old, new) in enumerate(zip(self._before["schedules"], self._fresh["schedules"], strict=False)):
-            if old["schedule"] != new["schedule"]:  # A schedule cannot load the state of another class.
+            if old["schedule"] != new["schedule"]:  # The new schedule cannot load the old state.
                 self._checkpoint["lr_schedulers"][index] = copy.deepcopy(new["state"])
 
     @override
@@ -125,7 +127,7 @@ def _plain(value: Any) -> Any:
     """Convert a value to numbers, strings, None, lists and dictionaries; replace any other object by its class name."""
     if isinstance(value, Tensor):
         return value.tolist()
-    if isinstance(value, Counter):  # torch's MultiStepLR
+    if isinstance(value, Counter):  # torch's MultiStepLR keeps its milestones in a Counter.
         return list(value.elements())
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
@@ -159,7 +161,8 @@ def _differences(before: State, now: State) -> Iterator[str]:
     old, new = (dict(tree_leaves_with_path(state, is_leaf)) for state in (before, now))
     for path in {**new, **old}:
         old_value, new_value, name = old.get(path), new.get(path), str(getattr(path[-1], "key", ""))
-        # Names with an underscore are counters, and `base_lrs` repeats the groups' learning rates.
+        # Names with an underscore are counters, and `base_lrs` repeats the groups' learning rates, so changes of these
+        # values are not reported.
         derived = name.startswith("_") or name == "base_lrs"
         added = name != "schedule" and (path not in old or path not in new)
         if derived or added or repr(old_value) == repr(new_value):
@@ -234,10 +237,10 @@ def _advance(trainer: Trainer, config: LRSchedulerConfig, fresh: State, past: St
         steps = (trainer.global_step if config.interval == "step" else trainer.current_epoch) // config.frequency
     scheduler.load_state_dict(fresh)
     try:
-        with warnings.catch_warnings(action="ignore"):  # torch warns of schedule steps without optimizer steps.
+        with warnings.catch_warnings(action="ignore"):  # torch warns because the optimizer makes no steps here.
             for _ in range(steps):
                 scheduler.step()
-    except ValueError as error:  # torch's OneCycleLR raises this error after its last step.
+    except ValueError as error:  # torch's OneCycleLR raises it after the schedule's last step.
         raise ConfigurationError(
             f"the run has made {steps} steps of its schedule, and the configured {type(scheduler).__name__} is shorter "
             f"({error}): give it more steps"

@@ -1,4 +1,4 @@
-"""Callback that ends a run between two steps, with a checkpoint, after Ctrl-C, SIGTERM or a scheduler's warning."""
+"""Callback that saves a checkpoint and ends a run between two steps, after Ctrl-C, SIGTERM or a scheduler's warning."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from cnnstrategies._lightning_private import ask_of_sigterm
 from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.strategies.protocol import facts_of
 
-CHECK_SECONDS = 0.5  # Time between two exchanges of the ranks' flags.
+CHECK_SECONDS = 0.5  # Seconds between two exchanges of the flags that tell whether a rank has received a signal.
 # Largest number of steps by which a stop is postponed. If a run logs or validates after every step, waiting longer does
 # not help.
 MOST_POSTPONED = 3
@@ -82,7 +82,8 @@ class GracefulStop(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning installs its own handlers after `setup` and `on_fit_start`, and before this hook.
+        # Lightning installs its own signal handlers after `setup` and `on_fit_start`, and before this hook. They would
+        # replace handlers that the callback had installed in an earlier hook.
         self._install(trainer)
         ask_of_sigterm(trainer, not self._previous)
         self._next_check = trainer.global_step
@@ -109,7 +110,8 @@ class GracefulStop(Callback):
             return
         facts = facts_of(trainer.strategy)
         if not facts.steps_in_lockstep:
-            # The ranks make their steps independently of each other, so they cannot exchange flags by a collective.
+            # The ranks make their steps independently of each other, so they cannot exchange flags by a collective. The
+            # strategy itself makes them agree on a stop.
             stop = facts.agree_on_stop(self._received)
             if stop is not None:
                 self._stop(trainer, stop)

@@ -51,7 +51,7 @@ class PredictionWriter(Callback):
         self._indices: list[Tensor] = []
         self._probabilities: list[Tensor] = []
         self._folder = Path()
-        self._masks: int | None = None  # Number of masks that this process has written; None without masks.
+        self._masks: int | None = None  # Number of masks that this process has written; None for a CSV file.
         self._are_values = False
 
     @override
@@ -97,7 +97,8 @@ class PredictionWriter(Callback):
     @override
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._masks is not None:  # In a pipeline, the ranks that do not get the outputs have written 0 masks.
-            rank_zero_info(f"{self._masks} masks of this process: {self.output or self._folder / 'predictions'}")
+            folder = self.output or self._folder / "predictions"
+            rank_zero_info(f"This process has written {self._masks} masks to {folder}")
             self._masks = None
             return
         indices, probabilities = (
@@ -110,7 +111,7 @@ class PredictionWriter(Callback):
         path = self.output or self._folder / "predictions.csv"
         order = indices.argsort()
         self._write(path, trainer, indices[order].tolist(), probabilities[order])
-        rank_zero_info(f"{len(indices)} predictions: {path}")
+        rank_zero_info(f"Wrote {len(indices)} predictions to {path}")
 
     def _write(self, path: Path, trainer: Trainer, indices: list[int], probabilities: Tensor) -> None:
         datamodule = getattr(trainer, "datamodule", None)

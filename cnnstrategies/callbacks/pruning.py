@@ -60,7 +60,7 @@ class Pruning(ModelPruning):
     ) -> Sequence[tuple[nn.Module, str]]:
         """Return the weights of the convolutions and linear layers.
 
-        Lightning's own method would also return the weights of normalisations.
+        Lightning's own method would also return the weights of normalisation layers.
         """
         return [(module, "weight") for module in _layers(pl_module)]
 
@@ -105,8 +105,8 @@ class Pruning(ModelPruning):
         super().on_train_epoch_end(trainer, pl_module)
         for layer in _layers(pl_module):
             mask = layer.get_buffer("weight_mask")
-            # In the parameter server's mode `local` the workers' weights may differ, and then their masks differ as
-            # well. The masks are buffers, which some strategies do not synchronise.
+            # In the parameter server's mode `local` the workers' weights, and therefore their masks, may differ. The
+            # masks are buffers, which some strategies do not synchronise, so all ranks get the masks of rank 0.
             mask.copy_(trainer.strategy.broadcast(mask.bool()))
         self.pruned = True
 

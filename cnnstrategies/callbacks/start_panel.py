@@ -40,7 +40,7 @@ class StartPanel(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # After this hook the strategy may divide the network.
+        # After this hook the strategy may divide the network among the ranks, so the parameters are counted here.
         self._before = count_parameters(pl_module)
 
     @override
@@ -96,7 +96,9 @@ def count_parameters(module: nn.Module) -> tuple[int, int]:
 
 
 def whole_network(trainer: Trainer, module: LightningModule, before: tuple[int, int]) -> tuple[int, int] | None:
-    """Return :func:`count_parameters` of the whole network; None if the process never held the whole network.
+    """Return the result of :func:`count_parameters` for the whole network.
+
+    The result is None if this process never held the whole network.
 
     Args:
         trainer: The trainer.
@@ -110,7 +112,7 @@ def whole_network(trainer: Trainer, module: LightningModule, before: tuple[int, 
 
 
 def devices(trainer: Trainer) -> str:
-    """Return a text with the number of devices, their kind, and the number of nodes, for example "2 GPUs on 1 node"."""
+    """Return a text with the number and kind of the devices and the number of nodes, such as "2 GPUs on 1 node"."""
     kind = trainer.strategy.root_device.type
     world, nodes = trainer.world_size, trainer.num_nodes
     if kind == "cpu":

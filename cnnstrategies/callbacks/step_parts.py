@@ -32,8 +32,8 @@ class Parts:
     """Parts of a training step under one kind of strategy.
 
     Attributes:
-        explained: Short description of each part, by the part's name, in the order of the table's rows.
-        actions: Names of the parts, by the end of the name of a profiler action, such as ``backward``.
+        explained: Short description of each part; keys are the parts' names, in the order of the table's rows.
+        actions: Names of the parts; keys are ends of the names of profiler actions, such as ``backward``.
         waiting: Names of the parts in which a rank waits for other ranks.
     """
 
@@ -128,18 +128,18 @@ class PartClock(Profiler):
         self.user.stop(action_name)
 
     def run(self) -> None:
-        """Start counting. Call this when no part is open."""
+        """Start counting the time of each part. Call this when no part is open."""
         self.running = True
         self.open_parts.clear()
         self._mark = self._now()
         self._inner_before = dict(self._inner())
 
     def pause(self) -> None:
-        """Stop counting, and discard the time since the last reading."""
+        """Stop counting the time of each part, and discard the time since the last call of :meth:`read`."""
         self.running = False
 
     def read(self) -> None:
-        """Add the time since the last reading to the parts."""
+        """Add the time since the last call of this method to the times of the parts."""
         if self.running:
             now = self._now()
             passed = now - self._mark
@@ -193,7 +193,8 @@ class StepMeter:
         self.steps = 0
         self.pipeline = facts.pipeline
         self._ddp = strategy.model if isinstance(strategy.model, DistributedDataParallel) else None
-        self._engine: dict[str, float] = {}  # By kind of task: seconds of the pipeline's tasks so far.
+        # Keys: kinds of tasks of the pipeline. Values: seconds that all tasks of this kind have taken so far.
+        self._engine: dict[str, float] = {}
         # For each all-reduce of DDP: the seconds that do not overlap with backward, and the seconds in total.
         self._all_reduces: list[tuple[float, float]] = []
         self._synchronised = 0  # Number of measured steps with an all-reduce.
@@ -247,10 +248,10 @@ class StepMeter:
                 measure_rarely(self._ddp)
 
     def means(self) -> dict[str, float]:
-        """Return the mean time of each part per step, in seconds; with the key ``TOTAL``, that of the whole step.
+        """Return the mean time of each part per step, in seconds. The keys are the parts' names.
 
-        Under DDP the key ``communication_total`` has the time of the whole all-reduce, including the time in which it
-        overlaps with backward.
+        The key ``TOTAL`` has the time of the whole step. Under DDP the key ``communication_total`` has the time of the
+        whole all-reduce, including the time in which the all-reduce overlaps with backward.
         """
         steps = max(1, self.steps)
         times = {part: seconds / steps for part, seconds in self.clock.seconds.items()}

@@ -44,8 +44,8 @@ class StepProfile(Callback):
         steps: Number of profiled steps. When left out, all steps after the first ``skip_first`` are profiled.
 
     Attributes:
-        milliseconds: Result of fit: time of each part per step, by the name of the part, as a mean over all ranks.
-            The key ``communication_total`` has the time of the whole all-reduce under DDP. Empty if no step was
+        milliseconds: Result of fit: mean time of each part per step over all ranks; keys are the parts' names. The key
+            ``communication_total`` has the time of the whole all-reduce under DDP. The mapping is empty if no step was
             profiled.
         stages: Result of fit under a pipeline: for each stage a mapping like ``milliseconds``, with means over the
             ranks of the stage.
@@ -56,7 +56,10 @@ class StepProfile(Callback):
 
     def __init__(self, skip_first: int = 10, steps: int | None = 50) -> None:
         if skip_first < 1:
-            raise ConfigurationError(f"skip_first={skip_first}: at least 1 step starts the clock; 10 is usual")
+            raise ConfigurationError(
+                f"skip_first={skip_first}: use at least 1, because the measurement starts after a skipped step; 10 is "
+                "usual"
+            )
         if steps is not None and steps < 1:
             raise ConfigurationError(f"steps={steps}: profile at least 1 step; 50 is usual")
         self.skip_first = skip_first
@@ -69,7 +72,7 @@ class StepProfile(Callback):
         self.milliseconds: dict[str, float] = {}
         self.stages: list[Mapping[str, float]] = []
         self._seen = 0
-        self._opening = False  # Whether an epoch has started, but not yet its first batch.
+        self._opening = False  # Whether an epoch has started, and its first batch has not been loaded yet.
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -18,7 +18,7 @@ from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.models.metric_names import is_of_epochs, less_is_better, worth_showing
 
 History = Mapping[int, Mapping[str, float]]
-PANELS = {"loss": "Loss", "acc": "Accuracy"}  # Keys: parts of metrics' names. Values: titles of the panels.
+PANELS = {"loss": "Loss", "acc": "Accuracy"}  # Keys: parts of the metrics' names. Values: titles of the plots.
 
 
 class TrainingSummary(Callback):
@@ -125,7 +125,7 @@ def draw_curves(history: History, path: Path) -> None:
 
 
 def choose_panels(history: History) -> dict[str, list[str]]:
-    """Return the names of the metrics of each panel, by the panel's title.
+    """Return the names of the metrics of each panel. The keys are the panels' titles.
 
     Losses and accuracies have a panel each. If neither were logged, one panel has all metrics. If nothing was logged,
     the result is empty.

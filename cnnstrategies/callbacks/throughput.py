@@ -32,7 +32,7 @@ class SamplesPerSecond(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._epoch_samples, self._epoch_seconds = 0, 0.0
-        # In the run's first epoch, the measurement starts after the first step.
+        # The run's first step also builds caches and connections, so the measurement starts after this step.
         self._mark = time.monotonic() if self._samples else None
 
     @override
@@ -51,7 +51,7 @@ class SamplesPerSecond(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Skip the time of a validation within the epoch.
+        # A validation within the epoch must not count, so the measured time starts again here.
         if self._mark is not None:
             self._mark = time.monotonic()
 

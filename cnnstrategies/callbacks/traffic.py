@@ -53,7 +53,8 @@ class ServerTraffic(Callback):
             sums["dropped"] = now.dropped - last.dropped
         figures = torch.tensor([*sums.values()], dtype=torch.float64) / max(now.steps - last.steps, 1)
         self._last = replace(now)
-        counts = self._members(trainer)  # Before `reduce`, because other workers may leave the run after it.
+        # Read the numbers of members before `reduce`, because other workers may leave the run after it.
+        counts = self._members(trainer)
         means = trainer.strategy.reduce(figures, reduce_op="mean")
         pl_module.log_dict({f"servers/{name}": float(mean) for name, mean in zip(sums, means, strict=True)})
         pl_module.log_dict({f"servers/{name}": float(count) for name, count in counts.items()})

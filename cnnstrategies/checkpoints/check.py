@@ -42,7 +42,7 @@ def check_weights(
     if not path.is_file():
         return
     try:
-        # Files in torch's legacy format, which are not zip archives, cannot be memory-mapped.
+        # Files in torch's legacy format are not zip archives and cannot be memory-mapped. torch reads them completely.
         content = torch.load(path, map_location="meta", mmap=zipfile.is_zipfile(path), weights_only=weights_only)
     except Exception as error:
         raise unreadable(path, error) from error
@@ -64,7 +64,8 @@ def check_weights(
     except Exception:
         return
     try:
-        with warnings.catch_warnings(action="ignore"):  # torch warns that meta tensors are not copied.
+        # Hide torch's warnings that values are not copied to meta tensors: loading only compares names and shapes here.
+        with warnings.catch_warnings(action="ignore"):
             shadow.load_state_dict(content["state_dict"])
     except RuntimeError as error:
         raise ConfigurationError(
@@ -76,7 +77,7 @@ def check_weights(
 
 def copy_without_contents(module: nn.Module) -> nn.Module:
     """Return a copy of a module with meta tensors, which have shapes and dtypes but do not use memory."""
-    # The memo of `deepcopy` has the copies of objects by id, so `deepcopy` uses these meta tensors as the copies.
+    # `deepcopy` looks up an object's id in its memo. If the memo has a copy of the object, `deepcopy` uses this copy.
     without_contents: dict[int, Any] = {
         **{id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()},
         **{id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()},
@@ -87,7 +88,7 @@ def copy_without_contents(module: nn.Module) -> nn.Module:
 def _difference(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
     """Return a text about the first difference between the weights of a checkpoint and of the model.
 
-    Only names and shapes are compared. The result is None if they are equal.
+    Only names and shapes are compared. The result is None if all names and shapes are equal.
     """
     for name, value in expected.items():
         if name not in saved:
@@ -100,7 +101,7 @@ def _difference(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> str | 
 
 
 def remedy(path: Path) -> str:
-    """Return the end of an error message, which says where the configuration of the checkpoint's run is."""
+    """Return the remedy for an error message: use the configuration of the run that saved the checkpoint."""
     configuration = path.parent.parent / "config.yaml"
     source = f"{configuration}" if configuration.is_file() else "the config.yaml of its run"
     return f"use the `model` of {source}"

@@ -25,7 +25,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Save ``checkpoint`` at ``path``."""
+        """Save ``checkpoint`` at ``path``. A local file is written atomically."""
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -37,7 +37,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load the checkpoint at ``path``."""
+        """Load the checkpoint at ``path``, and verify the checksums of a local file."""
         if str(path).startswith(("http://", "https://")):
             # Lightning would execute pickled code from the URL. It would also take a cached file that was downloaded
             # from a different URL if the file names are equal.
@@ -69,7 +69,10 @@ def load_mapped(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
 
 
 def _to_memory(storage: Any, location: str) -> Any:
-    """Map a tensor's storage to the CPU, whatever device it was saved from. This is Lightning's default mapping."""
+    """Return a tensor's storage unchanged, so that it stays in the CPU's memory, into which torch has loaded it.
+
+    Lightning's default for ``map_location`` does the same.
+    """
     return storage
 
 
@@ -83,7 +86,7 @@ def check_sums(path: str | Path) -> None:
         try:
             with zipfile.ZipFile(path) as archive:
                 changed = archive.testzip()
-        except Exception as error:  # A changed byte in the archive's directory can cause any error.
+        except Exception as error:  # A changed byte in the zip archive's directory can cause an error of any class.
             changed = f"the archive's directory ({error})"
         if changed is not None:
             raise ConfigurationError(

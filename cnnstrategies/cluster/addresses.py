@@ -74,7 +74,7 @@ def source_address(target: str) -> str:
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((target, DISCARD))  # A datagram socket only looks up the route.
+            probe.connect((target, DISCARD))  # For a UDP socket, this call only looks up the route.
         except OSError as error:
             raise ConfigurationError(
                 f"{socket.gethostname()} has no route to {target} ({error.strerror}): check the network with `ip route "
@@ -115,7 +115,7 @@ def find_interface(wanted: str) -> Interface:
         subnet = ipaddress.ip_network(wanted, strict=False) if "/" in wanted else None
     except ValueError as error:
         raise ConfigurationError(
-            f"interconnect.interface: {wanted!r} is not a subnet ({error}); write one such as 10.0.0.0/24"
+            f"interconnect.interface: {wanted!r} is not a subnet ({error}); write a subnet such as 10.0.0.0/24"
         ) from error
     for interface in interfaces():
         if interface.name == wanted or (subnet and ipaddress.ip_address(interface.address) in subnet):

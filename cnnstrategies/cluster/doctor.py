@@ -26,8 +26,9 @@ SHARED_SECONDS = 5.0  # Longest time to wait for another host's file. With NFS a
 SHARED = (
     "checkpoints need a directory that all hosts share and can write to, such as an NFS mount: set it with --shared"
 )
-SHARED_MEMORY = 2**28  # Smallest sufficient size of /dev/shm in bytes. By default a container has a quarter of it.
-DRIVER = Path("/proc/driver/nvidia/gpus")  # Contains an entry for each GPU, even if torch cannot use the GPU.
+SHARED_MEMORY = 2**28  # Smallest sufficient size of /dev/shm in bytes. A container's default is a quarter of this size.
+# Directory of the NVIDIA driver with an entry for each GPU, even if torch cannot use the GPU.
+DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass
@@ -36,7 +37,7 @@ class HostReport:
 
     Attributes:
         name: Name of the host.
-        versions: Versions that must be equal on all hosts, by the name of the software.
+        versions: Software versions that must be equal on all hosts; keys are the names of the software.
         problems: Problems of this host with their remedies, one line each.
         interface: Name of the network interface for the traffic to the other hosts.
         address: IP address of this interface.
@@ -53,7 +54,7 @@ class HostReport:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be equal on all hosts, by the name of the software."""
+    """Return the software versions that must be equal on all hosts. The keys are the names of the software."""
     try:
         package = version("cnnstrategies")
     except PackageNotFoundError:
@@ -71,7 +72,7 @@ def versions() -> dict[str, str]:
 def shared_memory() -> int:
     """Return the size of ``/dev/shm`` in bytes, which is often limited in a container.
 
-    Where ``/dev/shm`` does not exist, as on systems other than Linux, the result is ``SHARED_MEMORY``.
+    If ``/dev/shm`` does not exist, for example on macOS, the result is ``SHARED_MEMORY``.
     """
     try:
         status = os.statvfs("/dev/shm")
@@ -132,7 +133,7 @@ def examine(place: DoctorPlace, directory: Path, interface: str | None, wait: fl
     run = json.loads(store.get("host/0"))[2]  # The first host's port distinguishes the files of simultaneous runs.
     files = {node: directory / f".cnnstrategies-doctor-{run}-{node}" for node in range(place.nodes)}
     try:
-        with whole_file(files[place.node], SHARED):  # Write the file in the way in which checkpoints are written.
+        with whole_file(files[place.node], SHARED):  # Checkpoints are also written by this function.
             pass
     except ConfigurationError as error:
         report.problems.append(str(error))
@@ -158,7 +159,7 @@ def unseen(others: Sequence[ProbedHost], files: Mapping[int, Path]) -> list[Prob
 
     Args:
         others: The other hosts.
-        files: Path of each host's file, by the number of the host.
+        files: Path of each host's file; keys are the numbers of the hosts.
     """
     deadline = time.monotonic() + SHARED_SECONDS
     missing = list(others)

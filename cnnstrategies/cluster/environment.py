@@ -64,9 +64,9 @@ class DoctorPlace:
 
 
 def find_place() -> DoctorPlace | None:
-    """Return the position of this process, from the launcher's environment variables.
+    """Return the position of this process in the cluster, from the launcher's environment variables.
 
-    The result is None if no launcher has started processes on several nodes.
+    The result is None if no launcher has started this process.
     """
     for launcher in launchers.launchers():
         if launcher.starts_ranks(os.environ) or launcher.starts_nodes(os.environ):
@@ -88,7 +88,7 @@ def check_world(trainer: Trainer) -> None:
     environment = facts_of(trainer.strategy).environment
     if environment is None and launcher is not None:
         environment = launcher.environment()
-    # With `LightningEnvironment`, Lightning starts the processes, so their number is right.
+    # With `LightningEnvironment`, Lightning itself starts the processes, so the number of processes is correct.
     if environment is None or isinstance(environment, LightningEnvironment):
         return
     nodes, devices, world = trainer.num_nodes, trainer.num_devices, environment.world_size()

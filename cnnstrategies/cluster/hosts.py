@@ -107,7 +107,8 @@ def own_interface(store: Store, node: int, main_address: str, wanted: str | None
     The other hosts use their routes to the main address.
     """
     if node == 0:
-        # The main address is this host's own address, and the route to it would be the loopback interface.
+        # The main address is this host's own address, to which the route is the loopback interface. The address of
+        # another host is used instead.
         return choose_interface(wanted, store.get("source").decode())
     mine = choose_interface(wanted, resolve(main_address))
     store.set("source", mine.address)
@@ -115,7 +116,10 @@ def own_interface(store: Store, node: int, main_address: str, wanted: str | None
 
 
 def interface_of(store: Store, node: int, nodes: int, seconds: float) -> str:
-    """Return the name of the interface that the first process on this host has chosen, for the other processes."""
+    """Return the name of the interface that the first process on this host has chosen.
+
+    The other processes on this host call this function.
+    """
     wait_for(store, [f"interface/{node}"], node, nodes, seconds)
     return store.get(f"interface/{node}").decode()
 
@@ -133,7 +137,7 @@ def wait_for(store: Store, keys: list[str], node: int, nodes: int, seconds: floa
     present = {number: store.get(f"host/{number}") for number in range(nodes) if store.check([f"host/{number}"])}
     known = [f"{ProbedHost(number, *json.loads(record))}" for number, record in present.items()]
     missing = [f"node {number}" for number in range(nodes) if number not in (node, *present)]
-    # If all hosts have announced themselves, the message has the numbers of the hosts whose keys are missing.
+    # If all hosts have announced themselves, the error message names the hosts whose keys are missing.
     missing = missing or [f"node {key.rpartition('/')[2]}" for key in late]
     raise ConfigurationError(
         f"{socket.gethostname()} has waited {seconds:g} s for {', '.join(missing)}"
@@ -169,7 +173,7 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the thread that pings the other hosts."""
         self._stopped.set()
         self._thread.join()
 
@@ -250,5 +254,5 @@ def across_hosts(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]
         if watch is not None and probe is not None:
             watch.close()
             probe.close()
-        # The store must not be closed before the run ends: in rank 0's process torch's own store uses the same server.
+        # The store must stay open until the run ends: in rank 0's process, torch's own store uses the same server.
         del store

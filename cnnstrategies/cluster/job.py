@@ -72,11 +72,11 @@ def sbatch_script(
     """
     parts = [_header(options, size, folder, command), setup_lines(options)]
     interpreter = interpreter_words(options, python)
-    # Since SLURM 22.05, srun ignores the option --cpus-per-task of sbatch.
+    # Since SLURM 22.05, srun ignores the option --cpus-per-task of sbatch, so srun gets the option as well.
     cpus = f" --cpus-per-task={options.cpus_per_task}" if options.cpus_per_task else ""
-    # If one rank fails, --wait kills the other ranks after a time. --kill-on-bad-exit=1 cannot be used: after a warning
-    # it would send SIGTERM to ranks that are still stopping properly. Their exit code would then be that of SIGTERM and
-    # not of the warning, and srun returns the highest exit code of all ranks.
+    # If one rank fails, --wait kills the other ranks after a time. --kill-on-bad-exit=1 cannot be used: after the
+    # warning signal it would send SIGTERM to ranks that are still stopping properly. Their exit code would then be the
+    # code of SIGTERM and not of the warning signal, and srun returns the highest exit code of all ranks.
     srun = f"srun{cpus} --kill-on-bad-exit=0 --wait={UNLIMITED if goes_on else WAIT_SECONDS}"
     parts.append(f"run={shlex.quote(str(folder))}\n")
     config = '--config "$run/config.yaml"'
@@ -138,7 +138,8 @@ def setup_lines(options: ClusterOptions) -> str:
     lines = list(options.setup)
     if options.cpus_per_task is not None:
         lines.insert(0, f"export OMP_NUM_THREADS={options.cpus_per_task}")
-    if options.venv is not None:  # After the user's lines, which may put a different interpreter on the search path.
+    # The user's lines may put a different interpreter on the PATH, so the virtual environment is activated after them.
+    if options.venv is not None:
         lines.append(f"source {shlex.quote(str(options.venv / 'bin/activate'))}")
     return "".join(f"{line}\n" for line in lines)
 
@@ -155,7 +156,7 @@ def interpreter_words(options: ClusterOptions, python: str) -> str:
 
 
 def _servers(interpreter: str, config: str) -> str:
-    """Return the lines of a job script that start a parameter server on each node of the second job component.
+    """Return the lines of a job script that start a parameter server on each node of the second component of the job.
 
     The names of the nodes are known only when the job runs, so the script writes them to a configuration file.
     """
@@ -178,7 +179,8 @@ srun --kill-on-bad-exit=0 --het-group=1 \\
 
 
 def _requeue(options: ClusterOptions) -> str:
-    # SLURM itself requeues a pre-empted job only if the job is still running when the partition's grace time ends.
+    # SLURM itself requeues a pre-empted job only if the job is still running when the partition's grace time ends. A
+    # run that stops in time has ended before, so the script requeues the job.
     return f"""# Requeue the job if it was ended by the warning signal or by a pre-emption.
 warned=$((128 + $(kill -l {options.signal})))
 if [[ $status -eq $warned ]] || [[ $status -ne 0 && $(scontrol show job "$SLURM_JOB_ID") =~ PreemptTime=[0-9] ]]; then

@@ -73,8 +73,8 @@ def host(name: str, role: str, number: int) -> str:
 def objects(run: PodRun) -> list[Object]:
     """Return the Kubernetes objects of a run, in the order in which to create them. The last object starts the run."""
     configuration = _object(run, "v1", "ConfigMap", immutable=True, data={"config.yaml": run.configuration})
-    # The headless service gives the pods their host names, also before the pods are ready, because they connect to each
-    # other while they start.
+    # The headless service gives the pods their host names. The pods need these names before they are ready, because
+    # they connect to each other while they start.
     names = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": _labels(run)}
     roles = [SERVERS, TRAINER] if run.servers else [TRAINER]
     return [configuration, _object(run, "v1", "Service", spec=names), *(_job(run, role) for role in roles)]
@@ -121,7 +121,8 @@ def _job(run: PodRun, role: str) -> Object:
         "completionMode": "Indexed",
         "completions": pods,
         "parallelism": pods,
-        # If one pod fails, all other pods fail as well, and each failed pod counts for the limit.
+        # If one pod fails, all other pods fail as well. Each failed pod counts towards the limit, so the number of
+        # restarts is multiplied by the number of pods.
         "backoffLimit": run.options.max_restarts * (run.size.nodes + run.servers),
         "podFailurePolicy": {
             "rules": [
@@ -184,7 +185,7 @@ def _environment(run: PodRun) -> list[Object]:
 
 
 def _mounted(run: PodRun) -> list[tuple[str, str, Object]]:
-    """Return the volumes of a pod. For each volume: its name, its directory in the pod, and its source."""
+    """Return the name, the directory in the pod and the source of each volume of a pod."""
     options = run.options
     memory: Object = {"medium": "Memory"}
     if options.shared_memory is not None:
@@ -265,7 +266,7 @@ def _setup(run: PodRun) -> str:
         f"{shlex.quote(run.python)} -c 'import cnnstrategies' || {otherwise}",
     ]
     if run.options.key_secret is not None:
-        # The key file is copied, because in the mounted volume the group may have read permission.
+        # In the mounted volume the group may have read permission for the key file. Only the user may read the copy.
         lines.append(f"install -m 600 {KEYS}/{KEY} {OWN_KEY} || exit {HOPELESS}")
     # Change to the run folder, because paths in the configuration are relative to it. PYTHONPATH makes sure that the
     # user's classes in the image's working directory can still be imported.

@@ -40,7 +40,7 @@ class LaunchedEnvironment(ClusterEnvironment):
     @staticmethod
     @override
     def detect() -> bool:
-        """Return False, so that Lightning does not choose this class: the registry of launchers chooses it."""
+        """Return False. The registry of launchers chooses this class, so Lightning must not choose it by itself."""
         return False
 
     @property
@@ -69,7 +69,7 @@ class LaunchedEnvironment(ClusterEnvironment):
 
     @override
     def set_world_size(self, size: int) -> None:
-        """Do nothing, because the launcher determines this number."""
+        """Do nothing, because the launcher determines the world size."""
 
     @override
     def global_rank(self) -> int:
@@ -77,7 +77,7 @@ class LaunchedEnvironment(ClusterEnvironment):
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing, because the launcher determines this number."""
+        """Do nothing, because the launcher determines the ranks."""
 
     @override
     def local_rank(self) -> int:

@@ -24,11 +24,11 @@ DECIDED = {
 }
 # Job names with which Lightning assumes an interactive shell and ignores SLURM's ranks.
 INTERACTIVE = ("bash", "interactive")
-# Seconds before the time limit at which a run that has not stopped is killed. They are needed to end the processes and
-# to requeue the job.
+# Seconds before the time limit at which a run that has not stopped is killed. This time is needed to end the processes
+# and to requeue the job.
 MARGIN_SECONDS = 20
-# Seconds before the end of a pod's grace period at which a run that has not stopped is killed. They are needed to end
-# the processes.
+# Seconds before the end of a pod's grace period at which a run that has not stopped is killed. This time is needed to
+# end the processes.
 POD_MARGIN_SECONDS = 10
 # Directories in pods that the package itself uses, so that users cannot mount volumes there.
 POD_FOLDERS = ("/dev/shm", "/run/cnnstrategies")
@@ -270,7 +270,7 @@ class ClusterOptions:
 
 
 def _check_extra(name: str, line: str) -> None:
-    """Check an additional option of sbatch: it must not be an option that submit sets according to other keys."""
+    """Refuse an additional line for sbatch that is not an option, or whose option another key sets."""
     if not line.startswith("-") or "\n" in line:
         raise ConfigurationError(f"cluster.{name}: {line!r} is not an option of sbatch, such as --exclusive")
     for word in line.split():

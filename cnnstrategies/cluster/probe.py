@@ -17,7 +17,10 @@ CHUNK = bytes(2**18)
 
 
 class Probe:
-    """Server thread that answers the requests of other hosts at an IP address and a free port until it is closed."""
+    """Server thread that answers other hosts' requests until :meth:`close` is called.
+
+    The server listens at an IP address of this host and a free port.
+    """
 
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -26,7 +29,7 @@ class Probe:
         threading.Thread(target=self._accept, name="probe", daemon=True).start()
 
     def close(self) -> None:
-        """Stop the server."""
+        """Stop the server, so that it does not answer requests any more."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

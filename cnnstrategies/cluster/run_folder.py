@@ -34,7 +34,7 @@ from cnnstrategies.runtime.loggers import KeptCSVLogger
 from cnnstrategies.runtime.whole_file import whole_file
 
 NOT_HASHED = ("config", "ckpt_path", "run_name", "dry_run")  # Keys whose values may change when a run is restarted.
-MOST_CHARACTERS = 120  # Largest length of a run's name.
+MOST_CHARACTERS = 120  # Largest number of characters in a run's name.
 RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
 # Keys: loggers without a folder. Values: the argument with the id by which the logger continues a run, and the argument
@@ -60,8 +60,8 @@ def find_run(name: str | None, configuration: str, environ: Environ) -> str | No
         if given_name is not None:
             return checked(given_name, source)
     launchers = detected(environ)
-    # A temporary name is used only if no launcher gives a permanent name. It stays valid only while its launcher runs,
-    # but an outer launcher may start that launcher again.
+    # A launcher's temporary name changes when an outer launcher starts the launcher again. A temporary name is
+    # therefore used only if no launcher gives a permanent name.
     for temporary in (False, True):
         for launcher in launchers:
             run_name = launcher.run_name(environ, configuration)
@@ -85,10 +85,13 @@ def checked(name: str, source: str = "run_name") -> str:
     """
     if not re.fullmatch(r"\w[\w.+-]*", name) or len(name) > MOST_CHARACTERS:
         raise ConfigurationError(
-            f"{source}={name!r} cannot be used for a folder: use at most {MOST_CHARACTERS} letters, digits and . + - _"
+            f"{source}={name!r} cannot be used for a folder: use at most {MOST_CHARACTERS} letters, digits and . + - "
+            "_, and begin with a letter, a digit or _"
         )
     if re.fullmatch(r"version_\d+", name):
-        raise ConfigurationError(f"{source}={name}: such names are for runs without a name; choose another name")
+        raise ConfigurationError(
+            f"{source}={name} has the form of the names that runs get if no name is set: choose another name"
+        )
     return name
 
 
@@ -117,7 +120,7 @@ def place(config: Any, name: str) -> None:
     folder = Path(str(config.trainer.default_root_dir or Path.cwd())) / name
     if loggers and _class(loggers[0]) in WITH_FOLDERS:
         arguments = loggers[0].init_args
-        # The loggers compute the path of their folder in the same way.
+        # The loggers compute the path of their folder in the same way, so the checkpoints get into that folder.
         version = arguments["version"]
         if "://" in str(arguments["save_dir"]):  # The folder is a URL: ModelCheckpoint itself computes its path.
             return
@@ -168,7 +171,10 @@ def keep_version(trainer: Any, name: str) -> list[Any]:
 
 
 def checkpoint_arguments(config: Any) -> list[Any]:
-    """Return the arguments of each ModelCheckpoint of the user. Without one, return the section ``checkpoint``."""
+    """Return the arguments of each ModelCheckpoint among the configured callbacks.
+
+    If the configuration has no such callback, return the arguments in its section ``checkpoint``.
+    """
     callbacks = config.trainer.callbacks or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     arguments = [callback.init_args for callback in callbacks if _class(callback) == ModelCheckpoint.__name__]
@@ -176,7 +182,9 @@ def checkpoint_arguments(config: Any) -> list[Any]:
 
 
 def last_checkpoint(trainer: Trainer, name: str) -> Path | None:
-    """Return the path of the last complete checkpoint of a run; None if the run has no checkpoint yet.
+    """Return the path of the last complete checkpoint of a run.
+
+    The result is None if the run has no checkpoint yet.
 
     Raises:
         ConfigurationError: The last checkpoint in the folder belongs to a different run.
@@ -221,7 +229,10 @@ def refuse_anothers(last: Path, name: str) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Return the content of ``run.json`` in a folder of checkpoints; empty if the file is missing or invalid."""
+    """Return the content of ``run.json`` in a folder of checkpoints.
+
+    The result is empty if the file is missing or invalid.
+    """
     try:
         record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -19,14 +19,15 @@ from cnnstrategies.strategies.protocol import facts_of
 LOOPBACK, INTERFACE = "127.0.0.1", "lo"
 # Environment variable of torch: "True" if a process that is not a rank, such as torchrun's agent, serves the store.
 SERVED = "TORCHELASTIC_USE_AGENT_STORE"
-SECONDS = 60.0  # Longest time to wait for rank 0 under torchrun.
+SECONDS = 60.0  # Longest time, in seconds, to wait for rank 0 under torchrun.
 POLL = 0.05  # Seconds between two checks of a store or a file.
-FREE_PORT = "free port"  # Key in rank 0's store.
+FREE_PORT = "free port"  # Key in rank 0's store. Its value is the number of a free port on rank 0's machine.
 
 
 def serve_on_loopback(address: str = LOOPBACK, port: int = 0) -> TCPStore:
-    """Return a torch.distributed store that listens only on the loopback interface. Normally stores listen on all.
+    """Return a torch.distributed store that listens only on the loopback interface.
 
+    Stores normally listen on all interfaces.
     If ``torch.distributed`` later opens a store at this port in this process, that store uses the same server.
 
     Args:
@@ -64,7 +65,8 @@ def on_loopback(strategy: Strategy) -> Iterator[None]:
     os.environ.setdefault("MASTER_ADDR", LOOPBACK)
     address, store = resolve(environment.main_address), None
     if environment.local_rank() == 0 and ipaddress.ip_address(address).is_loopback:
-        # The port is in use if the store is already served. If another program uses the port, torch reports it later.
+        # An error means that the port is in use, usually because the store is already served. If another program uses
+        # the port, torch reports the error later.
         with contextlib.suppress(OSError):
             store = serve_on_loopback(address, environment.main_port)
     # Whether this process will fork or spawn all ranks. In a rank, `creates_processes_externally` is true.
@@ -163,7 +165,9 @@ def open_store(address: str, port: int, serve: bool, seconds: float) -> Store:
         ConfigurationError: Rank 0 cannot listen at the port, or another process could not connect within ``seconds``.
     """
     if serve:
-        resolve(address)  # If the name cannot be resolved, torch itself would retry and print a stack trace.
+        # If the address cannot be resolved, this raises an error with a clear message. torch would retry, and then
+        # print a stack trace.
+        resolve(address)
     else:
         _wait_for_port(address, port, seconds)
     try:
@@ -177,8 +181,8 @@ def open_store(address: str, port: int, serve: bool, seconds: float) -> Store:
         )
     except RuntimeError as error:
         raise ConfigurationError(
-            f"{socket.gethostname()} cannot listen at port {port} ({str(error).splitlines()[0]}): set MASTER_PORT to a "
-            "free port, to the same on every machine"
+            f"{socket.gethostname()} cannot listen at port {port} ({str(error).splitlines()[0]}): set MASTER_PORT to "
+            "the same free port on every machine"
         ) from error
     return PrefixStore("cnnstrategies", store)
 
@@ -206,7 +210,7 @@ def _wait_for_port(address: str, port: int, seconds: float) -> None:
             reason = f"{error.strerror}"
         time.sleep(min(0.2, max(0.0, left)))
         with contextlib.suppress(ConfigurationError):
-            ip = resolve(address)  # A restarted pod has a new address.
+            ip = resolve(address)  # A pod has a new address after a restart.
     target = address if address == ip else f"{address} ({ip})"
     raise ConfigurationError(
         f"{socket.gethostname()} has not reached the main address {target} on port {port} for {seconds:g} s: {reason}"

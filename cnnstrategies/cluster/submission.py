@@ -103,7 +103,7 @@ class Submission:
         name: str | None = self.config.run_name
         if name is None:
             stem = f"{self.options.job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-            # Two submissions within one second get different folders.
+            # If two jobs are submitted within one second, the second job's folder gets a number.
             names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
             name = next(name for name in names if not (parent / name).exists())
         if self.checkpoints is not None:
@@ -131,7 +131,7 @@ class Submission:
         Args:
             folder: Path of the run folder in the run's processes. Checkpoints are saved in it, unless the configuration
                 sets another directory.
-            changes: Values that the launcher sets, by key of the configuration.
+            changes: Values that the launcher sets; keys are keys of the configuration.
         """
         config = self.config.clone()
         config.pop("config", None)

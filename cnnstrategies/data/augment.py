@@ -41,7 +41,8 @@ class RandomShift(nn.Module):
         """Map (N, C, H, W) to (N, C, H, W)."""
         count, _, height, width = images.shape
         top, left = torch.randint(0, 2 * self.pixels + 1, (2, count))
-        # A view of shape (N, C, vertical shifts, horizontal shifts, H, W). Only the chosen windows are copied.
+        # `windows` is a view of shape (N, C, vertical shifts, horizontal shifts, H, W), so only the chosen windows are
+        # copied.
         windows = tvf.pad(images, [self.pixels]).unfold(2, height, 1).unfold(3, width, 1)
         shifted: Tensor = windows[torch.arange(count), :, top, left]
         return shifted

@@ -49,10 +49,11 @@ def decode(file: Path | BinaryIO) -> Tensor:
                     f"the pixels have 32 bits (mode {image.mode}) and an unknown range: convert them to 8 or 16 bits"
                 )
             pixels = np.array(image.convert("RGB"))
-    except Image.DecompressionBombError as error:  # `open` refuses images with more than twice as many pixels.
+    except Image.DecompressionBombError as error:  # `Image.open` raises it above twice Pillow's limit of pixels.
         megapixels = (Image.MAX_IMAGE_PIXELS or 0) / 1e6
         raise BrokenImageError(f"the image has too many pixels: {megapixels:.0f} megapixels {LIMIT}") from error
-    # For damaged files, Pillow's decoders raise OSError, ValueError, SyntaxError, struct.error and other errors.
+    # For damaged files, Pillow's decoders raise OSError, ValueError, SyntaxError, struct.error and other errors, so all
+    # errors are caught.
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise BrokenImageError(" ".join((reason or str(error) or type(error).__name__).split())) from error

@@ -26,10 +26,10 @@ def readable(name: str) -> str:
 
 
 def part_folders(root: Path) -> dict[str, Path]:
-    """Return the folder of each split of a data set, by the split's name: ``train``, ``val``, ``test``, ``predict``.
+    """Return the folder of each split of a data set. The keys are ``train``, ``val``, ``test`` and ``predict``.
 
     Raises:
-        ConfigurationError: A split has two folders, or a folder may be for validation or for the test.
+        ConfigurationError: A split has two folders, or the name of a folder could mean validation or test.
     """
     folders: dict[str, Path] = {}
     for name in folders_in(root):
@@ -56,7 +56,7 @@ def folders_in(directory: Path) -> list[str]:
         return sorted(entry.name for entry in entries if entry.name[0] != "." and entry.is_dir())
 
 
-def beside(root: Path, folders: dict[str, Path]) -> Counter[str]:
+def ignored_folders(root: Path, folders: dict[str, Path]) -> Counter[str]:
     """Count the folders in ``root`` that are ignored.
 
     If a folder ``train`` exists, these are all folders that are not a split. Otherwise the folders may be classes, and
@@ -64,10 +64,10 @@ def beside(root: Path, folders: dict[str, Path]) -> Counter[str]:
 
     Args:
         root: Folder of the data set.
-        folders: Folder of each split, by the split's name.
+        folders: Folder of each split; keys are the names of the splits.
 
     Returns:
-        The number of ignored folders, by the reason that the start panel shows.
+        The numbers of ignored folders; keys are the reasons that the start panel shows.
     """
     others = [name for name in folders_in(root) if root / name not in folders.values()]
     if "train" not in folders or not others:
@@ -87,7 +87,7 @@ def image_files(directory: Path, root: Path, left_out: Counter[str]) -> list[str
     Args:
         directory: Directory to search.
         root: Directory to which the returned paths are relative.
-        left_out: Counter to which the number of ignored files is added, by the reason.
+        left_out: Counter to which the numbers of ignored files are added; keys are the reasons.
 
     Raises:
         ConfigurationError: A folder cannot be read.
@@ -102,7 +102,7 @@ def _files(root: Path, at: str, left_out: Counter[str], above: tuple[tuple[int, 
     try:
         status = folder.stat()
         identity = status.st_dev, status.st_ino
-        if identity in above:  # The folder is a link to a folder that contains the link.
+        if identity in above:  # A link to a folder above it would be followed without end.
             return
         with os.scandir(folder) as entries:
             for entry in entries:

@@ -18,9 +18,9 @@ from cnnstrategies.data.decoding import BrokenImageError, decode
 from cnnstrategies.data.folders import (
     EXTENSIONS,
     FILES_END_IN,
-    beside,
     folders_in,
     has_images,
+    ignored_folders,
     image_files,
     part_folders,
     readable,
@@ -112,7 +112,7 @@ class ImageFolderDataModule(ImageDataModule):
         self.centre = v2.Compose([v2.Resize(self.resize, trained.mode), v2.CenterCrop(image_size)])
         crop = v2.RandomResizedCrop(image_size, interpolation=trained.mode)
         self.crop = v2.Compose([crop, v2.RandomHorizontalFlip()]) if self.augment else self.centre
-        # Images are decoded and cropped one at a time. The normalisation is faster for a whole batch.
+        # Images are decoded and cropped one at a time. Whole batches are normalised, because that is faster.
         self.eval_transform = to_normalised(trained.mean, trained.std)
         self.train_transform = nn.Sequential(*each_image(self.transforms, self.image_shape), self.eval_transform)
 
@@ -130,7 +130,7 @@ class ImageFolderDataModule(ImageDataModule):
 
     def parts(self) -> dict[str, Files]:
         """Return the files and targets of each split that exists, and count the ignored files in ``left_out``."""
-        self.left_out = beside(self.root, self.folders)
+        self.left_out = ignored_folders(self.root, self.folders)
         parts = {"train": self._labelled(self.training_root)}
         for part, folder in self.folders.items():
             if part == "predict":
@@ -156,7 +156,7 @@ class ImageFolderDataModule(ImageDataModule):
         return [name for name in folders_in(directory) if directory / name not in self.folders.values()]
 
     def _check_folders(self) -> None:
-        """Refuse a class without training images, a split without images, and classes without training images."""
+        """Refuse classes without training images, splits without images, and classes that only other splits have."""
         for name in self.class_names:
             if readable(name) != name:
                 raise ConfigurationError(
@@ -231,7 +231,7 @@ def images_of_folder(
     Args:
         datamodule: Data module with which the network was trained. It determines the shape and the preprocessing.
         folder: Folder of the images.
-        left_out: Counter to which the number of ignored files is added, by the reason.
+        left_out: Counter to which the numbers of ignored files are added; keys are the reasons.
 
     Raises:
         ConfigurationError: The data module is not an :class:`ImageDataModule`, the folder has no images, or the masks
@@ -273,7 +273,7 @@ def shorter_side(datamodule: ImageDataModule) -> int:
 def grey_of(image: Tensor) -> Tensor:
     """Convert a uint8 RGB image (3, H, W) to greyscale (1, H, W), with the usual weights of ITU-R BT.601.
 
-    torchvision's own conversion rounds down, and so makes images darker that are already grey.
+    torchvision's own conversion rounds down, so images that are already grey would become darker.
     """
     weights = torch.tensor([0.299, 0.587, 0.114]).reshape(3, 1, 1)
     return (image * weights).sum(dim=0, keepdim=True).round().to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Data module for images with a CSV file that has the class, the labels or the numbers of each image."""
+"""Data module for images whose targets are in a CSV file: the class, the labels or the numbers of each image."""
 
 import csv
 from collections import Counter

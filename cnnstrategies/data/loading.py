@@ -150,7 +150,7 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
             yield unshared(batch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch, the number of batches that were returned in it, and the identity of the sampler."""
+        """Return the epoch, the number of its batches that the loader has returned, and the sampler's settings."""
         if self._resume is not None:
             return dict(self._resume)
         identity = self.sampler.identity() if isinstance(self.sampler, ShuffledBatches) else {}
@@ -159,7 +159,7 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Skip the batches that ``state_dict`` counts as served.
 
-        They are skipped only if the next epoch is the one in which the state was saved.
+        The batches are skipped only if the state was saved within the epoch that the loader returns next.
 
         Raises:
             ConfigurationError: The state was saved within an epoch with dynamic dispatch.
@@ -181,8 +181,8 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
 
     def _already_served(self, sampler: ShuffledBatches) -> int:
         resume, self._resume = self._resume, None
-        # A state that was saved at the end of an epoch has the number of this epoch, so the next epoch starts with its
-        # first batch.
+        # A state that was saved at the end of an epoch has the number of the finished epoch. The next epoch has a
+        # different number and starts with its first batch.
         if resume is None or resume["epoch"] != sampler.epoch or resume["served"] == 0:
             return 0
         before = {name: value for name, value in resume.items() if name not in ("epoch", "served")}

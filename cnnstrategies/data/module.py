@@ -44,7 +44,7 @@ class ImageDataModule(LightningDataModule):
             otherwise None.
         places: Folder or file of each split's samples, for the start panel. A split that is not in this mapping is held
             out of the training samples.
-        left_out: Number of ignored files, by the reason.
+        left_out: Numbers of ignored files; keys are the reasons.
 
     Args:
         batch_size: Number of samples in a batch of each process; by default 32, or the subclass's default.
@@ -114,7 +114,10 @@ class ImageDataModule(LightningDataModule):
 
     @property
     def batch_size(self) -> int:
-        """Number of samples in a batch of one process. If the processes' numbers differ, this is the largest."""
+        """Number of samples in a batch of one process.
+
+        If the processes have batches of different sizes, this is the largest size.
+        """
         return self._share_under(self.trainer)
 
     @batch_size.setter
@@ -313,13 +316,16 @@ def division(trainer: Trainer | None) -> tuple[int, int]:
             "in a step: set batch_size (for each process), and set global_batch_size to null"
         )
     check_world(trainer)
-    # This number and not the world size, because in a pipeline only some processes load data.
+    # Use the sampler's number of replicas and not the world size, because in a pipeline only some processes load data.
     sampling = trainer.distributed_sampler_kwargs
     return 1 if sampling is None else sampling["num_replicas"], trainer.accumulate_grad_batches
 
 
 def deals_of(trainer: Trainer | None) -> Deals | None:
-    """Return the shares with which the trainer's strategy divides batches among the ranks; None for equal shares."""
+    """Return the shares with which the trainer's strategy divides batches among the ranks.
+
+    The result is None if all ranks have equal shares.
+    """
     return None if trainer is None else facts_of(trainer.strategy).batch_shares
 
 

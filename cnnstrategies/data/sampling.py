@@ -166,12 +166,18 @@ class ShuffledBatches(DealtBatches):
 
 
 def dealt(trainer: Any) -> DealtBatches | None:
-    """Return the sampler that divides a trainer's training batches by shares, or None if the loader has none."""
+    """Return the sampler that divides a trainer's training batches by shares.
+
+    The result is None if the training loader has a different sampler.
+    """
     return batches_of(trainer.train_dataloader)
 
 
 def batches_of(loader: Any) -> DealtBatches | None:
-    """Return the sampler that divides a loader's batches by shares, or None if the loader has none."""
+    """Return the sampler that divides a loader's batches by shares.
+
+    The result is None if the loader has a different sampler.
+    """
     samplers = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
     return next((sampler for sampler in samplers if isinstance(sampler, DealtBatches)), None)
 

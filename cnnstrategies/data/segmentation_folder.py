@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from cnnstrategies.data.augment import each_image, to_normalised
 from cnnstrategies.data.decoding import BrokenImageError, decode, fitted
-from cnnstrategies.data.folders import FILES_END_IN, beside, image_files, part_folders, readable
+from cnnstrategies.data.folders import FILES_END_IN, ignored_folders, image_files, part_folders, readable
 from cnnstrategies.data.loading import Batch
 from cnnstrategies.data.module import ImageDataModule, split
 from cnnstrategies.data.preprocessing import IMAGENET
@@ -114,7 +114,7 @@ class SegmentationFolderDataModule(ImageDataModule):
 
     def parts(self) -> dict[str, list[Pair]]:
         """Return the paths of the images and masks of each split that exists, and count ignored files."""
-        self.left_out = beside(self.root, self.folders)
+        self.left_out = ignored_folders(self.root, self.folders)
         parts: dict[str, list[Pair]] = {}
         for part, folder in self.folders.items():
             parts[part] = [(path, None) for path in self._images(folder)] if part == "predict" else self._pairs(folder)
@@ -209,7 +209,7 @@ class MaskedSource:
         try:
             with Image.open(path) as opened:
                 mask = torch.from_numpy(np.array(opened if opened.mode in ("L", "P") else opened.convert("L")))
-        except Exception as error:  # For damaged files, Pillow's decoders raise many kinds of errors.
+        except Exception as error:  # For damaged files, Pillow's decoders raise errors of many classes.
             reason = " ".join(str(error).split())
             raise ConfigurationError(f"broken mask {path} ({reason}): repair or remove it") from None
         size = tuple(image.shape[1:])

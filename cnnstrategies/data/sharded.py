@@ -109,8 +109,8 @@ class ShardedImageDataModule(ImageDataModule):
         images, targets = super().transfer_batch_to_device(batch, device, dataloader_idx)
         if images.dtype == torch.uint8:
             assert self.trainer is not None
-            # Lightning has converted the batch to the trainer's precision before this method. That conversion leaves
-            # uint8 images as they are, so it is repeated after the normalisation.
+            # Lightning has converted the batch to the trainer's precision before this method. The conversion leaves
+            # uint8 images as they are, so the images are converted again after the normalisation.
             images = self.trainer.precision_plugin.convert_input(self.eval_transform(images))
         return images, targets
 

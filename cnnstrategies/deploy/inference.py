@@ -56,7 +56,8 @@ class PredictsImages:
             )
         return {"index": indices, "probabilities": _as_probabilities(logits.float())}
 
-    __code__ = __call__.__code__  # Lightning reads the names of a step's parameters from the function's `__code__`.
+    # Lightning reads the names of a step's parameters from the attribute `__code__`, which only functions have.
+    __code__ = __call__.__code__
 
 
 def _as_probabilities(logits: Tensor) -> Tensor:

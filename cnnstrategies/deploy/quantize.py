@@ -185,7 +185,7 @@ class QuantizedNetwork(nn.Module):
             with torch.no_grad():
                 graph = lower_pt2e_quantized_to_x86(graph, (torch.zeros(batch_size, *image_shape),))
             # The results of int8 kernels are in channels_last format, in which `view` may fail although it worked when
-            # the graph was traced.
+            # the graph was traced. `reshape` copies the tensor if necessary.
             for node in graph.graph.nodes:
                 if node.target is torch.ops.aten.view.default:
                     node.target = torch.ops.aten.reshape.default

@@ -102,8 +102,8 @@ class ImageClassifier(NetworkModule):
             raise ConfigurationError(
                 f"class_weights={class_weights}: give {num_classes} numbers that are at least 0, one for each class"
             )
-        # A checkpoint that is to be loaded with weights_only=True must not contain these objects. The command line
-        # saves their configuration instead.
+        # A checkpoint with these objects could not be loaded with weights_only=True, so they are not saved as
+        # hyperparameters. The command line saves their configuration instead.
         self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
         self.task = task
         self.learning_task = TASKS[task]
@@ -165,7 +165,7 @@ class ImageClassifier(NetworkModule):
         return loss
 
     def loss_weight(self, targets: Tensor) -> int:
-        """Return the number of samples: the weight of a batch's :meth:`loss` in a mean over several batches.
+        """Return the number of samples, which is the weight of a batch's :meth:`loss` in a mean over several batches.
 
         If a subclass overrides :meth:`loss` and its loss is not a mean over samples, it must also override this method.
         """

@@ -41,7 +41,7 @@ class MeanOverSamples(Metric):
         self.samples += samples
 
     def compute(self) -> Tensor:
-        """Return the mean so far; NaN if the mean of a batch was NaN."""
+        """Return the mean over all samples so far. The result is NaN if the mean of a batch was NaN."""
         return self.total / self.samples
 
 
@@ -206,7 +206,8 @@ class NetworkModule(LightningModule):
             groups: list[dict[str, Any]] = [{"params": decayed}, {"params": undecayed, "weight_decay": 0.0}]
             optimizer = self.optimizer_factory(groups if decayed else groups[1:])
         else:
-            optimizer = self.optimizer_factory(trained)  # A user's factory may not accept parameter groups.
+            # A user's factory may not accept parameter groups, so it gets a list of parameters.
+            optimizer = self.optimizer_factory(trained)
         if self.lr_scheduler_factory is None:
             return optimizer
         scheduler = self.lr_scheduler_factory(optimizer)

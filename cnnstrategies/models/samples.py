@@ -16,7 +16,10 @@ def count_samples(batch: Any) -> int:
 
 
 def samples_of(loader: Any, datamodule: Any) -> int | None:
-    """Return the ``batch_size`` of a process's loader, or else of the data module; None if neither has a batch size."""
+    """Return the ``batch_size`` of a process's loader, or of the data module if the loader has no batch size.
+
+    The result is None if the data module has no batch size either.
+    """
     for holder in (loader, getattr(loader, "batch_sampler", None), datamodule):
         size = getattr(holder, "batch_size", None)
         if isinstance(size, int):

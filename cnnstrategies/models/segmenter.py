@@ -66,8 +66,8 @@ class ImageSegmenter(NetworkModule):
         )
         if aux_weight < 0:
             raise ConfigurationError(f"aux_weight={aux_weight} is negative; use 0 to turn it off")
-        # A checkpoint that is to be loaded with weights_only=True must not contain these objects. The command line
-        # saves their configuration instead.
+        # A checkpoint with these objects could not be loaded with weights_only=True, so they are not saved as
+        # hyperparameters. The command line saves their configuration instead.
         self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
         self.ignore_index = ignore_index
         self.aux_weight = aux_weight
@@ -114,7 +114,7 @@ class ImageSegmenter(NetworkModule):
         return total
 
     def loss_weight(self, targets: Tensor) -> int:
-        """Return the number of images: the weight of a batch's :meth:`loss` in a mean over several batches."""
+        """Return the number of images, which is the weight of a batch's :meth:`loss` in a mean over several batches."""
         return len(targets)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:

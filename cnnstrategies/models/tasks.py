@@ -39,23 +39,27 @@ class LearningTask:
         """
         if weights is None:
             return F.cross_entropy(outputs, targets, label_smoothing=label_smoothing)
-        # torch's own weighted mean divides by the sum of the weights in the batch, which depends on how the images are
-        # divided among the processes.
+        # Divide by the number of images. torch's own weighted mean divides by the sum of the weights in the batch,
+        # which depends on how the images are divided among the processes.
         return F.cross_entropy(outputs, targets, weights, reduction="none", label_smoothing=label_smoothing).mean()
 
     def values(self, outputs: Tensor) -> Tensor:
-        """Return the predictions (N, outputs) for the network's outputs; for ``classes`` the classes' probabilities."""
+        """Return the predictions (N, outputs) for the network's outputs.
+
+        For the task ``classes``, the predictions are the probabilities of the classes.
+        """
         return outputs.softmax(dim=1)
 
     def compared(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs and targets in the form that the metrics expect; for ``classes`` logits and class indices.
+        """Return outputs and targets in the form that the metrics expect.
 
-        An image that mixup or CutMix has mixed from two images counts for the class with the larger weight.
+        For the task ``classes``, these are logits and class indices. An image that mixup or CutMix has mixed from two
+        images counts for the class with the larger weight.
         """
         return outputs, targets.argmax(dim=1) if targets.ndim == 2 else targets
 
     def metrics(self, outputs: int, training: bool) -> dict[str, Metric]:
-        """Return new metrics, by name.
+        """Return new metrics. The keys are the metrics' names.
 
         For ``classes`` these are the accuracy and, with more than five classes and not for training, the top-5
         accuracy.
@@ -89,7 +93,7 @@ class Multilabel(LearningTask):
 
     @override
     def compared(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # If all logits were in [0, 1], the metrics would take them for probabilities.
+        # The metrics get probabilities, because they would take logits for probabilities if all were in [0, 1].
         return outputs.sigmoid(), targets.long()
 
     @override

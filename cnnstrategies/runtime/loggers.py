@@ -33,7 +33,7 @@ class KeptCSVLogger(loggers.CSVLogger):
             if file.exists():
                 os.replace(file, kept)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Lightning warns that it deletes existing files.
+                warnings.simplefilter("ignore")  # Hide Lightning's warning that existing log files will be deleted.
                 writer = super().experiment
             if kept.exists():
                 names, lines = _read(kept)
@@ -55,7 +55,7 @@ class KeptCSVLogger(loggers.CSVLogger):
 
 
 def _read(file: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the names of the columns, and the lines as mappings. A truncated last line is left out."""
+    """Return the names of a CSV file's columns, and a mapping from these names to values for each complete line."""
     with open(file, newline="", encoding="utf-8") as text:
         reader = csv.DictReader(text)
         lines = [line for line in reader if None not in line.values() and line.get("step", "").isdigit()]

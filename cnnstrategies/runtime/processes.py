@@ -22,7 +22,7 @@ from typing import Any
 # Environment variable: path of a symbolic link that the first failing rank of this machine creates.
 REFUSED = "CNNSTRATEGIES_REFUSED"
 STARTER = "CNNSTRATEGIES_STARTER"  # Environment variable: id of the process that started the ranks of this machine.
-PREFIX = "cnnstrategies_"  # Beginning of the name of the symbolic link.
+PREFIX = "cnnstrategies_"  # Prefix of the symbolic link's name.
 PR_SET_PDEATHSIG = 1  # This constant and the next are from linux/prctl.h.
 PR_SET_NAME = 15
 
@@ -59,7 +59,8 @@ def leave_group_at_exit() -> None:
 
 
 def _end_group() -> None:
-    import torch.distributed as dist  # The command line imports this module before torch.
+    # The command line imports this module before it imports torch, which takes seconds.
+    import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -91,7 +92,7 @@ def started_processes(launcher: Any) -> list[Any]:
 
 
 def killed_rank(launcher: Any, seconds: float = 0.5) -> str | None:
-    """Return a text about a rank that was ended by a signal or is stopped; None if no such rank is found.
+    """Return a text about a rank that was ended by a signal or is stopped. Return None if no such rank is found.
 
     For forked and spawned ranks only SIGKILL counts, because torch itself sends SIGTERM to the other ranks when a rank
     fails.
@@ -130,7 +131,7 @@ def ended_by(rank: int, code: int) -> str:
 
 
 def starter_variable(name: str) -> str | None:
-    """Return the value of an environment variable that the process which started this rank has set for it.
+    """Return the value of an environment variable that a rank has inherited from the process that started the rank.
 
     The result is None in a process that was not started as a rank.
     """
@@ -163,7 +164,10 @@ def one_refusal() -> Iterator[None]:
 
 
 def forget_failure() -> None:
-    """Remove the symbolic link of :func:`first_to_fail`. Only the process that starts the ranks does so."""
+    """Remove the symbolic link that :func:`first_to_fail` has created.
+
+    In any other process than the one that starts the ranks, the function does nothing.
+    """
     if os.environ.get(STARTER) == str(os.getpid()):
         Path(os.environ[REFUSED]).unlink(missing_ok=True)
 

@@ -46,7 +46,10 @@ class RunRole:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Values that the recorder has saved, by name; empty if the run has not reached its end."""
+        """Values that the recorder has saved. The keys are the values' names.
+
+        The mapping is empty if the run has not reached its end.
+        """
         file = self.folder / NOTES
         return dict(json.loads(file.read_text())) if file.exists() else {}
 

@@ -23,7 +23,7 @@ from cnnstrategies.verifying.batches import BatchKeeper, DoubleBatchKeeper, samp
 from cnnstrategies.verifying.recorder import END, Recorder, RunRole, settle
 from cnnstrategies.verifying.verdict import ComparedRow, Verdict, compared, differences, row_of
 
-# Line of a run's output with the error of a refusal: the end of a traceback, or a part of a rank's output.
+# Pattern for the error message of a ConfigurationError or NotHereError in a run's output, up to an empty line.
 REFUSAL = re.compile(r"^cnnstrategies\.[\w.]+\.(?:ConfigurationError|NotHereError): (.*?)(?=\n\n|\Z)", re.M | re.S)
 EXCEPTION = re.compile(r"^[\w.]+(?:Error|Exception)\w*: .*", re.MULTILINE)
 LAST_LINES = 30  # Number of lines of a failed run's output that the error message contains.

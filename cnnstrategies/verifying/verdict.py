@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Largest differences that count as rounding errors, by the dtype of the runs. The sum of both is allowed.
+# Tolerances; the keys are the dtypes of the runs. A difference up to the sum of both tolerances counts as a rounding
+# error.
 RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-4}  # Relative to the largest absolute value of the tensor.
-ABSOLUTE = {torch.float64: 1e-11, torch.float32: 1e-6}
+ABSOLUTE = {torch.float64: 1e-11, torch.float32: 1e-6}  # Absolute difference between two elements.
 
 
 @dataclass(frozen=True)
