@@ -27,8 +27,8 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if args is not None:
             sys.argv[1:] = args
-        # The handler turns SIGTERM into an exception. On an exception, `ends_together` ends the run's other processes.
-        # During training, the callback GracefulStop handles the signal instead.
+        # The handler turns SIGTERM into an exception, because `ends_together` ends the run's other processes after an
+        # exception. During training, the callback GracefulStop handles the signal instead.
         signal.signal(signal.SIGTERM, _exit_on_signal)
         from cnnstrategies.commands.arguments.refuse import write_anywhere
 
@@ -44,7 +44,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(128 + signal.SIGINT)
 
 
-def _run(words: Sequence[str]) -> None:
+def _run(arguments: Sequence[str]) -> None:
     """Run the command that the first argument names, or show the help or the version."""
     import importlib.metadata
     import os
@@ -58,19 +58,19 @@ def _run(words: Sequence[str]) -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         starter = starter_variable(STARTER)
         end_with_parent(None if starter is None else int(starter))
-    name = words[0] if words else help.HELP_WORDS[0]
-    if name in help.HELP_WORDS:
+    name = arguments[0] if arguments else help.HELP_OPTIONS[0]
+    if name in help.HELP_OPTIONS:
         show(help.overview())
     elif name == "--version":
         show(f"cnnstrategies {importlib.metadata.version('cnnstrategies')}")
     elif name not in COMMANDS:
         raise ConfigurationError(f"unknown command {name!r}{accepted(name, list(COMMANDS))}")
-    elif any(word in help.HELP_WORDS for word in words):
+    elif any(argument in help.HELP_OPTIONS for argument in arguments):
         show(help.of_command(COMMANDS[name]))
-    elif help.FULL in (options := with_underscores(words)):
+    elif help.FULL in (options := with_underscores(arguments)):
         show(help.in_full(COMMANDS[name], "".join(options[options.index(help.FULL) + 1 :][:1])))
     else:
-        COMMANDS[name].run(words[1:])
+        COMMANDS[name].run(arguments[1:])
 
 
 def _exit_on_signal(signum: int, frame: "FrameType | None") -> None:
@@ -78,7 +78,7 @@ def _exit_on_signal(signum: int, frame: "FrameType | None") -> None:
 
 
 def server() -> None:
-    """Run the program ``cnnstrategies-server``; see :mod:`cnnstrategies.commands.server`."""
+    """Run the program ``cnnstrategies-server``, which :mod:`cnnstrategies.commands.server` describes."""
     try:
         from cnnstrategies.commands.server import main
 

@@ -9,9 +9,9 @@ from types import MappingProxyType
 from cnnstrategies.errors import ConfigurationError
 
 _SHARES = {"first": "initial_shares"}
-ROOT = "configuration"  # Entry of `RENAMED` for the keys at the root of a configuration.
-HOST = "host"  # Entry of `RENAMED` for the keys of a machine in the cluster file of `plan`.
-# For each class, by the name of the class: the new names of its options, by their old names.
+ROOT = "configuration"  # Key of `RENAMED` for the keys at the root of a configuration.
+HOST = "host"  # Key of `RENAMED` for the keys of a machine in the cluster file of ``plan``.
+# By the name of a class: a mapping from the old names of the class's options to the new names.
 RENAMED: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         ROOT: {"network": "interconnect"},

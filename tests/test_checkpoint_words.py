@@ -35,7 +35,7 @@ def test_the_newest_checkpoint_is_sought_where_runs_of_this_name_write():
     write("checkpoints/last.ckpt", 400)
     write("saved/last.ckpt", 400)
     named = CSVLogger("runs", "mine")
-    message = r"ckpt_path=last: no last.ckpt in runs/new/\*/checkpoints; train without ckpt_path first"
+    message = r"ckpt_path=last: there is no last.ckpt in runs/new/\*/checkpoints; train without ckpt_path first"
     with pytest.raises(ConfigurationError, match=message):
         find_checkpoint("last", trainer(logger=CSVLogger("runs", "new")))
     assert find_checkpoint("last", trainer(logger=named)) == Path("runs/mine/version_10/checkpoints/last.ckpt")

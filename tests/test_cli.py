@@ -215,4 +215,4 @@ def test_a_module_with_its_own_loaders_needs_no_data(run_cli):
     assert code == 0, output
     for command in ("validate", "plan", "verify"):  # The module has no loaders for these commands.
         code, output = run_cli(command, *words[:3])
-        assert (code, "error: no data: give --data CLASS" in output) == (2, True), output
+        assert (code, "error: the section data is missing: give --data CLASS" in output) == (2, True), output

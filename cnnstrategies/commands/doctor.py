@@ -27,7 +27,8 @@ def main(options: DoctorOptions) -> None:
     else:
         try:
             with own_store():
-                place = find_place()  # Under torchrun, `own_store` has changed the port.
+                # Call this inside `own_store`, because under torchrun `own_store` changes the port.
+                place = find_place()
                 assert place is not None, "a launcher has started this process"
                 hosts = examine(place, directory, options.interface, wait)
         except (ConfigurationError, OSError) as error:
@@ -52,7 +53,7 @@ def main(options: DoctorOptions) -> None:
 
 
 def hosts_table(hosts: Sequence[HostReport]) -> Table:
-    """Return a table of the hosts, with their addresses and network interfaces."""
+    """Return a table of the hosts, with the addresses and the network interface of each host."""
     table = Table("host", "address", "interface", title="Hosts", title_justify="left")
     for node, host in enumerate(hosts):
         table.add_row(f"{node} {host.name}", host.address, host.interface)
@@ -60,7 +61,7 @@ def hosts_table(hosts: Sequence[HostReport]) -> Table:
 
 
 def versions_table(hosts: Sequence[HostReport]) -> Table:
-    """Return a table of the installed versions, with the hosts that have each version."""
+    """Return a table of the installed versions, with the names of the hosts that have each version."""
     table = Table("program", "version", "on", title="Versions", title_justify="left")
     for program, names in by_version(hosts).items():
         for version, on in names.items():
@@ -78,7 +79,7 @@ def links_table(hosts: Sequence[HostReport]) -> Table:
 
 
 def by_version(hosts: Sequence[HostReport]) -> dict[str, dict[str, list[str]]]:
-    """Return a mapping from each program to its installed versions, and from each version to the hosts' names."""
+    """Return, for each program and each of its installed versions, the names of the hosts that have this version."""
     hosts_by_version: dict[str, dict[str, list[str]]] = {}
     for host in hosts:
         for program, version in host.versions.items():
@@ -87,7 +88,7 @@ def by_version(hosts: Sequence[HostReport]) -> dict[str, dict[str, list[str]]]:
 
 
 def problems_of(hosts: Sequence[HostReport]) -> Iterator[str]:
-    """Yield one line for each problem, with its remedy."""
+    """Yield one line of text for each problem of the hosts, with the remedy."""
     for program, names in by_version(hosts).items():
         if len(names) > 1:
             listed = ", ".join(f"{version} on {', '.join(on)}" for version, on in names.items())

@@ -15,12 +15,12 @@ from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import RunAddress, find_place
 
 
-def main(options: JoinOptions, words: Sequence[str]) -> None:
+def main(options: JoinOptions, arguments: Sequence[str]) -> None:
     """Join a run, and train until the run is over or this process gets a signal.
 
     Args:
         options: The options of the command.
-        words: Command-line arguments of the configuration.
+        arguments: Command-line arguments of the configuration.
     """
     address = RunAddress.find(options.run)
     if options.key_file is not None:
@@ -34,9 +34,9 @@ def main(options: JoinOptions, words: Sequence[str]) -> None:
         place = find_place(address)
         from cnnstrategies.commands import joining_cli
 
-        joining_cli.run(address, place, words)
+        joining_cli.run(address, place, arguments)
     except RunEnded as ended:
         if not ended.clean:
             print(f"The run cannot continue: {ended}", file=sys.stderr)
             sys.exit(1)
-        print(f"Nothing to join at {address.coordinator}: {ended}", file=sys.stderr)
+        print(f"There is no run to join at {address.coordinator}: {ended}", file=sys.stderr)

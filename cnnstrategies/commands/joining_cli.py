@@ -30,9 +30,10 @@ from cnnstrategies.strategies.parameter_server.joining import TOLD_TO_LEAVE, Joi
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 from cnnstrategies.strategies.protocol import facts_of
 
-# Callbacks that a joiner leaves out, because the run's original workers already save, search, log and average.
+# Classes of callbacks that a joiner leaves out, because the original workers already save checkpoints, search for
+# settings, log and average weights.
 LEFT_TO_WORKERS = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, LearningRateMonitor, WeightAveraging)
-# Options of a joiner's trainer, with the values that replace the configuration's values.
+# By each option of a joiner's trainer that is set: the value, which replaces the configuration's value.
 TRAINER_OPTIONS = {
     "devices": 1,
     "num_nodes": 1,
@@ -133,7 +134,10 @@ class JoiningCLI(CLI):
 
 
 def is_for_others(callback: Callback) -> bool:
-    """Return whether a joiner leaves out a callback: one of `LEFT_TO_WORKERS`, or a callback that monitors a value."""
+    """Return whether a joiner leaves out a callback.
+
+    This is so for the classes in `LEFT_TO_WORKERS`, and for callbacks that monitor a value.
+    """
     return isinstance(callback, LEFT_TO_WORKERS) or getattr(callback, "monitor", None) is not None
 
 
@@ -157,12 +161,12 @@ def server_options_of(strategy: Any) -> ParameterServerOptions:
     return options
 
 
-def run(address: RunAddress, place: JoinPlace, words: Sequence[str]) -> None:
+def run(address: RunAddress, place: JoinPlace, arguments: Sequence[str]) -> None:
     """Train as a joiner until the run is over or this process gets a signal.
 
     Args:
         address: The run's address.
         place: The id, the incarnation and the session that the coordinator has offered.
-        words: Command-line arguments of the configuration.
+        arguments: Command-line arguments of the configuration.
     """
-    lightning_cli.main(["fit", *words], partial(JoiningCLI, address, place))
+    lightning_cli.main(["fit", *arguments], partial(JoiningCLI, address, place))

@@ -9,7 +9,7 @@ from cnnstrategies.data.shards.packing import pack
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.quantities import size_in_bytes
 
-MOST_LISTED = 20  # Largest number of damaged images that are printed. The index lists all damaged images.
+MOST_LISTED = 20  # Largest number of damaged images that are printed. The index file lists all of them.
 SHRUNK_QUALITY = 90  # Default JPEG quality of images that are shrunk.
 
 
@@ -55,7 +55,7 @@ def _workers(count: int | None) -> int:
 
 
 def _counted(index: Index) -> str:
-    """Return a text with the numbers of images and shards of each part, such as train, and the total size."""
+    """Return a text with the total size, and with the numbers of images and shards of each subset, such as train."""
     size = sum(shard.size for part in index.parts.values() for shard in part.shards)
     parts = ", ".join(
         f"{len(part)} images for {name} in {len(part.shards)} shards" for name, part in index.parts.items()

@@ -30,24 +30,24 @@ from cnnstrategies.paramserver.services import ServerProcess, serve_and_exit
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.run import key_file_of, own_address
 
-APPEAR = 600.0  # Time in seconds to wait for the run's coordinator, unless the configuration sets `interconnect.wait`.
+APPEAR = 600.0  # Time-out in seconds for the run's coordinator, unless the configuration sets `interconnect.wait`.
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run a dedicated server until the run is over, or write a key file.
 
     After a mistake in the options or the configuration, print one line and exit with code 2.
 
     Args:
-        words: Command-line arguments without the program's name; by default the arguments of this process.
+        arguments: Command-line arguments without the program's name; by default the arguments of this process.
     """
-    words = sys.argv[1:] if words is None else words
+    arguments = sys.argv[1:] if arguments is None else arguments
     command = PROGRAMS["cnnstrategies-server"]
-    if any(word in help.HELP_WORDS for word in words):
+    if any(argument in help.HELP_OPTIONS for argument in arguments):
         show(help.of_command(command))
         return
     try:
-        options, _ = command.parse(words)
+        options, _ = command.parse(arguments)
         if options.make_keys is not None:
             _make_keys(options.make_keys)
             return

@@ -11,7 +11,7 @@ from cnnstrategies.commands.run.lightning_cli import ModelAndData
 from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.verifying.runs import QUIET, TrainingError, forked, verify
 
-# Options of the trainer that a comparison ignores or sets itself.
+# Options of the trainer that a comparison ignores or sets to its own values.
 LEFT_OUT = ("precision", "logger", "num_nodes", "max_steps", "max_time", *QUIET)
 
 
@@ -27,12 +27,12 @@ class VerifiedCLI(ModelAndData):
             trainer.strategy.init_args.start_method = "fork"
 
 
-def main(options: VerifyOptions, words: Sequence[str]) -> None:
+def main(options: VerifyOptions, arguments: Sequence[str]) -> None:
     """Train under the configuration's strategy and on one device, and print the comparison.
 
     Exit with code 0 if the results are equal, and with code 1 if they differ or a run fails.
     """
-    cli = VerifiedCLI("verify", words)
+    cli = VerifiedCLI("verify", arguments)
     trainer = {name: value for name, value in vars(cli.config_init.trainer).items() if name not in LEFT_OUT}
     trainer |= {"steps": options.steps, "callbacks": as_list(trainer["callbacks"])}
     try:

@@ -18,18 +18,18 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.places import RunAddress, Watcher
 from cnnstrategies.paramserver.security import KeyPair
 
-MOST_FAULTS = 8  # Largest number of faults that are shown. The newest fault comes first.
+MOST_FAULTS = 8  # Largest number of failures that are shown. The newest failure comes first.
 HEADERS = ("step", "steps\n/s", "samples\n/s", "stale\nsteps", "sent\nMB/s", "recvd\nMB/s", "waits\n%", "silent\ns")
-LONGEST = 16  # Largest number of characters of a host name that are shown.
-# The table shows the time since a member's last heartbeat only if it is longer than this time in seconds, because a few
-# heartbeats may be late.
+LONGEST = 16  # Largest number of characters that are shown of a host's name.
+# Time in seconds since a member's last heartbeat above which the table shows this time. Shorter times are normal,
+# because a few heartbeats may be late.
 SILENT = 2.0
 
 Answer = Mapping[str, Any]
 
 
 def table(before: Answer, now: Answer) -> RenderableType:
-    """Return what is displayed about a run, from two consecutive status reports of the coordinator."""
+    """Return the display of a run, from two consecutive status reports of the run's coordinator."""
     parts: list[RenderableType] = [_title(now), _members(before, now)]
     if now["missing"]:
         parts.append(Text(f"not registered yet: {', '.join(now['missing'])}"))
@@ -84,7 +84,7 @@ def _key(member: Answer) -> tuple[str, int, int, int]:
 
 
 def _rates(older: Answer | None, member: Answer) -> dict[str, float]:
-    """Return by how much each measured value of a member has grown per second between two reports.
+    """Return the growth per second of each measured value of a member between two status reports.
 
     The result is empty if the older report does not contain the member.
 
@@ -97,7 +97,8 @@ def _rates(older: Answer | None, member: Answer) -> dict[str, float]:
         return {}
     figures = older["figures"]
     known = {name: value - figures[name] for name, value in member["figures"].items() if name in figures}
-    # A server's number of updates is a mean over its slices. It can decrease if the server gets or loses slices.
+    # A server's number of updates is a mean over its slices. The mean can decrease if the server gets or loses slices,
+    # and is then counted as constant.
     return {name: max(0.0, more) / seconds for name, more in known.items()}
 
 
@@ -116,7 +117,10 @@ def _bytes(value: float | None) -> str:
 
 
 def _plain(text: str) -> str:
-    """Replace each unprintable character of a text by a question mark, because it could control the terminal."""
+    """Replace each unprintable character of a text by a question mark.
+
+    An unprintable character could control the terminal.
+    """
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
@@ -124,13 +128,17 @@ def _ago(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-ANSWER_SECONDS = 2.0  # Time in seconds to wait for the reply to a request.
-FIRST_SECONDS = 10.0  # Time in seconds to wait for the first report; long, because the coordinator may be restarting.
-PAUSE = 1.0  # Time between two requests, in seconds.
+ANSWER_SECONDS = 2.0  # Time-out in seconds for the reply to a request.
+# Time-out in seconds for the first report. It is longer, because the coordinator may be restarting.
+FIRST_SECONDS = 10.0
+PAUSE = 1.0  # Time between two requests for a report, in seconds.
 
 
 class RunGoneError(Exception):
-    """Error that ends the display because the run is over. The error message gives the reason if it is known."""
+    """Error that ends the display because the run is over.
+
+    The error message gives the reason if the reason is known.
+    """
 
 
 def main(options: WatchOptions) -> None:

@@ -163,7 +163,7 @@ def _mapping(where: str, content: Any, known: Mapping[str, Read]) -> dict[str, A
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ";"
-            _refuse(where, f"unknown key {name!r}{hint} accepted: {', '.join(known)}")
+            _refuse(where, f"unknown key {name!r}{hint} use one of: {', '.join(known)}")
         values[name] = known[name](f"{where}{name}: ", value)
     return values
 

@@ -65,7 +65,7 @@ class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
     @property
     @override
     def launcher(self) -> Any:
-        """Lightning's launcher.
+        """The launcher with which Lightning starts the run's processes.
 
         Lightning reads this property right before it starts processes, so the number of shares is checked here.
         """
@@ -79,7 +79,7 @@ class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        with on_loopback(self):  # A single machine may have no network connection.
+        with on_loopback(self):  # A single machine may have no network connection, so the loopback interface is used.
             super().setup_environment()
         self._dealing.begin(self._open_group)
 
@@ -99,7 +99,8 @@ class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
         return reduced
 
     def _open_group(self) -> GatherRows:
-        self._group = dist.new_group(backend="gloo")  # type: ignore[assignment]  # -100 only on ranks outside the group
+        # On ranks outside the group, `new_group` returns -100; here all ranks are in the group.
+        self._group = dist.new_group(backend="gloo")  # type: ignore[assignment]
         return lambda row: gather_rows(row, self._group)
 
     @override

@@ -27,7 +27,7 @@ GatherRows = Callable[[list[float]], list[list[float]]]
 def propose(
     counts: Sequence[int], deals: Deals, seconds: Sequence[float], step: float, fitting: Sequence[float]
 ) -> Proposal | None:
-    """Return better shares for the ranks; None if a step would hardly become faster.
+    """Propose shares with which a step takes less time. Return None if the gain is too small to change the shares.
 
     Args:
         counts: Number of samples in a batch of each rank, with the current shares.
@@ -83,7 +83,7 @@ class Stopwatch:
         self._start = self._now()
 
     def end(self) -> None:
-        """Stop the stopwatch, if it runs. Call this when the last gradient of a backward is computed."""
+        """Stop the stopwatch if it is running. Call this when the last gradient of a backward is computed."""
         if self._start is None:
             return
         start, self._start = self._start, None
@@ -94,7 +94,7 @@ class Stopwatch:
             self._seconds.append(self._now() - start - waited)
 
     def take(self) -> list[float]:
-        """Return the measured times in seconds that no earlier call has returned, one for each timed step."""
+        """Return the measured times that earlier calls have not returned yet: one for each timed step, in seconds."""
         while self._events and self._events[0][1].query():
             start, end, waited = self._events.pop(0)
             self._seconds.append(start.elapsed_time(end) / 1000 - waited)
@@ -136,12 +136,13 @@ class Balance(Callback):
         self._gather = gather
         # For each kind of work: this rank's measured seconds per unit of work, since the last exchange.
         self._unit_seconds: list[list[float]] = [[] for _ in stopwatches]
-        self._step_seconds: list[float] = []  # Seconds between the ends of two batches, since the last exchange.
+        # Seconds between the ends of two consecutive batches, since the last exchange.
+        self._step_seconds: list[float] = []
         self._last_end: float | None = None  # Time at which the previous batch ended; None at the start of an epoch.
         self._held = 0  # Largest number of units of work that were in this rank's memory at once so far.
-        self._untimed = FIRST  # Number of next batches that are not timed.
+        self._untimed = FIRST  # Number of batches that are still left out of the timing.
         self._next = (0, 0)  # Epoch and batch from which the current shares are used.
-        # Seconds of a step with the previous shares; None once the measured gain has been logged.
+        # Time of a step with the previous shares, in seconds; None once the measured gain has been logged.
         self._step_before: float | None = None
 
     def can_deal(self) -> bool:
@@ -149,18 +150,21 @@ class Balance(Callback):
         return self.sampler is not None
 
     def work(self, batch: int) -> int:
-        """Return the number of units of work in one measured time of a stopwatch, on this rank and in a batch."""
+        """Return the number of units of work of this rank in a batch.
+
+        Each time that a stopwatch has measured is divided by this number.
+        """
         assert self.sampler is not None
         return self.sampler.counts(batch)[self.sampler.rank]
 
     def holds(self, batch: int) -> int:
-        """Return the largest number of units of work that are in this rank's memory at once, in a batch."""
+        """Return the largest number of units of work that this rank holds in memory at once in a batch."""
         return self.work(batch)
 
     def propose(
         self, epoch: int, batch: int, seconds: Sequence[Sequence[float]], step: float, most: Sequence[float]
     ) -> Proposal | None:
-        """Return better shares; None if a step would hardly become faster.
+        """Propose shares with which a step takes less time. Return None if the gain is too small to change the shares.
 
         Args:
             epoch: Number of the current epoch.
@@ -170,7 +174,7 @@ class Balance(Callback):
             most: Estimated number of units that fit into the memory of each rank; infinite if not known.
         """
         assert self.sampler is not None
-        # The size of the epoch's first global batch is used, because the last global batch may be smaller.
+        # The size of the epoch's first global batch is used, because the last global batch of an epoch may be smaller.
         counts = self.deals.counts(epoch, batch, sum(self.sampler.counts(0)))
         return propose(counts, self.deals, seconds[0], step, most)
 
@@ -209,7 +213,7 @@ class Balance(Callback):
         rows = self._gather([*medians, drawn, fitting(self._held, trainer.strategy.root_device)])
         self._unit_seconds, self._step_seconds = [[] for _ in self._stopwatches], []
         if len(rows) < len(self.deals.shares):
-            return  # A rank has died, so its time is missing.
+            return  # A rank has died, so its time is missing and the shares stay as they are.
         *seconds, steps, drawns, most = zip(*rows, strict=True)
         step, step_before, self._step_before = median(steps), self._step_before, None
         if step_before is not None and step:
@@ -236,7 +240,7 @@ class Balance(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.deals.load_state_dict(state_dict)
-        self._next = self.deals.since  # The latest shares may begin with a batch after the checkpoint.
+        self._next = self.deals.since  # The checkpoint may contain shares that are used only from a later batch on.
 
 
 def gather_rows(row: list[float], group: dist.ProcessGroup | None) -> list[list[float]]:

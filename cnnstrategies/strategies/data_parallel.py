@@ -73,7 +73,7 @@ class CompressedDDPStrategy(StrategyFacts, DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        with on_loopback(self):  # A single machine may have no network connection.
+        with on_loopback(self):  # A single machine may have no network connection, so the loopback interface is used.
             super().setup_environment()
         assert self.lightning_module is not None
         keep_batches(self.lightning_module.trainer)

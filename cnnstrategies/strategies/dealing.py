@@ -49,7 +49,7 @@ class Dealing:
         self._deals: Deals | None = None
 
     def check(self) -> None:
-        """Raise a ConfigurationError if the number of shares is not the number of ranks.
+        """Check that the number of shares is the number of ranks, and raise a ConfigurationError otherwise.
 
         Call this before processes start.
         """
@@ -57,7 +57,7 @@ class Dealing:
 
     @property
     def deals(self) -> Deals:
-        """The shares by which global batches are divided among the ranks."""
+        """Shares of the ranks during the run, which determine how each global batch is divided."""
         if self._deals is None:
             module = self._strategy.lightning_module
             shares: Sequence[float] = (
@@ -68,7 +68,7 @@ class Dealing:
         return self._deals
 
     def begin(self, gather: Callable[[], GatherRows], waited: Callable[[], float] = float) -> None:
-        """Prepare a run of the trainer. For training, add the callbacks that weight samples and change shares.
+        """Prepare a run of the trainer. If it trains, add the callbacks that weight samples and change shares.
 
         Call this before `setup`: Lightning then restores the callbacks' states from a checkpoint.
 
@@ -81,7 +81,7 @@ class Dealing:
         assert module is not None
         trainer = module.trainer
         keep_batches(trainer)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Balance)]
         self._deals = self.stopwatch = None
         if trainer.state.fn != TrainerFn.FITTING:
@@ -99,7 +99,7 @@ class Dealing:
         return by_shares(dataloader, module.trainer, self.deals)
 
     def panel_row(self) -> tuple[str, str]:
-        """Return the name and the text of the start panel's row about the shares."""
+        """Return the row about the shares for the start panel, as a pair of the row's name and its text."""
         text = f"{self._initial} at first, then by each rank's own time" if self.shares == "auto" else str(self.shares)
         least = f"; at least {self.deals.least} samples for each rank" if self.deals.least > 1 else ""
         most = f"; at most {self._most} samples for each rank" if self._most is not None else ""

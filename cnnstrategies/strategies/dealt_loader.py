@@ -29,7 +29,8 @@ class OrderBatches(DealtBatches):
     """
 
     def __init__(self, batches: BatchSampler, trainer: Trainer, deals: Deals) -> None:
-        self.sampler: DistributedSampler[Any] = batches.sampler  # type: ignore[assignment]  # checked by the caller
+        # The caller has checked that the sampler is a distributed sampler.
+        self.sampler: DistributedSampler[Any] = batches.sampler  # type: ignore[assignment]
         ranks, rank, size = self.sampler.num_replicas, self.sampler.rank, samples_in(self.sampler)
         accumulated = trainer.accumulate_grad_batches
         samples = batches.batch_size * ranks * accumulated
@@ -39,7 +40,7 @@ class OrderBatches(DealtBatches):
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's batches of an epoch."""
+        """Yield the batches of this rank in the epoch that Lightning has set on the distributed sampler."""
         if isinstance(self._trainer.train_dataloader, list | tuple | dict):
             raise ConfigurationError(
                 "training has several loaders (CombinedLoader), but only the batches of a single loader can be divided "
@@ -56,7 +57,7 @@ class OrderLoader(DataLoader[Any]):
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield this rank's batches of an epoch."""
+        """Yield the batches of this rank in an epoch. Loading starts when the caller requests the first batch."""
         yield from super().__iter__()
 
 

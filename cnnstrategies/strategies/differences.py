@@ -28,7 +28,7 @@ def has_mean_loss(module: nn.Module) -> bool:
 
 
 def differences_of_replicas(network: nn.Module, processes: int, batch_size: int | None, statistics: str) -> list[str]:
-    """Return one line of text for each difference between data parallelism and a run on one device.
+    """Return one line of text for each way in which data parallelism differs from a run on one device.
 
     Args:
         network: The network, or the module that contains it.

@@ -53,10 +53,10 @@ class StrategyFacts:
 
     @property
     def _described(self) -> Any:
-        """The strategy that this object describes. It is this object itself, except in `_WrappedFacts`."""
+        """The strategy that this object describes, which is this object itself except in `_WrappedFacts`."""
         return self
 
-    # Texts
+    # Texts about the strategy
 
     @property
     def display_name(self) -> str:
@@ -95,7 +95,7 @@ class StrategyFacts:
         statistics = RANK_ZERO if isinstance(strategy, DDPStrategy) else "each process's own"
         return differences_of_replicas(module, processes, batch_size, statistics)
 
-    # Processes and hosts
+    # Processes and hosts of the run
 
     @property
     def environment(self) -> ClusterEnvironment | None:
@@ -116,7 +116,10 @@ class StrategyFacts:
         return False
 
     def set_host_timeout(self, seconds: float) -> None:
-        """Set the time in seconds to wait for other hosts at the start of a run; called if `connects_hosts` is True."""
+        """Set the time-out in seconds for other hosts at the start of a run.
+
+        This method is called only if `connects_hosts` is True.
+        """
 
     # Checks by the command ``submit``
 
@@ -128,7 +131,7 @@ class StrategyFacts:
         """
 
     def loading_processes(self, processes: int) -> int:
-        """Return the number of processes that load data, if the run has `processes` processes; by default all do."""
+        """Return the number of processes that load data in a run of `processes` processes; by default all of them."""
         return processes
 
     @property
@@ -145,7 +148,7 @@ class StrategyFacts:
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether each rank holds only shards of the parameters, so that no rank can read or prune a parameter."""
+        """Whether each rank holds only shards of the parameters, so that no rank can read or prune whole parameters."""
         strategy = self._described
         if isinstance(strategy, DeepSpeedStrategy):
             return strategy.zero_stage_3
@@ -153,7 +156,7 @@ class StrategyFacts:
 
     @property
     def parameters_per_device(self) -> Sequence[int] | None:
-        """Number of parameters on each device, if devices hold different parameters; None for all other strategies."""
+        """Number of parameters on each device, if the devices hold different parameters; None otherwise."""
         return None
 
     @property
@@ -174,7 +177,10 @@ class StrategyFacts:
 
     @property
     def step_kind(self) -> StepKind:
-        """Kind of a process's work in a training step, by which ``StepProfile`` and ``scaling`` divide the time."""
+        """Kind of work of a process in a training step.
+
+        ``StepProfile`` and ``scaling`` divide the time of a step accordingly.
+        """
         return "replica"
 
     @property
@@ -194,7 +200,7 @@ class StrategyFacts:
 
     @property
     def joined_late(self) -> bool:
-        """Whether this process has joined a run that was training already. False again once its first batch begins.
+        """Whether this process has joined a run that was training already, and has not begun its first batch.
 
         Before the first batch the processes of a run compare their data. The processes that train already do not take
         part, so a process that joins late must not wait for them.
@@ -203,7 +209,10 @@ class StrategyFacts:
 
     @property
     def may_skip_steps(self) -> bool:
-        """Whether other workers may make a step without this worker. ``ServerTraffic`` logs the skipped fraction."""
+        """Whether other workers may make a step without this worker.
+
+        ``ServerTraffic`` then logs the fraction of steps that this worker has skipped.
+        """
         return False
 
     @property
@@ -211,7 +220,7 @@ class StrategyFacts:
         """Whether all processes make each step together, so that they may wait for each other after a step."""
         return True
 
-    # Stopping
+    # Stopping of the run
 
     def requested_stop(self) -> int | None:
         """Return a stop signal that another process of the run, such as a server, has received; None if there is none.
@@ -222,7 +231,7 @@ class StrategyFacts:
         return None
 
     def agree_on_stop(self, received: int | None) -> int | None:
-        """Return the stop signal if this process must stop now, and None if it must continue.
+        """Return the signal by which this process must stop now, or None if the process must continue.
 
         This method is called only if `steps_in_lockstep` is False, because the processes then do not stop in the same
         step. By default each process stops after its own signal.

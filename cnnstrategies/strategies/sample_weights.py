@@ -49,7 +49,8 @@ class SampleWeights(Callback):
             weight = pl_module.loss_weight(targets)  # type: ignore[operator]
             if isinstance(weight, Tensor):
                 weight = weight.to(loss.dtype) * (sampler.counts(batch)[sampler.rank] > 0)
-                total = trainer.strategy.reduce(weight.clone(), reduce_op="sum")  # `reduce` overwrites its argument.
+                # `reduce` overwrites its argument, so it gets a copy.
+                total = trainer.strategy.reduce(weight.clone(), reduce_op="sum")
                 factor = torch.as_tensor(weight * sampler.num_replicas / total)
         if isinstance(factor, Tensor) or factor != 1:
             # A hook scales the gradient, and the loss itself stays unchanged: in manual optimization the loss is the

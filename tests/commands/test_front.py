@@ -140,11 +140,11 @@ def test_a_command_is_added_as_the_page_says(monkeypatch, tmp_path, capsys):
         (["cats", "--at_least", "2"], "--at_least 2: cats has only 1 images"),
         (
             ["cats", "--at-lest", "2"],
-            "count: unknown option --at-lest; did you mean '--at_least'? accepted: --suffix, --at",
+            "count: unknown option --at-lest; did you mean '--at_least'? use one of: --suffix, --at",
         ),
         (["cats", "--at_least", "few"], "--at_least: 'few' is not accepted; it must be a whole number"),
         (["cats", "--at_least"], "--at_least needs a value: Fail if there are fewer images"),
-        (["cats", "dogs"], "count: cannot use 'dogs'; accepted: --suffix, --at_least, --list"),
+        (["cats", "dogs"], "count: cannot use 'dogs'; use one of: --suffix, --at_least, --list"),
         ([], "count: FOLDER is missing: Folder to look in"),
     ):
         assert run(*words).startswith(f"cnnstrategies: error: {line}"), words
@@ -156,7 +156,7 @@ def test_an_unknown_option_is_refused_with_the_commands_own():
         if declared.configuration is not Configuration.LIGHTNING:
             flags = [option.flag for option in declared.options if not option.positional]
             with pytest.raises(
-                ConfigurationError, match=f"^{name}: unknown option --qqq; accepted: {', '.join(flags)}"
+                ConfigurationError, match=f"^{name}: unknown option --qqq; use one of: {', '.join(flags)}"
             ):
                 declared.parse(["--qqq", "1"])
     with pytest.raises(ConfigurationError, match=r"tune: unknown option --modle; did you mean '--model'\?"):

@@ -53,7 +53,7 @@ def test_missing_or_invalid_options_are_named(files: list[str]) -> None:
     for words, message in (
         (
             ["--config", QUICKSTART, "--profile=net.csv"],
-            "profile: the network comes either from a configuration or from a profile",
+            "profile: the arguments have a configuration and a profile",
         ),
         ([profile, cluster], "profile_batch is missing"),
         ([profile, batch], "cluster is missing: give a YAML file"),

@@ -52,12 +52,17 @@ FILES = {
 NETWORK = "--model.init_args.network"
 # By command line: texts in the error message, first its beginning. "FIT" means fit without quickstart.yaml.
 REFUSED = {
-    "FIT": ["no data and model: give --data CLASS and --model CLASS, or a configuration that has data and model"],
+    "FIT": [
+        "the sections data and model are missing: give --data CLASS and --model CLASS, or a configuration that has "
+        "data and model"
+    ],
     "fitt": ["unknown command 'fitt'; did you mean 'fit'?"],
     "predict --model=mine.Lit": ["predict: Lit has no forward that maps images to logits: define one, for example"],
-    "quantize": ["no ckpt_path: give the checkpoint, --ckpt_path FILE"],
-    "tune --allow=accuracy": ["--allow: 'accuracy' is not accepted; accepted: precision"],
-    "quantize --outptu=small.pt2": ["unknown key outptu; did you mean 'output'? accepted: ckpt_path, output, calibra"],
+    "quantize": ["ckpt_path is missing: give a checkpoint, as in --ckpt_path FILE"],
+    "tune --allow=accuracy": ["--allow: 'accuracy' is not accepted; use one of: precision"],
+    "quantize --outptu=small.pt2": [
+        "unknown key outptu; did you mean 'output'? use one of: ckpt_path, output, calibra"
+    ],
     "verify --steps=0": ["steps=0: nothing is trained; use 1 or more"],
     "fit --ckpt_path=page.ckpt": ["ckpt_path: page.ckpt is not a checkpoint: it begins with b'not found'"],
     "quantize --ckpt_path=other.ckpt": ["ckpt_path: other.ckpt does not fit the network of `model`: "],
@@ -70,7 +75,7 @@ REFUSED = {
         "model: 'torch.nn.ReLU' is not accepted; it must be LightningModule or null (of lightning.pytorch, and not"
     ],
     f"fit {NETWORK}=torchvision.models.resnet18 {NETWORK}.init_args.weights=DEFAULT": [
-        "weights: trained for 1000 classes, but num_classes=10: to keep the weights and replace the last layer, use "
+        "weights: these weights are for 1000 classes, but num_classes=10: to keep them and replace the last layer, use "
         "class_path: cnnstrategies.pretrained.pretrained with the network's name"
     ],
     "fit --model.init_args.num_classes=7": ["", "num_classes=7", "DigitsDataModule has 10"],
@@ -89,10 +94,10 @@ REFUSED = {
         "must be float or Tens",
     ],
     "fit --trainer.callbacks+=StepProfil": [
-        "trainer.callbacks: no class 'StepProfil'; did you mean 'StepProfile'? Or "
+        "trainer.callbacks: there is no class 'StepProfil'; did you mean 'StepProfile'? Or "
     ],
-    "fit --data=Nope": ["data: no class 'Nope'; give its import path"],
-    "fit --config=listed.yaml": ["trainer.callbacks.monitor is beside class_path: put the arguments"],
+    "fit --data=Nope": ["data: there is no class 'Nope'; give an import path"],
+    "fit --config=listed.yaml": ["trainer.callbacks.monitor is at the level of class_path: put the arguments"],
     "fit --config=init_arg.yaml": ["unknown key data.init_arg: did you mean 'init_args'?"],
     f"fit --data=CIFAR10DataModule --data.init_args.download=false {NETWORK}.init_args.in_channels=3": [
         "",
@@ -141,7 +146,9 @@ def test_the_parsers_error_messages_become_one_line():
     message = "a class in the configuration needs in_channels: add in_channels to its init_args"
     assert explain_parse_error(missing, []) == message
     kind = 'Parser key "trainer.strategy":\n  Expected a dot import path string: parameter_server_frok'
-    message = "no class 'parameter_server_frok'; did you mean 'parameter_server_fork'? Or give its import path, for"
+    message = (
+        "there is no class 'parameter_server_frok'; did you mean 'parameter_server_fork'? Or give an import path, such"
+    )
     assert explain_parse_error(kind, []).startswith(f"trainer.strategy: {message}")
 
 

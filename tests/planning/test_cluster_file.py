@@ -41,7 +41,7 @@ def test_a_cluster_file_becomes_devices_and_links(tmp_path: Path) -> None:
 
 
 MISTAKES = [
-    ("speed: 0.5", "sped: 0.5", "nodes[1]: unknown key 'sped'; did you mean 'speed'? accepted: count, devices"),
+    ("speed: 0.5", "sped: 0.5", "nodes[1]: unknown key 'sped'; did you mean 'speed'? use one of: count, devices"),
     ("count: 2", "count: 2.5", "nodes[0]: count: 2.5 is not accepted; it must be a whole number of at least 1"),
     ("gbit: 96", "gbit: -1", "nodes[0]: inside: gbit: -1 is not accepted; it must be a number above 0"),
     ("gbit: 96", "gbit: fast", "gbit: 'fast' is not accepted; it must be a number above 0"),
@@ -54,7 +54,7 @@ MISTAKES = [
         "",
         "nodes[1]: inside is missing; give the connection between the machine's 2 devices",
     ),
-    ("nodes:", "machines:", "unknown key 'machines'; accepted: nodes, server"),
+    ("nodes:", "machines:", "unknown key 'machines'; use one of: nodes, server"),
     ("server: {gbyte_per_s: 2, us: 80}", "server: {", "the file is not valid YAML"),
     (
         "server: {gbyte_per_s: 2, us: 80}",

@@ -28,25 +28,26 @@ from cnnstrategies.quantities import Duration, Size
 
 Kind = TypeVar("Kind", bound=type[Any])
 # Names of LightningCLI's options that contain no dot.
-CONFIGURATION_WORDS = ("config", "print_config", *ROOTS)
+CONFIGURATION_OPTIONS = ("config", "print_config", *ROOTS)
 # By type of an option's value: the name of the value in the help.
 VALUE_NAMES = {bool: "", int: "N", float: "NUMBER", Path: "FILE", Duration: "TIME", Size: "BYTES"}
-TRUTH = {"true": True, "false": False}  # By text: the value of a switch.
-# A command-line argument that begins with an option: `--name`, `--name=value` or `--name+=value`.
-_WORD = re.compile(r"--([A-Za-z][\w-]*)\+?(?:=(.*))?", re.DOTALL)
+TRUTH = {"true": True, "false": False}  # By the text that the user types: the value of a switch.
+# Pattern of a command-line argument that begins with an option: `--name`, `--name=value` or `--name+=value`.
+_OPTION = re.compile(r"--([A-Za-z][\w-]*)\+?(?:=(.*))?", re.DOTALL)
 
 
 class Configuration(Enum):
     """Whether and how a command reads a training configuration."""
 
-    NONE = "none"  # The command has only its own options. `main` gets the options.
-    BESIDE = "beside"  # `main` gets the command's own options, and the configuration's command-line arguments.
+    NONE = "none"  # The command has only its own options, and `main` gets these options.
+    # `main` gets the command's own options, and separately the command-line arguments of the configuration.
+    BESIDE = "beside"
     LIGHTNING = "lightning"  # LightningCLI parses the options and the configuration. `main` gets all arguments.
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a command, from a field of the command's dataclass.
+    """Option of a command, declared by a field of the command's dataclass.
 
     Attributes:
         name: Name of the field.
@@ -72,18 +73,19 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The option as the user types it."""
-        # The field of the option --try is named `try_`, because `try` is a keyword of Python.
+        """The option as the user types it, such as ``--minutes``. For a positional argument, the name of the value."""
+        # The field of the option --try is named `try_`, because `try` is a keyword of Python. The option has no
+        # underscore.
         return self.metavar if self.positional else f"--{self.name.removesuffix('_')}"
 
     @property
     def meaning(self) -> str:
-        """The option's documentation without the full stop, for an error message."""
+        """The option's documentation without the full stop, as a part of an error message."""
         return self.text.removesuffix(".")
 
     @property
     def row(self) -> tuple[str, str]:
-        """The option's line in the help as a pair: the option with the name of its value, and its documentation."""
+        """The option's line in the help, as a pair of the option with the name of its value, and the documentation."""
         has_default = self.default not in (None, False, [], dataclasses.MISSING) and "default" not in self.text
         shown = f"{self.default:g}" if isinstance(self.default, float) else self.default
         text = f"{self.text.removesuffix('.')} (default: {shown})" if has_default else self.text
@@ -108,7 +110,7 @@ class Option:
             if text in names:
                 return get_args(self.kind)[names.index(text)]
             raise ConfigurationError(
-                f"{self.flag}: {text!r} is not accepted{closest(text, names)} accepted: {', '.join(names)}"
+                f"{self.flag}: {text!r} is not accepted{closest(text, names)} use one of: {', '.join(names)}"
             )
         if self.kind is bool:
             if text in TRUTH:
@@ -224,12 +226,12 @@ class Command:
 
     @property
     def options(self) -> list[Option]:
-        """The command's own options."""
+        """The command's own options, without the keys of a configuration."""
         return options_of(self.declaration)
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """The lines of the help about the command's options, keys and sections, as pairs of a name and a text."""
+        """The lines of the help about the command's options, keys and sections: pairs of a name and a description."""
         rows = [option.row for option in self.options]
         rows += self.keys
         for section, declaration in self.sections:
@@ -242,11 +244,11 @@ class Command:
         parsed = docstring_parser.parse(self.declaration.__doc__ or "")
         return _in_one_line(f"{parsed.short_description or ''} {parsed.long_description or ''}")
 
-    def parse(self, words: Sequence[str]) -> tuple[Any, list[str]]:
+    def parse(self, arguments: Sequence[str]) -> tuple[Any, list[str]]:
         """Parse command-line arguments.
 
         Args:
-            words: Command-line arguments after the command's name.
+            arguments: Command-line arguments after the command's name.
 
         Returns:
             An instance of the declaration with the values of the command's options, and the other arguments, which
@@ -260,42 +262,42 @@ class Command:
         positionals = deque(option for option in options if option.positional)
         values: dict[str, Any] = {}
         rest: list[str] = []
-        waiting = deque(words)
+        waiting = deque(arguments)
         while waiting:
-            word = waiting.popleft()
-            match = _WORD.fullmatch(word)
+            argument = waiting.popleft()
+            match = _OPTION.fullmatch(argument)
             option = by_name.get(match[1].replace("-", "_")) if match else None
             if option is not None:
                 assert match is not None
                 text = _value(option, match[2], waiting)
                 _store(values, option, text)
-            elif positionals and not word.startswith("-") and not rest:
-                _store(values, positionals[0], word)
+            elif positionals and not argument.startswith("-") and not rest:
+                _store(values, positionals[0], argument)
                 if not positionals[0].many:
                     positionals.popleft()
             else:
-                rest.append(word)
+                rest.append(argument)
         self._check_rest(rest, [option.flag for option in by_name.values()])
         for option in options:
             if option.required and option.name not in values:
                 raise ConfigurationError(f"{self.name}: {option.flag} is missing: {option.meaning}")
         return self.declaration(**values), rest
 
-    def _check_rest(self, words: Sequence[str], flags: Sequence[str]) -> None:
+    def _check_rest(self, arguments: Sequence[str], flags: Sequence[str]) -> None:
         """Raise a ConfigurationError for an argument that belongs neither to this command nor to a configuration.
 
         Args:
-            words: Command-line arguments without the command's own options.
+            arguments: Command-line arguments without the command's own options.
             flags: The command's own options, for the error message.
         """
-        for word in words:
-            match = _WORD.fullmatch(word)
+        for argument in arguments:
+            match = _OPTION.fullmatch(argument)
             if self.configuration is Configuration.NONE:
-                if not word.startswith("-"):
-                    raise ConfigurationError(f"{self.name}: cannot use {word!r}; accepted: {', '.join(flags)}")
-                self._refuse(word.partition("=")[0], flags, flags)
-            elif match and match[1].replace("-", "_") not in CONFIGURATION_WORDS:
-                known = [f"--{name}" for name in CONFIGURATION_WORDS]
+                if not argument.startswith("-"):
+                    raise ConfigurationError(f"{self.name}: cannot use {argument!r}; use one of: {', '.join(flags)}")
+                self._refuse(argument.partition("=")[0], flags, flags)
+            elif match and match[1].replace("-", "_") not in CONFIGURATION_OPTIONS:
+                known = [f"--{name}" for name in CONFIGURATION_OPTIONS]
                 self._refuse(f"--{match[1]}", flags, [*flags, *known])
 
     def _refuse(self, name: str, flags: Sequence[str], known: Sequence[str]) -> None:
@@ -306,7 +308,7 @@ class Command:
         if self.configuration is not Configuration.NONE:
             keys = " and a configuration's keys (--config, --trainer.KEY, ...)"
         guess = closest(name.replace("-", "_").replace("__", "--", 1), known)
-        raise ConfigurationError(f"{self.name}: unknown option {name}{guess} accepted: {', '.join(flags)}{keys}")
+        raise ConfigurationError(f"{self.name}: unknown option {name}{guess} use one of: {', '.join(flags)}{keys}")
 
     def show_all_options(self) -> None:
         """Print the help of LightningCLI's parser, which describes all keys of a configuration."""
@@ -317,26 +319,27 @@ class Command:
         else:
             module.ModelAndData(self.name, ["--help"])
 
-    def run(self, words: Sequence[str]) -> None:
+    def run(self, arguments: Sequence[str]) -> None:
         """Run the command with the command-line arguments after its name."""
         if self.configuration is not Configuration.NONE:
-            # A configuration may name classes of the user's modules in the working directory.
+            # A configuration may name classes in the user's modules, so the working directory must be in sys.path.
             if os.getcwd() not in sys.path:
                 sys.path.insert(0, os.getcwd())
-            words = recipes.with_files(with_underscores(words))
-        arguments: list[Any] = [[self.name, *words]]
+            arguments = recipes.with_files(with_underscores(arguments))
+        main_arguments: list[Any] = [[self.name, *arguments]]
         if self.configuration is not Configuration.LIGHTNING:
-            arguments = list(self.parse(words))
+            main_arguments = list(self.parse(arguments))
             if self.configuration is Configuration.NONE:
-                del arguments[1:]
+                del main_arguments[1:]
         # Garbage collection during the imports would take a sixth of the start-up time and free nothing, because
         # imported objects live until the process ends.
         gc.disable()
         module = importlib.import_module(f"cnnstrategies.commands.{self.module}")
         gc.freeze()
-        atexit.register(gc.unfreeze)  # Some extension modules, such as triton's, report frozen objects as leaks.
+        # Some extension modules, such as triton's, would otherwise report the frozen objects as leaks.
+        atexit.register(gc.unfreeze)
         gc.enable()
-        module.main(*arguments)
+        module.main(*main_arguments)
 
 
 def _value(option: Option, text: str | None, waiting: deque[str]) -> str:

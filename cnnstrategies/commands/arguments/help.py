@@ -16,7 +16,7 @@ from cnnstrategies.commands.arguments.options import COMMANDS
 
 Rows = Sequence[tuple[str, str]]
 LONGEST_LINE = 120
-HELP_WORDS = ("-h", "--help")
+HELP_OPTIONS = ("-h", "--help")
 FULL = "--help_full"
 CONFIGURATION = (
     (

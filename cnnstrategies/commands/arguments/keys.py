@@ -16,8 +16,8 @@ import yaml
 from cnnstrategies.commands.arguments.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 
-# By each key at the root of a configuration: the class whose parameters are below the key. None if the configuration
-# itself names a class there, or if the key has a plain value.
+# By each key at the root of a configuration: the class whose parameters are below the key. The value is None if the
+# configuration itself names the class, or if the key has a plain value.
 ROOTS: dict[str, str | None] = {
     "trainer": "lightning.pytorch.Trainer",
     "model": None,
@@ -31,36 +31,36 @@ ROOTS: dict[str, str | None] = {
     "ckpt_path": None,
     "run_name": None,
 }
-# By keys below the root: the class whose parameters are below the key.
+# By the path of a key below the root: the class whose parameters are below the key.
 NESTED = {
     "cluster.kubernetes": "cnnstrategies.cluster.options.KubernetesOptions",
     "cluster.ray": "cnnstrategies.cluster.options.RayOptions",
 }
 OF_CLASS = ("class_path", "init_args", "dict_kwargs")  # Keys with which a configuration describes an object.
-# Options whose values are mappings. The user chooses the keys of these mappings.
+# Names of options whose values are mappings. The user chooses the keys of these mappings, so their dashes are kept.
 MAPPINGS = ("dict_kwargs", "env", "pod", "resources", "server_resources", "volumes")
-# An error message with a suggested name also lists all accepted names, unless there are more names than this number.
+# Largest number of accepted names that an error message lists in addition to a suggestion.
 MOST_NAMES = 20
 
 
-def with_underscores(words: Sequence[str]) -> list[str]:
+def with_underscores(arguments: Sequence[str]) -> list[str]:
     """Replace dashes in the names of options by underscores: ``--run-name`` becomes ``--run_name``.
 
     Values do not change. The keys of mappings (:data:`MAPPINGS`) do not change either, because the user chooses them.
 
     Args:
-        words: Command-line arguments.
+        arguments: Command-line arguments.
 
     Returns:
         The changed command-line arguments.
     """
-    return [_with_underscores(word) for word in words]
+    return [_with_underscores(argument) for argument in arguments]
 
 
-def _with_underscores(word: str) -> str:
-    match = re.fullmatch(r"--([A-Za-z][\w.-]*)(.*)", word, re.DOTALL)
+def _with_underscores(argument: str) -> str:
+    match = re.fullmatch(r"--([A-Za-z][\w.-]*)(.*)", argument, re.DOTALL)
     if not match or not (match[2] == "" or match[2][0] in "+=/"):
-        return word
+        return argument
     parts = match[1].split(".")
     end = next((place for place, part in enumerate(parts, start=1) if part.replace("-", "_") in MAPPINGS), len(parts))
     parts[:end] = [part.replace("-", "_") for part in parts[:end]]
@@ -133,7 +133,7 @@ def read_yaml(text: str) -> Any:
         return yaml.safe_load(text)
 
 
-_read_cached = functools.cache(read_yaml)  # One start of a command reads the same files several times.
+_read_cached = functools.cache(read_yaml)  # While a command starts, it reads the same files several times.
 
 
 def accepted(value: str, names: Sequence[str]) -> str:
@@ -141,22 +141,26 @@ def accepted(value: str, names: Sequence[str]) -> str:
 
     Args:
         value: The wrong name.
-        names: The accepted names. If there are many, and one is similar to the wrong name, they are not listed.
+        names: The accepted names. They are not listed if there are more than `MOST_NAMES`, and if one of them is
+            similar to the wrong name.
     """
     if not names:
         return ""
     guess = closest(value, names)
-    return guess if guess != ";" and len(names) > MOST_NAMES else f"{guess} accepted: {', '.join(names)}"
+    return guess if guess != ";" and len(names) > MOST_NAMES else f"{guess} use one of: {', '.join(names)}"
 
 
 def closest(value: str, names: Sequence[str]) -> str:
-    """Return ``; did you mean 'NAME'?`` with the name that is most similar to a value; ``;`` if no name is similar."""
+    """Return ``; did you mean 'NAME'?`` with the accepted name that is most similar to a value.
+
+    Return ``;`` if no name is similar.
+    """
     close = difflib.get_close_matches(value, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else ";"
 
 
 def misspelt(name: str, known: Sequence[str] = OF_CLASS) -> str:
-    """Return ``did you mean 'NAME'?`` if a name is very similar to a known name, or else an empty text.
+    """Return ``did you mean 'NAME'?`` if a name is very similar to a known name. Return an empty text otherwise.
 
     Args:
         name: The name that may be misspelt.
@@ -172,7 +176,7 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             base = old if isinstance(old, dict) else _as_class(old)
             if "class_path" in value and value["class_path"] != base.get("class_path"):
-                base = {}  # The earlier arguments belong to another class, so they are dropped.
+                base = {}  # The earlier arguments belong to a different class, so they are dropped.
             into[key] = _merge(base, value)
         elif isinstance(old, dict) and "class_path" in old and isinstance(value, str):
             into[key] = old if old["class_path"] == value else _as_class(value)

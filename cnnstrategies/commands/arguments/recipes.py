@@ -58,7 +58,7 @@ def with_files(args: Sequence[str]) -> list[str]:
 
 
 def main(options: "ConfigsOptions") -> None:
-    """List all recipes with their first comment line, or print the contents of the recipes that the options name."""
+    """Print the recipes that the options name, or list all recipes with the first comment line of each."""
     if options.names:
         show("\n".join(find(name).read_text(encoding="utf-8").rstrip() for name in options.names))
         return

@@ -6,7 +6,7 @@ import re
 import sys
 from typing import NoReturn
 
-DEBUG = "CNNSTRATEGIES_DEBUG"  # Environment variable; if it is set, errors are shown with their tracebacks.
+DEBUG = "CNNSTRATEGIES_DEBUG"  # Name of the environment variable that makes commands show errors with tracebacks.
 
 
 def fail(message: str) -> NoReturn:
@@ -16,7 +16,7 @@ def fail(message: str) -> NoReturn:
 
 
 def write_anywhere() -> None:
-    """Make this process print a question mark in place of each character that its output encoding does not have.
+    """Make this process print a question mark for each character that the encoding of its output cannot represent.
 
     Without this setting, ``print`` raises an error for such a character.
     """
@@ -36,7 +36,10 @@ def shows_tracebacks() -> bool:
 
 
 def show(text: str) -> None:
-    """Print a long text. If the program that reads the output ends early, as ``head`` does, ignore the error."""
+    """Print a long text.
+
+    If the program that reads the output ends early, as ``head`` does, ignore the error.
+    """
     try:
         print(text, flush=True)
     except BrokenPipeError:

@@ -17,20 +17,20 @@ from cnnstrategies.planning.rank import Ranking, rank
 from cnnstrategies.planning.report import ranking_table, stages_table, summary, write_overlay
 
 
-def main(options: PlanOptions, words: Sequence[str]) -> None:
+def main(options: PlanOptions, arguments: Sequence[str]) -> None:
     """Print a ranking of the strategies, for the network of a configuration or of a profile.
 
     Args:
         options: The options of the command.
-        words: Command-line arguments of the configuration; empty if a profile is given.
+        arguments: Command-line arguments of the configuration; empty if a profile is given.
     """
-    if options.profile is not None and not words:
+    if options.profile is not None and not arguments:
         job = job_from_files(options)
     else:
-        # This import takes seconds, because it imports torch and Lightning.
+        # This import takes seconds, because it imports torch and Lightning. Plans from files do not need it.
         from cnnstrategies.commands.plan.measured import job_from_configuration
 
-        job = job_from_configuration(options, words)
+        job = job_from_configuration(options, arguments)
     show(rank(job), options)
 
 
@@ -59,7 +59,7 @@ def job_from_files(options: PlanOptions) -> Job:
 
 
 def show(ranking: Ranking, options: PlanOptions) -> None:
-    """Print a ranking, and write the files that the options name."""
+    """Print a ranking of the strategies, and write the files that the options name."""
     console = Console()
     console.print(ranking_table(ranking))
     chosen = ranking.hybrid

@@ -28,14 +28,14 @@ from cnnstrategies.strategies.hybrid_pipeline.contract import find_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 
 
-def job_from_configuration(options: PlanOptions, words: Sequence[str]) -> Job:
+def job_from_configuration(options: PlanOptions, arguments: Sequence[str]) -> Job:
     """Measure the network of a configuration, and return the planner's input.
 
     Args:
         options: The options of the command.
-        words: Command-line arguments of the configuration.
+        arguments: Command-line arguments of the configuration.
     """
-    cli = ModelAndData("plan", words)
+    cli = ModelAndData("plan", arguments)
     return job_for(cli.model, cli.data(), cli.config.trainer, options)
 
 
@@ -53,7 +53,8 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
     """
     if options.profile is not None:
         raise ConfigurationError(
-            "profile: the network comes either from a configuration or from a profile; leave out --profile or --config"
+            "profile: the arguments have a configuration and a profile, but the network can come from only one of "
+            "them: leave out --profile or --config"
         )
     submodule = getattr(getattr(trainer.strategy, "init_args", None), "submodule", None)
     network = network_at(model, find_network(model, submodule))
@@ -112,20 +113,24 @@ def _measure(
     traced: fx.GraphModule, images: Tensor, size: int, device: torch.device, model: LightningModule, trainer: Any
 ) -> Profile:
     if device.type == "cpu":
-        # In a training on this machine, the cores are divided among the processes. The measurement uses as many threads
-        # as one of these processes would have.
+        # When this machine trains, its cores are divided among the processes. The measurement uses as many threads as
+        # one of these processes would have.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // _device_count(trainer.devices)))
     channels_last = bool(getattr(model, "channels_last", False))
     return measure_profile(traced, images, size, device, str(trainer.precision), channels_last)
 
 
 def _states(model: LightningModule, options: PlanOptions) -> int:
-    """Return the number of values that the optimizer stores for each parameter, from the options or the module."""
+    """Return the number of values that the optimizer stores for each parameter.
+
+    The number comes from the options, or else from the module's optimizer.
+    """
     if options.optimizer_states is not None:
         return options.optimizer_states
     try:
         configured: Any = model.configure_optimizers()
-    except Exception:  # The user's method may need a trainer, which does not exist here.
+    # The user's method may need a trainer, which does not exist here. The usual number is then used.
+    except Exception:
         return USUAL_STATES
     optimizer = configured.get("optimizer") if isinstance(configured, dict) else configured
     return states_of(optimizer) if isinstance(optimizer, Optimizer) else USUAL_STATES
@@ -160,7 +165,7 @@ def _device_count(devices: Any) -> int:
 
 
 def _images(data: LightningDataModule) -> tuple[Tensor, int]:
-    """Return a batch of training images, and the number of samples in it."""
+    """Return a batch of training images, and the number of samples in the batch."""
     data.prepare_data()
     data.setup("fit")
     images = next(iter(data.train_dataloader()))[0]
@@ -171,7 +176,7 @@ def _link(options: PlanOptions, device: torch.device, devices: int) -> Link:
     if options.bandwidth is not None:
         return Link(options.bandwidth * 1e6 / 8, options.latency / 1e3)
     if devices == 1:
-        return Link(1.0, 0.0)  # Nothing is sent, so the values do not matter.
+        return Link(1.0, 0.0)  # With one device nothing is sent, so the values of the link do not matter.
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         raise ConfigurationError(
             "measuring the connection between GPUs needs two GPUs, but this machine has one: give --bandwidth (Mbit/s) "

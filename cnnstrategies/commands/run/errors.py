@@ -19,14 +19,15 @@ from cnnstrategies.commands.run.strategy_names import explain_nested
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import ROOT, is_now, renamed
 
-# Start of the lines that jsonargparse adds about the other types of a key, usually null. Our messages omit these lines.
+# Pattern of the start of the lines in which jsonargparse says why a value does not fit the other types of a key,
+# usually null. This package's error messages omit these lines.
 _OTHER_TYPES = re.compile(r"\n\s*-? ?(?:Expected an? <class|Given value)")
-SECTIONS = {"model", "data"}  # Sections of a configuration that most runs need.
+SECTIONS = {"model", "data"}  # Names of the two sections that most configurations need.
 OF_LIGHTNING = " (of lightning.pytorch, and not of pytorch_lightning)"
-SHARDED = (".metadata", "meta.pt", "checkpoint")  # A folder that contains one of these files is a checkpoint.
-CHECKPOINT_WORDS = ("best", "last", "hpc")  # Values of ckpt_path that are not paths.
+SHARDED = (".metadata", "meta.pt", "checkpoint")  # A folder that contains one of these files is a sharded checkpoint.
+CHECKPOINT_KEYWORDS = ("best", "last", "hpc")  # Values of ckpt_path that are keywords and not paths.
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
-# Modules whose classes a configuration may name by the name of the class alone.
+# Modules whose classes a configuration may name without the module.
 HOMES = (
     *("cnnstrategies", "cnnstrategies.data", "cnnstrategies.callbacks", "cnnstrategies.strategies"),
     *("lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lightning.pytorch.strategies"),
@@ -37,7 +38,7 @@ FROM_ELSEWHERE = ("params", "optimizer")
 
 
 def check_trainer_names(trainer: Any) -> None:
-    """Raise a ConfigurationError if the name of the strategy or of the accelerator is unknown.
+    """Raise a ConfigurationError if the name of the strategy or of the accelerator is not known.
 
     Args:
         trainer: The configuration's section ``trainer``.
@@ -115,28 +116,28 @@ def check_nulls(keys: Sequence[ConfiguredKey]) -> None:
         raise ConfigurationError(f"{key.path}: null is not accepted; use a value of type {names}, or leave the key out")
 
 
-def check_checkpoint(path: Any, words: Sequence[str] = CHECKPOINT_WORDS) -> None:
+def check_checkpoint(path: Any, keywords: Sequence[str] = CHECKPOINT_KEYWORDS) -> None:
     """Raise a ConfigurationError if the checkpoint in ``ckpt_path`` does not exist.
 
     Args:
-        path: The value of ``ckpt_path``: a path, or one of `words`, or None.
-        words: Accepted values that are not paths, such as ``best``. If `words` is not empty, values that begin with
+        path: The value of ``ckpt_path``: a path, or one of `keywords`, or None.
+        keywords: Accepted values that are not paths, such as ``best``. If there are keywords, values that begin with
             ``registry:`` are also accepted.
     """
-    if path is None or str(path) in words:
+    if path is None or str(path) in keywords:
         return
-    if "://" in str(path):  # If the file of a URL is missing, an error is raised later, when the checkpoint is loaded.
+    if "://" in str(path):  # If the file at a URL is missing, an error is raised later, when the checkpoint is loaded.
         return
     if Path(path).is_dir() and not any((Path(path) / name).exists() for name in SHARDED):
         raise ConfigurationError(f"ckpt_path: {str(path)!r} is a folder; give a file, such as last.ckpt in this folder")
     if Path(path).exists():
         return
-    if words and re.match(r"registry(:|$)", str(path), re.IGNORECASE):
+    if keywords and re.match(r"registry(:|$)", str(path), re.IGNORECASE):
         return
     beside = ", ".join(sorted(file.name for file in Path(path).parent.glob("*.ckpt")))
     hint = f"the folder contains {beside}" if beside else "the folder contains no checkpoints"
     raise ConfigurationError(
-        f"ckpt_path: there is no checkpoint {str(path)!r}; {hint}; give {' or '.join((*words, 'a path'))}"
+        f"ckpt_path: there is no checkpoint {str(path)!r}; {hint}; give {' or '.join((*keywords, 'a path'))}"
     )
 
 
@@ -158,21 +159,22 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
     if match := re.search(r"arguments are required: (.+)", message):
         names = [name.rpartition(".")[2] for name in match[1].split(", ")]
         if names == ["ckpt_path"]:
-            return "no ckpt_path: give the checkpoint, --ckpt_path FILE"
+            return "ckpt_path is missing: give a checkpoint, as in --ckpt_path FILE"
         return _explain_missing(names, args)
     if match := re.search(r"Problem with given class_path '([^']+)':\s*(.*)", message, re.DOTALL):
         reason = in_one_line(_OTHER_TYPES.split(match[2])[0])
         return f"{where}cannot use {match[1]!r}: {reason}"
     match = re.search(r"Expected a dot import path string: (\S+)", message)
-    # If the key also accepts plain values, the value need not be the name of a class, and this explanation is wrong.
+    # If the key also accepts plain values, such as numbers, the value need not be the name of a class, so this error
+    # message is not used.
     if match and not re.search(r"Expected an? <class '(?!NoneType)", message):
         strategies = StrategyRegistry.available_strategies() if key == "trainer.strategy" else []
         meant = _meant(match[1], strategies)
-        return f"{where}no class {match[1]!r}; {meant}give its import path, for example package.module.ClassName"
+        return f"{where}there is no class {match[1]!r}; {meant}give an import path, such as package.module.ClassName"
     if match := re.search(r"Given value: (.*)$", message, re.DOTALL):
         types = re.search(r"Subtypes: \[(.*)\]\s*\n", message)
         value, expected = in_one_line(match[1]), _types(types[1] if types else "")
-        # Importing a module has raised an error, for example because the module is not valid Python.
+        # jsonargparse gives the reason why it could not import a module or convert a value.
         if raised := re.search(r"Errors:\n\s*- (?!Expected|Does not|Import path)(.*)", message):
             why = raised[1].removeprefix("Not of type timedelta: ")
             return f"{where}cannot use {value!r}: {why}"
@@ -185,7 +187,7 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
 
 
 def _meant(name: str, others: Sequence[str] = ()) -> str:
-    """Return the part of an error message that suggests a name instead of a wrong one.
+    """Return the part of an error message that suggests the correct name for a wrong name.
 
     The suggestion is the most similar class in `HOMES`, or the most similar name in `others`. The result is empty if no
     name is similar.
@@ -196,7 +198,7 @@ def _meant(name: str, others: Sequence[str] = ()) -> str:
 
 
 def _types(text: str) -> str:
-    """Return a list of types in plain words.
+    """Return a readable text for jsonargparse's list of types.
 
     For example, ``typing.Literal['a', 'b'], <class 'int'>, <class 'NoneType'>`` becomes ``'a', 'b', int or null``.
     """
@@ -213,13 +215,13 @@ def _explain_unknown(key: str, args: Sequence[str]) -> str:
         args: Command-line arguments.
     """
     keys = configured_keys(args)
-    if key == "class_path":  # The actual mistake is another key at the same level as class_path.
+    if key == "class_path":  # jsonargparse names class_path, but the mistake is another key at the same level.
         parents = {configured.path.removesuffix(key) for configured in keys if configured.path.endswith(key)}
         beside = (configured.path.rpartition(".") for configured in keys)
         parent, _, name = next(
             configured for configured in beside if f"{configured[0]}." in parents and configured[2] not in OF_CLASS
         )
-        return f"{parent}.{name} is beside class_path: put the arguments of a class below {parent}.init_args"
+        return f"{parent}.{name} is at the level of class_path: put the arguments of a class below {parent}.init_args"
     for configured in keys:
         if configured.path == key or configured.path.endswith("." + key):
             return _unknown_key(configured.path, configured.owner, args)
@@ -230,7 +232,7 @@ def _explain_unknown(key: str, args: Sequence[str]) -> str:
 
 
 def _unknown_key(path: str, owner: str | None, args: Sequence[str]) -> str:
-    """Return the error message for an unknown key, with the names that are accepted instead.
+    """Return the error message for an unknown key, with the accepted names.
 
     Args:
         path: The key with all keys above it.
@@ -265,7 +267,7 @@ def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
     needs = f"needs {missing}"
     takers = [taker for taker in keys if set(names) <= parameters_of(located(taker.value)).keys()]
     functions = [taker for taker in takers if inspect.isfunction(located(taker.value))]
-    # The module passes these arguments to a class, but a function as class_path does not get them.
+    # The module passes these arguments to a class, but cannot pass them to a function, so the function is the mistake.
     if functions and set(names) <= {*FROM_ELSEWHERE}:
         return _of_function(functions[0].path.removesuffix(".class_path"), functions[0].value)
     for taker in takers:
@@ -275,10 +277,11 @@ def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
 
 
 def none_given(sections: Set[str]) -> str:
-    """Return the error message for a configuration in which some sections are missing."""
+    """Return the error message for a configuration without some of its sections."""
     missing = " and ".join(sorted(sections))
     classes = " and ".join(f"--{name} CLASS" for name in sorted(sections))
-    return f"no {missing}: give {classes}, or a configuration that has {missing}, as in --config quickstart"
+    subject = f"the section {missing} is" if len(sections) == 1 else f"the sections {missing} are"
+    return f"{subject} missing: give {classes}, or a configuration that has {missing}, as in --config quickstart"
 
 
 def check_functions(model: Any) -> None:
@@ -303,7 +306,7 @@ def _of_function(key: str, name: str) -> str:
 
 
 def _full_key(key: str, args: Sequence[str]) -> str:
-    """Return a key with all keys above it. Some of jsonargparse's error messages leave out the keys above."""
+    """Return the path of a key from the root, because jsonargparse's error messages may leave out the keys above it."""
     return next(
         (
             configured.path

@@ -37,22 +37,24 @@ IN_OTHER_WORDS = tuple(
         ),
         (
             r"The parameter 'num_classes' expected value (\d+) but got (\d+) instead",
-            "weights: trained for {} classes, but num_classes={}: to keep the weights and replace the last layer, use "
-            "class_path: cnnstrategies.pretrained.pretrained with the network's name",
+            "weights: these weights are for {} classes, but num_classes={}: to keep them and replace the last layer, "
+            "use class_path: cnnstrategies.pretrained.pretrained with the network's name",
         ),
         (r"^(Early stopping conditioned on metric .*)", "{}"),
     )
 )
 _NOT_FOUND = re.compile(r"Interpolation key '([^']*)' not found(?: \(resolved to '([^']*)'\))?")
 _CLASS = re.compile(r"Problem with given class_path '([^']+)'")
-# Packages that contain no code of the user. If possible, an error message names a line outside of these packages.
+# Packages that contain no code of the user. If possible, an error message names a line outside of these packages,
+# because the user can change this line.
 OF_OTHERS = ("cnnstrategies", "lightning", "torch", "jsonargparse")
-# Errors that usually mean a mistake in code. Their text alone does not help a user who wrote a configuration.
+# Errors that usually mean a mistake in code. Their text alone does not help a user who wrote a configuration, so the
+# class of the error and a line of code are added.
 OF_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError)
 
 
 def explain_build_error(error: BaseException) -> str:
-    """Return an error message of one line for an error while the objects of a configuration were built."""
+    """Return an error message of one line for an error that occurred while a configuration's objects were built."""
     chain = list(causes(error))
     for link in chain:
         if isinstance(link, ConfigurationError):
@@ -77,7 +79,7 @@ def explain_build_error(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Return a text with an error's class and message, and with a line of code from its traceback.
+    """Return a text with the class and the message of an error, and with a line of code from the traceback.
 
     The line is the innermost line of the user's own code, or else the line that has raised the error.
     """
@@ -100,7 +102,10 @@ def missing_package(error: ImportError) -> str:
 
 
 def explain_run_error(error: BaseException) -> str | None:
-    """Return an error message of one line for a failure of a run; None if the user needs the traceback instead."""
+    """Return an error message of one line for a failure of a run.
+
+    Return None if the user needs the traceback instead.
+    """
     message = str(error)
     if isinstance(error, ProcessRaisedException):
         return refusal_in(message)

@@ -51,10 +51,11 @@ def heeds_signals(end: Callable[[], None], seconds: float = 2.0) -> Iterator[Non
     with reader, writer:
         writer.setblocking(False)
         for signum, handler in before.items():
-            # Without a Python handler, a signal is ignored or ends the process at once, so nothing needs to be done.
+            # Without a Python handler the system handles a signal at once, and the process need not be ended here.
             if callable(handler):
                 signal.signal(signum, heed)
-        # When a signal arrives, the interpreter writes the signal's number here at once, even if no handler can run.
+        # When a signal arrives, the interpreter writes the signal's number to this socket at once, even if no handler
+        # can run.
         previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         watcher = threading.Thread(target=watch, args=(reader,), daemon=True)
         watcher.start()
@@ -70,7 +71,9 @@ def heeds_signals(end: Callable[[], None], seconds: float = 2.0) -> Iterator[Non
 
 
 def _detach_socket() -> None:
-    """Stop writing signals to the socket before a fork. Otherwise the child would write signals to its parent's socket.
+    """Stop writing signals to the socket before a fork.
+
+    Otherwise the child process would write its signals to the socket of the parent process.
 
     After the fork the parent writes signals to the socket again; see `_attach_socket`.
     """

@@ -24,7 +24,7 @@ from cnnstrategies.commands.arguments.keys import configured_keys, read_yaml
 from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.arguments.refuse import shows_tracebacks
 from cnnstrategies.commands.run.errors import (
-    CHECKPOINT_WORDS,
+    CHECKPOINT_KEYWORDS,
     check_checkpoint,
     check_functions,
     check_names,
@@ -38,10 +38,12 @@ from cnnstrategies.commands.run.failures import explain_build_error, explain_run
 from cnnstrategies.commands.run.outcome import ends_together
 from cnnstrategies.commands.run.parser import ArgumentParser
 from cnnstrategies.commands.run.quiet import quieten
-from cnnstrategies.commands.run.start_from import WORDS, check_trained, checkpoint_of
+from cnnstrategies.commands.run.start_from import KEYWORDS, check_trained, checkpoint_of
 from cnnstrategies.commands.run.strategy_names import check_recipe_names, with_help_of_class
 from cnnstrategies.commands.run.trainer import Trainer, add_sections, all_callbacks, all_plugins
-from cnnstrategies.data import ImageDataModule  # All data modules are imported, so that short names work for them.
+
+# All data modules are imported, so that a configuration may name them without their module.
+from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.image_folder import images_of_folder
 from cnnstrategies.deploy.inference import give_predict_step
 from cnnstrategies.errors import ConfigurationError
@@ -51,23 +53,24 @@ from cnnstrategies.pretrained import trained_with
 from cnnstrategies.runtime.processes import ended_by
 
 NUM_CLASSES = "model.init_args.num_classes"
-FROM_WEIGHTS = ("quantize", "export")  # Subcommands that load a checkpoint's weights, and neither train nor evaluate.
+# Subcommands that only load the weights of a checkpoint, and neither train nor evaluate.
+FROM_WEIGHTS = ("quantize", "export")
 
 
 class SavedConfiguration(SaveConfigCallback):
-    """Lightning's callback that saves the configuration, except that it saves nothing if there is no log directory.
+    """Lightning's callback that saves the configuration, but without an error if there is no log directory.
 
     A logger that sends runs to an MLflow server, for example, has no log directory. Lightning's callback would fail.
     """
 
     @override
     def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
-        # Lightning broadcasts the value of `log_dir`, so every rank must read it.
+        # Lightning broadcasts the value of `log_dir`, so every rank must read the property.
         self.save_to_log_dir = self.save_to_log_dir and trainer.log_dir is not None
         super().setup(trainer, pl_module, stage)
 
 
-# By command: the method of a module that loads data, if there is no data module.
+# By subcommand: the name of the module's method that loads data, if there is no data module.
 LOADERS = {
     "fit": "train_dataloader",
     "validate": "val_dataloader",
@@ -113,7 +116,8 @@ class CLI(LightningCLI):
             name: skipped | {option.name for option in COMMANDS[name].options}
             for name, skipped in skipped_arguments.items()
         }
-        # Building parsers takes much of the start-up time, so only the requested subcommand gets a parser.
+        # Building the parsers of all subcommands would take much of the start-up time, so only the requested subcommand
+        # gets a parser.
         requested = [name for name in sys.argv[1:2] if name in skipped_arguments]
         return {name: skipped_arguments[name] for name in requested or skipped_arguments}
 
@@ -140,19 +144,19 @@ class CLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        words = sys.argv[1:] = with_help_of_class(sys.argv[1:])
-        keys = configured_keys(words)
+        arguments = sys.argv[1:] = with_help_of_class(sys.argv[1:])
+        keys = configured_keys(arguments)
         check_recipe_names(keys)
         check_names(keys)
         check_nulls(keys)
-        if leaves_out_classes(words):
+        if leaves_out_classes(arguments):
             # The number of classes comes from the data module, which is built from the parsed configuration. The
             # first parsing uses a provisional number, because other keys may refer to the number.
-            sys.argv[1:] = [*words, f"--{NUM_CLASSES}=2"]
+            sys.argv[1:] = [*arguments, f"--{NUM_CLASSES}=2"]
             super().parse_arguments(parser, args)
             # Ranks that are started as programs inherit these command-line arguments, and so the number of classes.
             with _explains_failure():
-                sys.argv[1:] = [*words, f"--{NUM_CLASSES}={self._built_alone('data').num_classes}"]
+                sys.argv[1:] = [*arguments, f"--{NUM_CLASSES}={self._built_alone('data').num_classes}"]
         super().parse_arguments(parser, args)
         command = self.config.get("subcommand")
         config = self.config[command] if command else self.config
@@ -177,7 +181,7 @@ class CLI(LightningCLI):
 
     @override
     def _dump_config(self) -> None:
-        """Store the configuration that Lightning saves with the module, without validating it a second time.
+        """Store the configuration that Lightning saves with the module, and do not validate it a second time.
 
         This method's name is private in Lightning. If Lightning renames it, mypy reports an error.
         """
@@ -191,7 +195,9 @@ class CLI(LightningCLI):
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
-        check_checkpoint(config.ckpt_path, words=WORDS if self.subcommand in FROM_WEIGHTS else CHECKPOINT_WORDS)
+        check_checkpoint(
+            config.ckpt_path, keywords=KEYWORDS if self.subcommand in FROM_WEIGHTS else CHECKPOINT_KEYWORDS
+        )
         self.named = find_run(config.run_name, configuration_hash(config), os.environ)
         if self.named is not None:
             place(config, self.named)
@@ -215,11 +221,17 @@ class CLI(LightningCLI):
             self.datamodule.check_trainer(self.trainer)
 
     def _own_loader(self) -> str:
-        """Return the name of the module's method that loads data for this command; empty if there is no such method."""
+        """Return the name of the method with which a module loads data for this subcommand.
+
+        Return an empty text if no method loads data for this subcommand.
+        """
         return LOADERS.get(str(self.subcommand), "")
 
     def _prepare_as_trained(self) -> None:
-        """Make the data module use the preprocessing of the network's pretrained weights, if there are any."""
+        """Make the data module use the preprocessing of the network's pretrained weights.
+
+        Do nothing if the network has no pretrained weights.
+        """
         if not isinstance(self.model, NetworkModule) or not isinstance(self.datamodule, ImageDataModule):
             return
         config = self.config[self.subcommand] if self.subcommand else self.config
@@ -240,19 +252,19 @@ class CLI(LightningCLI):
         return trainer
 
     def fit(self, **kwargs: Any) -> None:
-        """Train."""
+        """Train the model. The trainer's method gets the options of the configuration."""
         self._run(self.trainer.fit, **kwargs)
 
     def validate(self, **kwargs: Any) -> None:
-        """Evaluate on the validation data."""
+        """Evaluate the model on the validation data."""
         self._run(self.trainer.validate, **kwargs)
 
     def test(self, **kwargs: Any) -> None:
-        """Evaluate on the test data."""
+        """Evaluate the model on the test data."""
         self._run(self.trainer.test, **kwargs)
 
     def predict(self, **kwargs: Any) -> None:
-        """Write predictions to a file, without keeping them in memory."""
+        """Write the model's predictions to a file, without keeping them in memory."""
         give_predict_step(self.model)
         if (folder := self.config_init[self.subcommand].predictions.images) is not None:
             # Each rank searches for the images again. Here the search fails before any process is started.
@@ -271,7 +283,7 @@ class CLI(LightningCLI):
         config = self.config[self.subcommand]
         kwargs["ckpt_path"] = path = checkpoint_of(self.trainer, ckpt_path, training, self.named)
         # The saved configuration gets the path of the checkpoint, because `last` or `best` may be another file later.
-        if ckpt_path in WORDS:
+        if ckpt_path in KEYWORDS:
             config.ckpt_path = path
         if local_rank() == 0 and path is not None:
             check_weights(self.model, path, kwargs.get("weights_only"), training)
@@ -292,7 +304,7 @@ def _explains_failure() -> Iterator[None]:
         raise ConfigurationError(explain_build_error(error)) from error
 
 
-def leaves_out_classes(words: Sequence[str]) -> bool:
+def leaves_out_classes(arguments: Sequence[str]) -> bool:
     """Return whether the model's number of classes must come from the data module.
 
     This is so if the configuration does not set it, and if both the module and the data module are classes of this
@@ -300,14 +312,16 @@ def leaves_out_classes(words: Sequence[str]) -> bool:
     recipe for segmentation.
 
     Args:
-        words: Command-line arguments of the command.
+        arguments: Command-line arguments of the command.
     """
     # Each file and option is read separately, because a number of classes in an earlier file counts even if a later
     # file replaces the model's class.
-    alone = [key.path for place in range(len(words)) for key in configured_keys(words[place : place + 2])]
-    if {NUM_CLASSES, "model.num_classes"} & {*alone} or any(word.startswith("--print_config") for word in words):
+    alone = [key.path for place in range(len(arguments)) for key in configured_keys(arguments[place : place + 2])]
+    if {NUM_CLASSES, "model.num_classes"} & {*alone} or any(
+        argument.startswith("--print_config") for argument in arguments
+    ):
         return False
-    keys = {key.path: key.value for key in configured_keys(words)}
+    keys = {key.path: key.value for key in configured_keys(arguments)}
     if any("${" in str(keys.get(path)) for path in ("data.init_args.num_classes", "data.num_classes")):
         return False
     model, data = (located(keys.get(f"{section}.class_path") or keys.get(section)) for section in ("model", "data"))
@@ -322,19 +336,20 @@ def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
         args: Command-line arguments, beginning with the command's name.
         kind: Class or function that makes the command line.
     """
-    # LightningCLI and the error messages read sys.argv.
+    # LightningCLI and the error messages read sys.argv, so it must contain the arguments.
     sys.argv[1:] = args
     quieten()
     try:
         kind()
     except (RunEnded, ServersUnreachableError, RemovedError, ProcessExitedException) as ended:
-        if getattr(ended, "clean", False):  # The run ended regularly before this restarted worker could join again.
+        # The run ended without an error before this restarted worker could join again.
+        if getattr(ended, "clean", False):
             print(f"Nothing is left to do: {ended}", file=sys.stderr)
             sys.exit(0)
-        words = str(ended)
+        text = str(ended)
         if isinstance(ended, ProcessExitedException) and ended.signal_name is not None:
-            words = ended_by(ended.error_index, ended.exit_code)
-        print(f"The run cannot continue: {_with_notes(ended, words)}", file=sys.stderr)
+            text = ended_by(ended.error_index, ended.exit_code)
+        print(f"The run cannot continue: {_with_notes(ended, text)}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
         if shows_tracebacks() or isinstance(error, ConfigurationError):
@@ -349,8 +364,8 @@ def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
         sys.exit(1)
 
 
-def _with_notes(error: Exception, words: str) -> str:
-    return "; ".join((words, *getattr(error, "__notes__", ())))
+def _with_notes(error: Exception, text: str) -> str:
+    return "; ".join((text, *getattr(error, "__notes__", ())))
 
 
 class ModelAndData(CLI):
@@ -358,12 +373,12 @@ class ModelAndData(CLI):
 
     Args:
         command: Name of the command, for error messages.
-        words: Command-line arguments of the configuration, without the command's own options.
+        arguments: Command-line arguments of the configuration, without the command's own options.
     """
 
-    def __init__(self, command: str, words: Sequence[str]) -> None:
-        # LightningCLI and the error messages read sys.argv.
-        sys.argv = [f"cnnstrategies {command}", *words]
+    def __init__(self, command: str, arguments: Sequence[str]) -> None:
+        # LightningCLI and the error messages read sys.argv, so it must contain the arguments.
+        sys.argv = [f"cnnstrategies {command}", *arguments]
         quieten()
         super().__init__(run=False)
 
@@ -388,7 +403,7 @@ class ModelAndData(CLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Do nothing. The checks of the base class are for runs of a trainer."""
+        """Do nothing, because the checks of the base class are for commands that run a trainer."""
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Any:

@@ -59,7 +59,7 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
     """
     with one_refusal(), own_temporary_folder(trainer.strategy.launcher):
         try:
-            trainer.callbacks.insert(0, FirstToFail())  # type: ignore[attr-defined]  # set by the callback connector
+            trainer.callbacks.insert(0, FirstToFail())  # type: ignore[attr-defined]
             with (
                 heeds_signals(partial(_end_others, trainer)),
                 own_store(facts_of(trainer.strategy).connects_hosts),
@@ -90,7 +90,8 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
                     f"them: {error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
                 ) from error
             if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
-                raise KeyboardInterrupt from None  # Lightning has replaced the KeyboardInterrupt by a SystemExit.
+                # Lightning has replaced the KeyboardInterrupt by a SystemExit, so raise it again.
+                raise KeyboardInterrupt from None
             raise
 
 
@@ -112,9 +113,10 @@ def own_temporary_folder(launcher: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for rank in launcher.procs:  # A rank that is being killed may still write to the folder.
+        # A rank that is being killed may still write to the folder, so wait until it has ended.
+        for rank in launcher.procs:
             rank.join(PATIENCE)
-        tempfile.tempdir = None  # The module `tempfile` then determines its folder again.
+        tempfile.tempdir = None  # With None, the module `tempfile` determines its folder again.
         os.environ.pop("TMPDIR")
         if before is not None:
             os.environ["TMPDIR"] = before
@@ -158,8 +160,8 @@ def end_all_after_one(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     time.sleep(PATIENCE)
     for number, rank in enumerate(ranks, start=1):
         if rank.poll() == -signal.SIGKILL:
-            words = f"The run cannot continue: {ended_by(number, rank.returncode)}"
-            print(f"{words}, and rank 0 has waited {PATIENCE:.0f} s for this rank", file=sys.stderr, flush=True)
+            text = f"The run cannot continue: {ended_by(number, rank.returncode)}"
+            print(f"{text}, and rank 0 has waited {PATIENCE:.0f} s for this rank", file=sys.stderr, flush=True)
     for rank in ranks:
         rank.kill()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -179,10 +181,13 @@ def _names_the_cause(error: Exception) -> bool:
     lose their connection.
     """
     if isinstance(error, ProcessExitedException):
-        return error.exit_code == -signal.SIGKILL  # This error says which rank was killed.
+        return error.exit_code == -signal.SIGKILL  # This error names the rank that was killed.
     return isinstance(error, ProcessRaisedException) and "by peer" not in str(error)
 
 
 def _reports_failure(error: Exception) -> bool:
-    """Return whether this rank must report its failure: True for the first rank that fails."""
+    """Return whether this rank must report its failure.
+
+    The result is True only for the first rank that fails.
+    """
     return first_to_fail(1 if explain_run_error(error) is None else 2)

@@ -54,15 +54,19 @@ def _build(class_type: type, *args: Any, applied_instantiation_links: dict[str, 
 
 
 def _timedelta(value: Any) -> timedelta:
-    """Convert the value of a key to a timedelta. jsonargparse itself accepts only ``hours:minutes:seconds``."""
+    """Convert the value of a key to a timedelta.
+
+    jsonargparse itself accepts only ``hours:minutes:seconds``.
+    """
     try:
         return as_timedelta(value, "")
     except ConfigurationError as error:
-        # The error message must not contain option and value, because jsonargparse adds them.
+        # The error message must not contain the option and the value, because jsonargparse adds both.
         raise ValueError(f"it {str(error).partition(' ')[2]}") from None
 
 
-# With this type, users write the time-outs of Lightning's classes in the same forms as the time-outs of this package.
+# With this type, the time-outs of Lightning's classes may be written in the same forms as the time-outs of this
+# package.
 register_type(timedelta, deserializer=_timedelta)
 # This setting lets references (`${...}`) refer to keys of other --config files and to keys of the command line.
 set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
@@ -89,7 +93,7 @@ def _dump(data: Any) -> str:
 
 
 set_dumper("yaml", _dump)
-# If a value cannot be written as YAML, jsonargparse writes a text that begins with these words.
+# Prefix of the text that jsonargparse writes instead of a value that cannot be written as YAML.
 UNWRITABLE = "Unable to serialize instance "
 
 
@@ -131,7 +135,10 @@ class ArgumentParser(LightningArgumentParser):
 
     @override
     def save(self, *args: Any, **kwargs: Any) -> None:
-        """Save a configuration. Do not validate it again, because a run was built from it already."""
+        """Save a configuration.
+
+        The configuration is not validated again, because a run was built from it already.
+        """
         super().save(*args, **{**kwargs, "skip_validation": True})
 
     @override

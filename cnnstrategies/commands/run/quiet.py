@@ -8,8 +8,8 @@ import re
 import threading
 import warnings
 
-# Names of the loggers that write the hidden messages. Each logger needs its own filter, because the filter of a parent
-# logger does not see the messages of its child loggers.
+# Names of the loggers that write the hidden messages. Each of these loggers gets the filter, because the filter of a
+# parent logger does not see the messages of its child loggers.
 LOGGERS = (
     "lightning.fabric.utilities.distributed",
     "lightning.fabric.utilities.rank_zero",
@@ -37,14 +37,14 @@ NOISE = re.compile(
         )
     )
 )
-# Patterns of hidden warnings.
+# Patterns of the warnings that are hidden.
 WARNINGS = (
     r"The `srun` command is available on your system but is not used",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     r"You have overridden `on_(before|after)_batch_transfer` in `LightningModule` but have passed in a",
     r"torch.distributed.nn.functional.all_gather is deprecated",
     r"Grad strides do not match bucket view strides",
-    r"The dirpath has changed from ",  # Each run has its own folder, and the start panel shows it.
+    r"The dirpath has changed from ",  # A changed folder is normal: each run has its own, which the start panel shows.
 )
 
 
@@ -55,7 +55,7 @@ def quieten() -> None:
     """
     for name in LOGGERS:
         logging.getLogger(name).addFilter(is_news)
-    # After a rank was killed, this logger lists all other ranks that torch ends.
+    # After a rank was killed, this logger would list all other ranks that torch ends.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
@@ -73,5 +73,5 @@ def show_unless_kept(failure: threading.ExceptHookArgs) -> None:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return whether a log message is printed. Warnings and errors are always printed."""
+    """Return whether a log message must be printed. Warnings and errors are always printed."""
     return record.levelno > logging.INFO or NOISE.match(record.getMessage().lstrip()) is None

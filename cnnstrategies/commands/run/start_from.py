@@ -22,8 +22,9 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.loggers import KeptCSVLogger
 from cnnstrategies.runtime.processes import starter_variable
 
-WORDS = ("best", "last")  # Values of ckpt_path that are not paths; this module searches for their files.
-# Environment variable with the chosen checkpoint, for the ranks that the choosing rank starts as programs.
+KEYWORDS = ("best", "last")  # Values of ckpt_path for which this module searches for a file.
+# Name of the environment variable with the path of the chosen checkpoint. The rank that chooses sets it for the ranks
+# that it starts as programs.
 FOUND = "CNNSTRATEGIES_CHECKPOINT"
 
 
@@ -48,15 +49,15 @@ def checkpoint_of(
     path = ckpt_path
     starters_path = starter_variable(FOUND)
     if name is not None:
-        trainer.callbacks.insert(0, RunRecord(name))  # type: ignore[attr-defined]  # set by the callback connector
+        trainer.callbacks.insert(0, RunRecord(name))  # type: ignore[attr-defined]
     name = name if training else None
     if name is not None:
         path = (starters_path or None) if starters_path is not None else last_checkpoint(trainer, name) or ckpt_path
-    if path in WORDS:
+    if path in KEYWORDS:
         path = starters_path or str(find_checkpoint(str(path), trainer))
     if path != ckpt_path and starters_path is None:
         rank_zero_info(f"Continuing from {path}" if training else f"Weights: {path}")
-    if name is not None or ckpt_path in WORDS:
+    if name is not None or ckpt_path in KEYWORDS:
         os.environ[FOUND] = str(path or "")
         trainer.callbacks.append(SameCheckpoint(path))  # type: ignore[attr-defined]
     return path
@@ -80,12 +81,13 @@ def find_checkpoint(word: str, trainer: Trainer) -> Path:
         if "://" in folder:
             raise ConfigurationError(f"ckpt_path={word}: {folder} is not on a disk; give the checkpoint's path instead")
     files = [
-        file for folder, pattern in places for name in WORDS for file in Path(folder).glob(f"{pattern}{name}.ckpt")
+        file for folder, pattern in places for name in KEYWORDS for file in Path(folder).glob(f"{pattern}{name}.ckpt")
     ]
     if not files:
         where = " or ".join(str(Path(folder) / pattern) for folder, pattern in places)
         raise ConfigurationError(
-            f"ckpt_path={word}: no {word}.ckpt in {where}; train without ckpt_path first, or give a checkpoint's path"
+            f"ckpt_path={word}: there is no {word}.ckpt in {where}; train without ckpt_path first, or give a "
+            "checkpoint's path"
         )
     newest = max(files, key=lambda file: file.stat().st_mtime_ns)
     checkpoint = newest.with_name(f"{word}.ckpt")
@@ -98,11 +100,12 @@ def find_checkpoint(word: str, trainer: Trainer) -> Path:
 
 
 def _places(trainer: Trainer) -> list[tuple[str, str]]:
-    """Return where runs with the name of this run write checkpoints, as pairs of a folder and a pattern.
+    """Return where runs with this run's name write checkpoints, as pairs of a folder and a pattern.
 
     The pattern describes the subfolders that contain checkpoints. Lightning's ModelCheckpoint chooses the same folders.
     """
-    if trainer.loggers and not isinstance(trainer.loggers[0], DummyLogger):  # fast_dev_run uses a DummyLogger.
+    # With fast_dev_run, the trainer has a DummyLogger.
+    if trainer.loggers and not isinstance(trainer.loggers[0], DummyLogger):
         logger = trainer.loggers[0]
         usual = (str(Path(logger.save_dir or trainer.default_root_dir) / str(logger.name)), "*/checkpoints/")
     else:
@@ -155,12 +158,13 @@ class RunRecord(Callback):
             for callback in trainer.checkpoint_callbacks
             if isinstance(callback, ModelCheckpoint) and callback.dirpath and "://" not in str(callback.dirpath)
         ]
-        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]  # set outside the class
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         ids = {}
         for number, logger in enumerate(trainer.loggers):
             if type(logger).__name__ in IDS:
-                _ = logger.experiment  # type: ignore[attr-defined]  # Starts the logger's run, so that it gets an id.
+                # This read starts the logger's run, which then has an id.
+                _ = logger.experiment  # type: ignore[attr-defined]
                 ids[str(number)] = str(logger.version)
         for folder in dict.fromkeys(folders):
             write_record(folder, {**read_record(folder), "run": self.name, "loggers": ids})
@@ -174,7 +178,8 @@ class RunRecord(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _flush(trainer)  # Lightning has logged the means of the last epoch after saving that epoch's checkpoint.
+        # Lightning logs the means of an epoch after it has saved the epoch's checkpoint, so flush the logs again.
+        _flush(trainer)
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

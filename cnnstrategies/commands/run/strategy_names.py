@@ -11,7 +11,7 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-import cnnstrategies.strategies  # noqa: F401  # registers the names of this package
+import cnnstrategies.strategies  # noqa: F401  # Registers this package's strategies by name.
 from cnnstrategies._jsonargparse_private import NestedArg, import_path, pass_values_through
 from cnnstrategies.commands.arguments.keys import ConfiguredKey, accepted
 from cnnstrategies.commands.arguments.recipes import names
@@ -66,23 +66,23 @@ def accept_names() -> None:
     pass_values_through(Strategy, _with_class)
 
 
-def with_help_of_class(words: Sequence[str]) -> list[str]:
+def with_help_of_class(arguments: Sequence[str]) -> list[str]:
     """Replace a registered name after ``--trainer.strategy.help`` by its class.
 
     Args:
-        words: Command-line arguments.
+        arguments: Command-line arguments.
 
     Returns:
         The changed command-line arguments.
     """
-    result = list(words)
-    for position, word in enumerate(words):
-        option, equals, name = word.partition("=")
+    result = list(arguments)
+    for position, argument in enumerate(arguments):
+        option, equals, name = argument.partition("=")
         if option != f"--{KEY}.help":
             continue
         if equals and is_registered(name):
             result[position] = f"{option}={class_path_of(name)}"
-        elif not equals and is_registered(following := "".join(words[position + 1 : position + 2])):
+        elif not equals and is_registered(following := "".join(arguments[position + 1 : position + 2])):
             result[position + 1] = class_path_of(following)
     return result
 

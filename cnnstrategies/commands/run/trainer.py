@@ -35,12 +35,12 @@ from cnnstrategies.cluster.hosts import Interconnect
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.commands.arguments.refuse import write_anywhere
 from cnnstrategies.commands.run.quiet import quieten
-from cnnstrategies.commands.run.start_from import WORDS, find_checkpoint
+from cnnstrategies.commands.run.start_from import KEYWORDS, find_checkpoint
 from cnnstrategies.deploy.export import Format, export
 from cnnstrategies.deploy.quantize import quantize
 
 # Number of updates of the progress bar per second. An update takes 2 ms on rank 0, and the other ranks wait for rank 0.
-# Lightning's own progress bar is updated up to 100 times per second.
+# Lightning's own progress bar would be updated up to 100 times per second.
 BAR_RATE = 4
 
 
@@ -116,7 +116,7 @@ class Trainer(LightningTrainer):
         console.print(f"Saved: {report.file}, with export.json beside it")
 
     def _load(self, model: LightningModule, ckpt_path: Path) -> None:
-        path = find_checkpoint(str(ckpt_path), self) if str(ckpt_path) in WORDS else ckpt_path
+        path = find_checkpoint(str(ckpt_path), self) if str(ckpt_path) in KEYWORDS else ckpt_path
         check_weights(model, path, weights_only=True)
         checkpoint = self.strategy.checkpoint_io.load_checkpoint(path, weights_only=True)
         model.load_state_dict(checkpoint["state_dict"])
@@ -128,7 +128,7 @@ def add_sections(parser: LightningArgumentParser) -> None:
     parser.set_defaults(
         {
             "checkpoint.enable_version_counter": False,
-            # The summary is not needed, because StartPanel shows the number of parameters.
+            # StartPanel shows the number of parameters, so Lightning's model summary is not needed.
             "trainer.enable_model_summary": False,
         }
     )
@@ -191,7 +191,10 @@ def _has(callbacks: list[Callback], kind: type) -> bool:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a list from a configuration's value, which may be a list, a single object, or None for an empty list."""
+    """Return the elements of a configuration's value as a list.
+
+    The value may be a list, a single object, or None for an empty list.
+    """
     if value is None:
         return []
     return list(value) if isinstance(value, list) else [value]

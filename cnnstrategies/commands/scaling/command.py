@@ -31,14 +31,14 @@ TRIED = 3  # Largest number of remedies that `--try` measures.
 BETWEEN_STEPS = "trainer.check_val_every_n_epoch"
 
 
-def main(options: ScalingOptions, words: Sequence[str]) -> None:
+def main(options: ScalingOptions, arguments: Sequence[str]) -> None:
     """Measure training steps, print the causes of lost speed, and draw a picture. With ``--try``, measure remedies.
 
     Args:
         options: The options of the command.
-        words: Command-line arguments of the configuration.
+        arguments: Command-line arguments of the configuration.
     """
-    config = ModelAndData("scaling", words).config
+    config = ModelAndData("scaling", arguments).config
     if int(config.trainer.num_nodes) > 1:
         raise ConfigurationError(
             f"trainer.num_nodes={config.trainer.num_nodes}: scaling measures on this machine only; set it to 1, and "
@@ -56,9 +56,9 @@ def main(options: ScalingOptions, words: Sequence[str]) -> None:
     console = Console(soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="cnnstrategies_scaling_") as place, console.status("") as status:
         folder = Path(place)
-        calls = {count: ["fit", *words, "--config", str(_overlay(folder, count, strategy))] for count in counts}
-        arguments: Mapping[str, Any] = getattr(config.get("data"), "init_args", None) or {}
-        keys = {key: value for key in KEYS if isinstance(value := arguments.get(key), int)}
+        calls = {count: ["fit", *arguments, "--config", str(_overlay(folder, count, strategy))] for count in counts}
+        data_arguments: Mapping[str, Any] = getattr(config.get("data"), "init_args", None) or {}
+        keys = {key: value for key in KEYS if isinstance(value := data_arguments.get(key), int)}
         ends = time.monotonic() + 60 * options.minutes
         bench = Bench(calls, folder, Facts(strategy, keys=keys), device.type == "cpu", ends, status.update)
         try:
@@ -136,7 +136,7 @@ def _faster_settings(contest: Callable[[int], Contest], causes: Sequence[Reason]
 
 
 def _outcome(contest: Contest, setting: Setting) -> tuple[str, bool]:
-    """Measure a setting, and return a description of the outcome and whether the setting is faster."""
+    """Measure a setting. Return a description of the result, and whether the setting is faster."""
     try:
         contest.run([setting])
     except TrialError as failure:

@@ -15,10 +15,10 @@ from torch.utils.data import IterableDataset
 
 from cnnstrategies.models.samples import count_samples
 
-SUMMED = 1 << 22  # Largest number of bytes in a measured all-reduce, because more would take seconds on a slow network.
+SUMMED = 1 << 22  # Largest size in bytes of a measured all-reduce. More would take seconds on a slow network.
 SUMS = 3  # Number of measured all-reduces.
-SAMPLE_SECONDS = 0.4  # Duration of one measurement of the dataset.
-MADE = 300  # Largest number of samples or batches to read.
+SAMPLE_SECONDS = 0.4  # Duration of one measurement of the dataset, in seconds.
+MADE = 300  # Largest number of samples or batches to read in a measurement.
 
 
 def sum_alone(module: nn.Module, accumulated: int) -> dict[str, Any]:
@@ -96,7 +96,10 @@ def _cpu_seconds() -> float:
 
 
 def _make(makers: Sequence[Callable[[], int]]) -> tuple[int, float, float]:
-    """Read samples for :data:`SAMPLE_SECONDS`; return their number, the elapsed time and the CPU time in seconds."""
+    """Read samples for :data:`SAMPLE_SECONDS`.
+
+    Return the number of samples, the elapsed time in seconds and the CPU time in seconds.
+    """
     began, computed, made = time.perf_counter(), _cpu_seconds(), 0
     for maker in makers:
         made += maker()
@@ -129,7 +132,7 @@ def _makers(loader: Any) -> list[Callable[[], int]]:
 
 
 def prefetched(loader: Any) -> int:
-    """Return the number of batches that a loader's workers load in advance."""
+    """Return the number of batches that the workers of a DataLoader load in advance."""
     return int(getattr(loader, "num_workers", 0) or 0) * int(getattr(loader, "prefetch_factor", 0) or 0)
 
 
@@ -150,7 +153,7 @@ def load_alone(loader: Any, seconds: float) -> dict[str, Any]:
     for number, batch in enumerate(loader):
         if began is not None:
             samples += count_samples(batch)
-        elif number + 1 >= ready:  # Batches that the workers have loaded in advance are not measured.
+        elif number + 1 >= ready:  # The batches before were loaded in advance, so they are not measured.
             began = time.perf_counter()
             deadline = began + seconds
         if began is not None and time.perf_counter() > deadline:

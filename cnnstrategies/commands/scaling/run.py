@@ -33,18 +33,18 @@ from cnnstrategies.models.samples import count_samples, samples_of
 from cnnstrategies.planning.scaling.figures import CALLBACK, LOGGER
 from cnnstrategies.planning.tune.trial import TRIAL
 
-# The part of a step in which the ranks agree whether to stop. In this part, fast ranks wait for slow ranks.
+# Name of the part of a step in which the ranks agree whether to stop. In this part, fast ranks wait for slow ranks.
 STOPPING = "stopping"
-VALIDATED = 4  # Number of validation batches to measure.
-MOST_READY = 32  # Largest number of batches to skip before a measurement, because they were loaded in advance.
-# Class names of loggers that send runs to a server.
+VALIDATED = 4  # Number of validation batches that are measured.
+MOST_READY = 32  # Largest number of batches that are skipped before a measurement, because they were loaded in advance.
+# Class names of the loggers that send runs to a server, which a measured run leaves out.
 REMOTE = ("WandbLogger", "MLFlowLogger", "CometLogger", "NeptuneLogger")
-# Callbacks that a measured run leaves out.
+# Classes of callbacks that a measured run leaves out.
 LEFT_OUT = (Checkpoint, EarlyStopping, ProgressBar, SaveConfigCallback, StartPanel, TrainingSummary)
 
 
 class ScalingControl(StepControl):
-    """Callback that makes the ordered number of steps, measures their parts, and reports the results.
+    """Callback that makes the requested number of steps, measures the parts of these steps, and reports the results.
 
     Args:
         saving: The run's checkpoint callbacks. They do not run here. This callback reports how often they would save a
@@ -71,7 +71,7 @@ class ScalingControl(StepControl):
         self._epochs = trainer.check_val_every_n_epoch or 1
         trainer.check_val_every_n_epoch = sys.maxsize
         self._trainer = trainer
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by the callback connector
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._default_callbacks = default_callbacks(callbacks, self._configured) | {type(self).__name__}
         self._meter = StepMeter(trainer, self._part)
         for logger in trainer.loggers:
@@ -85,11 +85,11 @@ class ScalingControl(StepControl):
     def hello(self, trainer: Trainer) -> dict[str, Any]:
         loader: Any = trainer.train_dataloader
         self._ready = min(MOST_READY, prefetched(loader))
-        datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's data connector sets it.
         self._usual = samples_of(loader, datamodule) or 1
         steps = trainer.num_training_batches
-        # The time of the first validation batch includes the start of the loader's workers. It is left out if there are
-        # enough other batches.
+        # The time of the first validation batch includes the start of the loader's workers, so this batch is left out
+        # if there are enough other batches.
         end_times = self._validated[1:] if len(self._validated) > 2 else self._validated
         seconds = (end_times[-1] - end_times[0]) / (len(end_times) - 1) if len(end_times) > 1 else 0.0
         return {
@@ -98,7 +98,7 @@ class ScalingControl(StepControl):
                 "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
                 "threads": torch.get_num_threads(),
                 "workers": int(getattr(loader, "num_workers", 0) or 0),
-                "log_every": trainer.log_every_n_steps,  # type: ignore[attr-defined]  # set by the logger connector
+                "log_every": trainer.log_every_n_steps,  # type: ignore[attr-defined]
             },
             "steps": int(steps) if steps != float("inf") else None,
             "validation": seconds * self._validation_batches(trainer),
@@ -110,14 +110,17 @@ class ScalingControl(StepControl):
         """Return the mean number of validation batches in a training epoch."""
         every, steps = trainer.val_check_batch, trainer.num_training_batches
         if every is None:
-            return 0.0  # The trainer validates after a duration, not after a number of batches.
+            return 0.0  # The trainer validates after a duration, so the number of batches is not known.
         validations = 1 if float("inf") in (every, steps) else steps / every
         return (
             sum(batches for batches in trainer.num_val_batches if batches != float("inf")) * validations / self._epochs
         )
 
     def _part(self, action: str) -> str | None:
-        """Return the part of a step to which an action of Lightning's profiler belongs; None if it belongs to none."""
+        """Return the part of a step to which an action of Lightning's profiler belongs.
+
+        Return None if the action belongs to no part.
+        """
         if (part := self._meter.parts.of(action)) is not None:
             return part
         return part_of_hook(action, self._default_callbacks)
@@ -148,8 +151,8 @@ class ScalingControl(StepControl):
     def _begin(self, command: Mapping[str, Any]) -> None:
         self._meter.remove(self._trainer)
         self._meter = StepMeter(self._trainer, self._part)
-        # The current batch, and the batches that were loaded in advance, are not measured: their loading took place
-        # before the measurement.
+        # The current batch, and the batches that were loaded in advance, are not measured, because they were loaded
+        # before the measurement began.
         self._left, self._skipped, self._larger = command["steps"], 1 + self._ready, command.get("larger", 1)
         self._samples, self._threads = 0.0, torch.get_num_threads()
         if "threads" in command:
@@ -299,8 +302,8 @@ class ScalingCLI(TrialCLI):
         trainer.num_sanity_val_steps = VALIDATED
         arguments = getattr(trainer.strategy, "init_args", None) or {}
         if arguments.get("data_dispatch") == "dynamic":
-            # All ranks must make the same number of ordered steps. With dynamic dispatch a rank may get no more batches
-            # at the end of an epoch, and could not make the rest of its ordered steps.
+            # All ranks must make the requested number of steps. With dynamic dispatch a rank may get no more batches at
+            # the end of an epoch, and could not make the rest of these steps.
             arguments["data_dispatch"], arguments["max_joiners"] = "static", 0
         if not isinstance(trainer.logger, bool):
             kept = [logger for logger in as_list(trainer.logger) if logger.class_path.rpartition(".")[2] not in REMOTE]
@@ -312,7 +315,7 @@ class ScalingCLI(TrialCLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer = super().instantiate_trainer(**kwargs)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by the callback connector
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         saving = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
         configured = {callback.class_path.rpartition(".")[2] for callback in as_list(self.config.fit.trainer.callbacks)}
         callbacks[:] = [
@@ -323,7 +326,7 @@ class ScalingCLI(TrialCLI):
 
 
 def main() -> None:
-    """Run this process as a rank of a measured run."""
+    """Run this process as a rank of a trial that trains like ``fit``."""
     run_rank(ScalingCLI)
 
 

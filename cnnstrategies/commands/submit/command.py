@@ -28,7 +28,7 @@ class SubmitCLI(ModelAndData):
 
     @override
     def before_instantiate_classes(self) -> None:
-        check_checkpoint(self.config.ckpt_path, words=())
+        check_checkpoint(self.config.ckpt_path, keywords=())
         if self.config.run_name is not None:
             checked(self.config.run_name)
 
@@ -51,7 +51,7 @@ def check(args: Sequence[str]) -> Submission:
 
 
 def _dump(cli: SubmitCLI) -> Callable[[Namespace], str]:
-    """Return a function that converts a configuration of this command to YAML, with all of its keys."""
+    """Return a function that converts a configuration of this command to YAML, with all keys of the configuration."""
     return lambda config: str(cli.parser.dump(config, skip_none=False))
 
 
@@ -105,19 +105,19 @@ def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterS
     return servers
 
 
-def main(options: SubmitOptions, words: Sequence[str]) -> None:
+def main(options: SubmitOptions, arguments: Sequence[str]) -> None:
     """Check a configuration, submit its run, and print the job's id and the place of its logs.
 
     Args:
         options: The options of the command.
-        words: Command-line arguments of the configuration.
+        arguments: Command-line arguments of the configuration.
     """
     if options.command != "fit":
         raise ConfigurationError(
             f"submit {options.command}: only fit can be submitted, as in `cnnstrategies submit fit --config run.yaml`"
         )
     call = shlex.join(["cnnstrategies", *sys.argv[1:]])
-    submission = check(words)
+    submission = check(arguments)
     launcher = launcher_named(options.to)
     job = submission.job(launcher, call)
     if ignored := submission.ignored_keys(launcher):

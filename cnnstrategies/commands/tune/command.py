@@ -22,20 +22,20 @@ from cnnstrategies.planning.tune.contest import Contest, repeats, table
 from cnnstrategies.planning.tune.settings import Setting, factorial, joined, nested, write_commented
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, ONE_BATCH, TrialError
 
-MOST_WORKERS = 4  # Largest number of a DataLoader's worker processes to try, for each rank.
+MOST_WORKERS = 4  # Largest number of worker processes of a DataLoader that ``tune`` tries for each rank.
 # Name of the phase that tries settings of the DataLoader. Its trials load new batches like a training. The trials of
 # other phases use the same batch in all steps.
 LOADING = "loading"
 
 
-def main(options: TuneOptions, words: Sequence[str]) -> None:
+def main(options: TuneOptions, arguments: Sequence[str]) -> None:
     """Measure settings, print the results, and write the fastest settings to a file.
 
     Args:
         options: The options of the command.
-        words: Command-line arguments of the configuration.
+        arguments: Command-line arguments of the configuration.
     """
-    cli = ModelAndData("tune", words)
+    cli = ModelAndData("tune", arguments)
     device = device_of(cli.config.trainer.accelerator)
     phases = {
         "compute": list(factorial(choices(cli.config, type(cli.model), device, options.allow))),
@@ -44,7 +44,7 @@ def main(options: TuneOptions, words: Sequence[str]) -> None:
     }
     console = Console()
     with tempfile.TemporaryDirectory(prefix="cnnstrategies_tune_") as folder, console.status("") as status:
-        search = Search(["fit", *words], Path(folder), cli.config, device, options, status)
+        search = Search(["fit", *arguments], Path(folder), cli.config, device, options, status)
         try:
             search.run(phases)
         except KeyboardInterrupt:
@@ -94,7 +94,7 @@ def choices(config: Any, model: type, device: torch.device, allow: Collection[st
 
 
 def compilers(config: Any, model: type) -> list[Setting]:
-    """Return the settings of compilation to try.
+    """Return the settings of compilation that ``tune`` tries.
 
     They are tried only together with the fastest combination of other settings, because compiling takes much time.
 
@@ -110,7 +110,7 @@ def compilers(config: Any, model: type) -> list[Setting]:
 
 
 def loading(config: Any, data: type) -> list[Setting]:
-    """Return settings that change the number of the DataLoader's worker processes.
+    """Return the settings that change the number of the DataLoader's worker processes.
 
     Args:
         config: The configuration.
@@ -130,7 +130,7 @@ def loading(config: Any, data: type) -> list[Setting]:
 
 
 def _arguments(config: Any, model: type) -> tuple[Any, Collection[str]]:
-    """Return the module's arguments in the configuration, and the names of all arguments of its class."""
+    """Return the module's arguments in the configuration, and the names of all arguments of the module's class."""
     if not hasattr(config.model, "init_args"):
         return {}, ()
     return config.model.init_args, parameters_of(model)
@@ -147,7 +147,7 @@ class Search:
         notes: Lines of output about phases that were left out, with the reason.
 
     Args:
-        words: Command-line arguments of a trial: ``fit`` and the arguments of the configuration.
+        arguments: Command-line arguments of a trial: ``fit`` and the arguments of the configuration.
         folder: Temporary folder for files of the trials.
         config: The configuration.
         device: The device that trains.
@@ -157,14 +157,14 @@ class Search:
 
     def __init__(
         self,
-        words: Sequence[str],
+        arguments: Sequence[str],
         folder: Path,
         config: Any,
         device: torch.device,
         options: TuneOptions,
         status: Status,
     ) -> None:
-        self.words, self.folder, self.config, self.device = list(words), folder, config, device
+        self.arguments, self.folder, self.config, self.device = list(arguments), folder, config, device
         self.contests: dict[str, Contest] = {}
         self.chosen: Setting | None = None
         self.notes: list[str] = []
@@ -203,13 +203,13 @@ class Search:
             self.chosen = contest.run([combined])
 
     def _contest(self, count: int, loads: bool) -> Contest:
-        words = self.words
+        arguments = self.arguments
         if self.chosen is not None:
             base = self.folder / f"base{len(self.contests)}.yaml"
             write_commented(base, nested(self.chosen.values))
-            words = [*words, "--config", str(base)]
+            arguments = [*arguments, "--config", str(base)]
         return Contest(
-            words,
+            arguments,
             self.folder,
             self._ends,
             together=max(1, count) if self.device.type == "cpu" else 1,
@@ -221,7 +221,7 @@ class Search:
     def _has_spare_cores(self) -> bool:
         ranks = str(self.config.trainer.devices)
         threads = os.environ.get("OMP_NUM_THREADS", "")
-        # If OMP_NUM_THREADS is not set, Lightning gives all cores to the ranks.
+        # If OMP_NUM_THREADS is not set, Lightning gives all cores to the ranks, so no core is spare.
         known = ranks.isdigit() and threads.isdigit()
         return known and (os.cpu_count() or 1) > int(ranks) * int(threads)
 

@@ -38,7 +38,7 @@ class StepControl(Callback):
         self._resting: list[nn.Module] = []  # Dropout modules, which are inactive during the first steps.
 
     def hello(self, trainer: Trainer) -> dict[str, Any]:
-        """Return additional keys and values for this rank's first report, which has the rank and the world size."""
+        """Return entries to add to this rank's first report, which always has the rank and the world size."""
         return {}
 
     @abstractmethod
@@ -51,13 +51,14 @@ class StepControl(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.fit_loop.max_epochs = -1
-        # Compiled code draws different random numbers from eager code. Without dropout, their losses can be compared.
+        # Compiled code draws different random numbers from eager code. Without dropout, the losses of both can be
+        # compared.
         self._resting = [module for module in pl_module.modules() if isinstance(module, DROPOUT)]
         for module in self._resting:
             module.eval()
         for schedule in trainer.strategy.lr_scheduler_configs:
-            # Learning-rate schedules must not run: a schedule may end before the trial does, or need a validation's
-            # result.
+            # Learning-rate schedules must not run, because a schedule may end before the trial does, or may need a
+            # validation's result.
             schedule.frequency = sys.maxsize
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(os.environ[TRIAL])
@@ -75,7 +76,9 @@ class StepControl(Callback):
             self.execute(command)
 
     def note_loss(self, outputs: Any) -> bool:
-        """Store the loss of a step, for the first :data:`COMPARED_STEPS` steps. Afterwards make dropout active again.
+        """Store the loss of a step, for the first :data:`COMPARED_STEPS` steps.
+
+        After the last of these steps, make dropout active again.
 
         Args:
             outputs: Result of the module's ``training_step``. If it contains no loss, 0 is stored.
@@ -94,7 +97,7 @@ class StepControl(Callback):
         return True
 
     def say(self, message: Mapping[str, Any]) -> None:
-        """Send a report to the measuring process."""
+        """Send a report to the measuring process, as a line of JSON."""
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
 
@@ -104,7 +107,7 @@ class TrialCLI(CLI):
     @override
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
-        self.named = None  # A trial must not continue from a checkpoint of a run with the same name.
+        self.named = None  # A trial must not continue from a checkpoint of an earlier run with the same name.
         trainer = self.config.fit.trainer
         trainer.enable_progress_bar = False
         trainer.max_steps, trainer.max_time, trainer.fast_dev_run, trainer.overfit_batches = -1, None, False, 0.0

@@ -49,7 +49,7 @@ class TrialControl(StepControl):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        source: Any = trainer.datamodule or pl_module  # type: ignore[attr-defined]  # set by the data connector
+        source: Any = trainer.datamodule or pl_module  # type: ignore[attr-defined]
         loader = source.train_dataloader()
         if not isinstance(loader, DataLoader):
             raise ConfigurationError(
@@ -104,12 +104,12 @@ class OneBatchCLI(TrialCLI):
         kept = [callback for callback in as_list(config.trainer.callbacks) if isinstance(callback, ComputeSettings)]
         config.trainer.callbacks = kept
         trainer = super().instantiate_trainer(**kwargs)
-        trainer.callbacks[:] = [*kept, TrialControl()]  # type: ignore[attr-defined]  # set by the callback connector
+        trainer.callbacks[:] = [*kept, TrialControl()]  # type: ignore[attr-defined]
         return trainer
 
 
 def main() -> None:
-    """Run a rank of a trial."""
+    """Run this process as a rank of a trial with the same batch in all steps."""
     run_rank(OneBatchCLI)
 
 

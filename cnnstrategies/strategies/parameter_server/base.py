@@ -46,9 +46,10 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         options: The strategy's options.
     """
 
-    # The servers weight each worker's gradient by the number of the worker's samples.
+    # The servers weight each worker's gradient by the worker's number of samples in the step.
     gradient_weighting: GradientWeighting = "by_rank"
-    connects_hosts = True  # The hosts find each other through the coordinator.
+    # The hosts find each other through the coordinator, so the command line opens no torch store.
+    connects_hosts = True
     membership: Membership | None = None
 
     def __init__(
@@ -58,7 +59,8 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         super().__init__(start_method=start_method, timeout=timedelta(seconds=options.timeout), **kwargs)
         self.options = options
         self._address: RunAddress | None = None  # The run's address, for the commands `watch` and `join`.
-        self._folder: Path | None = None  # The log directory into which rank 0 has written the address.
+        # The log directory into which rank 0 has written the address; None if there is none.
+        self._folder: Path | None = None
         self._start = start_method
         self._services: Supervision | None = None
         self._interrupted = False
@@ -75,7 +77,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         """
         return self
 
-    # Processes
+    # Processes of the run
 
     @override
     def _configure_launcher(self) -> None:
@@ -112,9 +114,10 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
             self.open_session()
 
     def open_session(self) -> None:
-        """Begin the next session, and register with its coordinator.
+        """Begin the next session, and register this process with the session's coordinator.
 
-        If no launcher of this package has done so, local rank 0 starts the coordinator and the servers of this node.
+        If no launcher of this package has started the coordinator and the servers of this node, local rank 0 starts
+        them.
         """
         assert self.lightning_module is not None
         self._interrupted = self._alone = False
@@ -141,7 +144,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
 
         The file is removed when the session ends. All ranks must call this.
         """
-        if trainer.fast_dev_run or not trainer.loggers:  # type: ignore[attr-defined]  # set outside the class
+        if trainer.fast_dev_run or not trainer.loggers:  # type: ignore[attr-defined]
             return
         folder = trainer.log_dir  # Lightning broadcasts this value, so every rank must read it.
         if self._address is not None and self.global_rank == 0 and folder is not None and "://" not in folder:
@@ -158,7 +161,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     def agree_on_stop(self, received: int | None) -> int | None:
         """Send a received signal to all processes of the run, and return the run's stop signal; None if there is none.
 
-        After that this worker acts alone, because the workers may stop in different steps.
+        After this call the worker acts alone, because the workers may stop in different steps.
 
         Args:
             received: The signal that this process has received; None if it has received none.
@@ -195,7 +198,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     def leave_session(self) -> None:
         """Leave the session, and stop the servers and the coordinator that this process has started.
 
-        Without an open session do nothing.
+        Do nothing if no session is open.
         """
         if self.membership is not None:
             present = None if self._collectives is None else self._collectives.present
@@ -212,17 +215,17 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         self._services = None
 
     def unregister(self, done: Mapping[str, object] | None = None) -> None:
-        """End this worker's membership; do nothing if the worker is not a member.
+        """End this worker's membership. Do nothing if the worker is not a member.
 
         Args:
             done: The number of batches that this worker has processed in an epoch, under the keys ``epoch`` and
-                ``processed``. The coordinator then gives the worker's other batches to other workers.
+                ``processed``. The coordinator then gives the worker's unprocessed batches to other workers.
         """
         membership, self.membership, self._collectives = self.membership, None, None
         if membership is not None:
             membership.close(done=done)
 
-    # Collectives
+    # Collectives among the workers
 
     def gather(self, value: Any, operation: str) -> dict[int, Any]:
         """Send a value to all workers, and return the values of all living workers by rank.
@@ -275,19 +278,19 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether the decision of all workers, or of any worker, is true. All workers must call this.
+        """Return whether all workers, or whether any worker, has decided True. All workers must call this.
 
         Args:
             decision: The decision of this worker.
-            all: Whether all workers must have decided so; otherwise one worker is enough.
+            all: Whether the result is True only if all workers have decided True. Otherwise one worker is enough.
         """
         decisions = self.gather(bool(decision), "decision").values()
         return bool(min(decisions) if all else max(decisions))
 
-    # Metrics
+    # Metrics of the module
 
     def share_metrics(self, module: nn.Module) -> None:
-        """Make the metrics of a module gather their states from all workers, until the session ends."""
+        """Make the module's metrics combine their states over all workers. This lasts until the session ends."""
         for metric in module.modules():
             if isinstance(metric, Metric):
                 self._metrics.append((metric, metric.dist_sync_fn, metric.distributed_available_fn))

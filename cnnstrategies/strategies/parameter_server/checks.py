@@ -18,11 +18,11 @@ from cnnstrategies.paramserver.specification import hyperparameters
 from cnnstrategies.strategies.observer_hooks import TO_PYTHON, HookContexts, TensorOrigins, tensors_in
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
-GATHERS = "gather_distributed"  # The names of lightly's options for gathering from all processes end in this text.
+GATHERS = "gather_distributed"  # End of the names of lightly's options for gathering tensors from all processes.
 
 
 def check_module(module: LightningModule, options: ParameterServerOptions) -> None:
-    """Raise a ConfigurationError for a module that servers cannot train."""
+    """Raise a ConfigurationError for a module that cannot be trained with parameter servers."""
     if options.mode != "local" and is_overridden("configure_gradient_clipping", module):
         raise ConfigurationError(
             f"{type(module).__name__}.configure_gradient_clipping would clip each worker's gradient, not the mean of "
@@ -49,7 +49,7 @@ def check_module(module: LightningModule, options: ParameterServerOptions) -> No
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> None:
-    """Raise a ConfigurationError for a callback of Lightning that does not work with servers."""
+    """Raise a ConfigurationError for a callback of Lightning that does not work with parameter servers."""
     for callback in callbacks:
         if isinstance(callback, StochasticWeightAveraging):
             raise ConfigurationError(
@@ -64,7 +64,7 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
 
 
 def check_optimizers(optimizers: list[Optimizer], options: ParameterServerOptions) -> None:
-    """Raise a ConfigurationError for optimizers that the servers cannot run."""
+    """Raise a ConfigurationError for optimizers that parameter servers cannot run."""
     if len(optimizers) != 1:
         raise ConfigurationError(
             f"configure_optimizers returned {len(optimizers)} optimizers, but the servers run exactly one: return one "
@@ -75,7 +75,8 @@ def check_optimizers(optimizers: list[Optimizer], options: ParameterServerOption
             "LBFGS evaluates the loss several times in a step, which servers cannot do: use SGD, Adam or another "
             "optimizer that needs one gradient in each step, or strategy ddp"
         )
-    if options.mode != "local":  # In mode local each worker runs the optimizer itself.
+    # In mode local each worker runs the optimizer itself, so the servers need not support it.
+    if options.mode != "local":
         _check_served(optimizers[0])
 
 
@@ -120,7 +121,7 @@ def _within_epochs(trainer: Trainer) -> Iterator[tuple[str, str]]:
     if trainer.max_steps != -1 and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         yield f"max_steps={trainer.max_steps}", "max_epochs"
     if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
-        # Some workers would create the loader of the next epoch while other workers still train in this epoch.
+        # Some workers would create the loader of the next epoch while other workers still train in the current epoch.
         yield f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}", "0"  # type: ignore[attr-defined]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         argument = acts_within_epochs(callback)
@@ -134,11 +135,13 @@ def _within_epochs(trainer: Trainer) -> Iterator[tuple[str, str]]:
 # images, because the servers compute the mean later. A linear function of gradients (to scale, mask, add or drop them)
 # gives the same result before and after the mean. A norm, a clamp or a test for NaN gives different results.
 HOOKS = ("on_after_backward", "on_before_optimizer_step")
-# Names of torch's functions that are linear in gradients. `_is_linear` also accepts their in-place variants and
-# operators, such as `mul_` and `__rmul__` for `mul`.
-PRODUCTS = ("mul", "multiply", "matmul", "masked_fill", "where")  # Linear if only one argument comes from a gradient.
-QUOTIENTS = ("div", "truediv", "true_divide")  # Linear if only the dividend comes from a gradient.
-LINEAR = (  # Linear in all arguments, or independent of the values.
+# Names of torch's functions that are linear in gradients. `_is_linear` also accepts the in-place variants and operators
+# of these functions, such as `mul_` and `__rmul__` for `mul`. The functions in `PRODUCTS` are linear if only one
+# argument comes from a gradient, and the functions in `QUOTIENTS` if only the dividend comes from a gradient. The
+# functions in `LINEAR` are linear in all arguments, or do not depend on the values.
+PRODUCTS = ("mul", "multiply", "matmul", "masked_fill", "where")
+QUOTIENTS = ("div", "truediv", "true_divide")
+LINEAR = (
     "add", "sub", "subtract", "neg", "negative", "sum", "mean", "cumsum", "cat", "stack", "lerp", "zero", "copy",
     "clone", "detach", "contiguous", "view", "reshape", "flatten", "t", "permute", "transpose", "expand", "to",
     "cpu", "cuda", "float", "double", "unsqueeze", "squeeze", "chunk", "split", "unbind", "zeros_like", "ones_like",
@@ -170,7 +173,7 @@ class Linear(TorchFunctionMode):
         super().__init__()
         self._hook = hook
         self._names = names
-        # The origin of a gradient, and of a tensor that is computed from gradients, is the name of a parameter.
+        # Records for each gradient, and for each tensor that is computed from gradients, the name of a parameter.
         self._gradients: TensorOrigins[str] = TensorOrigins()
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -187,7 +190,7 @@ class Linear(TorchFunctionMode):
         return result
 
     def _parameters_of(self, values: Iterable[Any]) -> list[str]:
-        """Return the recorded origins of the tensors among some values. Each origin is the name of a parameter."""
+        """Return the names of the parameters from whose gradients the tensors in some values were computed."""
         return [name for tensor in tensors_in(values) if (name := self._gradients.origin_of(tensor, ""))]
 
     def _is_linear(self, func: Callable[..., Any], args: Sequence[Any], parameters: Sequence[str]) -> bool:
@@ -195,7 +198,7 @@ class Linear(TorchFunctionMode):
             return False
         name = func.__name__.removeprefix("_foreach_").strip("_")
         if func.__name__.startswith("__") and name[:1] in ("r", "i") and name[1:] in (*PRODUCTS, *QUOTIENTS, *LINEAR):
-            name = name[1:]  # `__rmul__` and `__imul__` count as `mul`.
+            name = name[1:]  # The reflected and in-place operators `__rmul__` and `__imul__` count as `mul`.
         if name in QUOTIENTS:
             return len(parameters) == 1 and not self._parameters_of(args[1:])
         if name in PRODUCTS:

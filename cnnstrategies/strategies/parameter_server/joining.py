@@ -48,14 +48,15 @@ LEAST_BEATS = 4  # Least number of heartbeats that this process sends within the
 
 
 class JoinedDispatch(BatchDispatch):
-    """Takes batches from the coordinator until the process is told to leave, beginning with the batches of `first`."""
+    """Source of a joiner's batches, which requests batches from the coordinator until the process is told to leave."""
 
     def __init__(self, strategy: "JoiningStrategy") -> None:
         super().__init__(strategy)
         self._joiner = strategy
-        # The batches that this process took when it was admitted; None once they have been given to the loader.
+        # Positions of the batches that this process got when it was admitted; None once the loader has yielded these
+        # batches.
         self.first: Chunk | None = None
-        self._rests = False  # Whether the loader must yield no batches.
+        self._rests = False  # Whether the loader must not request batches now, because no epoch has begun.
 
     @override
     def epoch(self, trainer: Trainer) -> int:
@@ -79,7 +80,7 @@ class JoinedDispatch(BatchDispatch):
 
     @override
     def progress(self, epoch: int) -> str:
-        return ""  # A joiner saves no checkpoints.
+        return ""  # A joiner saves no checkpoints, so nobody needs its progress.
 
     @override
     def take(self, epoch: int) -> Chunk:
@@ -117,14 +118,15 @@ class JoiningStrategy(ParameterServerStrategy):
         self.epochs: set[int] = set()
         self.batches = self.samples = 0
         self._alone = True
-        self._configured: tuple[Any, int] | None = None  # Largest numbers of epochs and of steps in the configuration.
+        # max_epochs and max_steps of the configuration; None before set-up.
+        self._configured: tuple[Any, int] | None = None
         self._run = address
-        self._patience = FIRST_SECONDS + place.timeout  # Seconds to wait for a reply of the coordinator.
+        self._patience = FIRST_SECONDS + place.timeout  # Time-out in seconds for a reply of the coordinator.
         self._waiting = False  # Whether the process waits for admission, so that a signal may interrupt it.
         self._dispatch: JoinedDispatch = JoinedDispatch(self)
         self._handle_signals()
 
-    # Processes
+    # Processes of the run
 
     @override
     def _configure_launcher(self) -> None:
@@ -132,7 +134,10 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def open_session(self) -> None:
-        """Do nothing. The session is opened after the set-up, so that no place in the run is reserved during set-up."""
+        """Do nothing.
+
+        The session is opened after set-up, so that the coordinator reserves no id for this process during set-up.
+        """
 
     @property
     @override
@@ -148,15 +153,16 @@ class JoiningStrategy(ParameterServerStrategy):
     def setup(self, trainer: Trainer) -> None:
         loop = trainer.fit_loop
         self._configured = self._configured or (loop.max_epochs, loop.max_steps)
-        # Learning-rate schedules read these numbers, and must get the same numbers as on the other workers.
+        # Learning-rate schedules read these two limits during set-up, and need the same values as on the other workers.
         loop.max_epochs, loop.epoch_loop.max_steps = self._configured
         super().setup(trainer)
         worker = self._enter()
         self.collectives.membership.report_figures(worker.counters.figures)
         self.epochs.add(self._epoch)
-        # Without this call, each epoch would begin with the same random numbers.
+        # Each epoch is a separate `fit`. Without this call, all epochs would begin with the same random numbers.
         seed_all(mixed_seed(torch.initial_seed(), self.global_rank, self._epoch))
-        # This `fit` ends after one epoch. The coordinator decides when the run is over.
+        # This `fit` must end after one epoch. The coordinator decides when the run is over, so there is no limit on
+        # steps.
         loop.max_epochs, loop.epoch_loop.max_steps = trainer.current_epoch + 1, -1
 
     def _handle_signals(self) -> None:
@@ -188,9 +194,9 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Do nothing: the run continues without this process."""
+        """Do nothing, because the run continues without this process."""
 
-    # Joining and leaving
+    # Joining and leaving the run
 
     def _enter(self) -> Worker:
         """Wait until the run admits this process and gives it batches, and return the connection to the servers.
@@ -210,11 +216,11 @@ class JoiningStrategy(ParameterServerStrategy):
         return worker
 
     def _try(self) -> Worker | None:
-        """Try once to join the run.
+        """Try once to join the run, and return the connection to the servers.
 
         Returns:
-            The connection to the servers; None if another process took the offered place, or if the epoch has no
-            batches left.
+            The connection to the servers. None if another process has registered under the offered id, or if the epoch
+            has no batches left.
         """
         place = self._find_place()
         try:
@@ -223,7 +229,8 @@ class JoiningStrategy(ParameterServerStrategy):
             self.unregister()
             if ended.clean:
                 raise
-            # Another process took the place, or the coordinator has ended. The next attempt shows which.
+            # Another process has registered under the offered id, or the coordinator has ended. The next attempt shows
+            # which of the two has happened.
             time.sleep(PAUSE)
             return None
         try:
@@ -246,17 +253,17 @@ class JoiningStrategy(ParameterServerStrategy):
         except ConfigurationError as error:
             if not self.epochs:
                 raise
-            # The coordinator replied in an earlier epoch. If it does not reply now, the run has ended.
+            # The coordinator has replied earlier and does not reply now, so the run has ended.
             raise RunEnded(OVER, clean=True) from error
 
     def _take(self, place: JoinPlace) -> None:
-        """Register with the coordinator in the place that it has offered.
+        """Register with the coordinator under the id that the coordinator has offered.
 
         Raises:
-            RunEnded: Another process took the place, or the run is over.
+            RunEnded: Another process has registered under this id, or the run is over.
         """
         heartbeat = min(self.options.heartbeat, place.timeout / LEAST_BEATS)
-        # The coordinator has just replied, so a short wait is enough.
+        # The coordinator has just replied, so a short time-out is enough for the registration.
         appear = max(place.timeout, ANSWER_SECONDS)
         address = Address(
             self._run.coordinator, WORKER, place.id, place.incarnation, heartbeat, place.timeout, appear, place.session
@@ -264,7 +271,7 @@ class JoiningStrategy(ParameterServerStrategy):
         self.register(address, self._run.key_file)
 
     def _wait_for_admission(self) -> tuple[Worker, Specification]:
-        """Wait until the run admits this process.
+        """Wait until the run admits this process, and return the connection to the servers.
 
         Returns:
             The connection to the servers, and the run's specification.
@@ -284,18 +291,18 @@ class JoiningStrategy(ParameterServerStrategy):
         worker.join()
         if not started.midway:
             run.barrier("admitted")
-        optimizer.state.clear()  # The servers hold the state.
+        optimizer.state.clear()  # The servers hold the optimizer's state, so the copy on this worker is not needed.
         self._epoch = int(state["epoch"])
         return worker, specification
 
-    # Training
+    # Training of an epoch
 
     @override
     def on_train_start(self) -> None:
-        """Prepare the epoch. The connection to the servers exists already."""
+        """Prepare the epoch. The connection to the servers exists already, because it was made during set-up."""
         self._handle_signals()  # At the start of `fit` Lightning has replaced the signal handlers.
         for config in self.trainer.lr_scheduler_configs:
-            config.strict = False  # A joiner does not validate, so the value that a schedule monitors is missing here.
+            config.strict = False  # A joiner does not validate, so the value that a schedule monitors may be missing.
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -64,13 +64,17 @@ def forwarding(supervision: Supervision) -> Iterator[None]:
 
 
 class _Watching:
-    """Base class of both launchers, with the checks before the start and the supervision of this node's processes."""
+    """Base class of the two launchers, which checks the run, and starts and watches this node's processes."""
 
     _strategy: Any
     _supervision: Supervision | None = None
 
     def check(self, trainer: Trainer | None) -> bool:
-        """Raise a ConfigurationError for a run that does not work with servers; return whether the run trains."""
+        """Check that the run works with parameter servers, and return whether the run trains.
+
+        Raises:
+            ConfigurationError: The run does not work with parameter servers.
+        """
         if trainer is None:
             return False
         self._strategy.check()
@@ -118,7 +122,7 @@ class _Watching:
         return supervision
 
     def kill(self, signum: int) -> None:
-        """Send a signal to the ranks. Lightning calls this method when it interrupts a run."""
+        """Send a signal to all ranks of this node. Lightning calls this method when it interrupts a run."""
         if self._supervision is not None:
             self._supervision.send_signal(signum)
 
@@ -186,7 +190,8 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
         end_with_parent(starter.pid)
         os.environ[INCARNATION] = str(incarnation)
         try:
-            # Lightning puts rank 0's result into a queue. This object replaces the queue by the pipe.
+            # Lightning's launcher puts rank 0's result into a queue. This object has the queue's method `put`, and
+            # sends the result through the pipe instead.
             queue: Any = SimpleNamespace(put=lambda value: pipe.send(("result", local_rank, value)))
             self._wrapping_function(local_rank, *call, queue, state)
         except RunEnded as ended:
@@ -194,7 +199,7 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
             pipe.send(("ended", local_rank, str(ended)))
             sys.exit(ENDED)
         except Exception as error:
-            # Lightning would call this hook only in the process that called `fit`, but the error is in this rank.
+            # Lightning would call this hook only in the process that called `fit`, but the error occurred in this rank.
             self._strategy.on_exception(error)
             pipe.send(("failed", local_rank, traceback.format_exc()))  # The process that called `fit` raises the error.
             sys.exit(1)
@@ -219,7 +224,7 @@ class WatchingScriptLauncher(_Watching, ScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Start the ranks, wait until they have ended, and end this process; on a rank, run the function instead.
+        """Start the ranks, wait until they have ended, and end this process. A rank runs the function instead.
 
         Raises:
             SystemExit: The ranks have ended. Only the process that has started the ranks raises it.
@@ -230,7 +235,8 @@ class WatchingScriptLauncher(_Watching, ScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         supervision = self.watch(training, "program", self._start_rank)
         codes = [worker.code or 0 for worker in supervision.workers]
-        # A negative code means that a worker was killed and not restarted. The run has failed only if all were killed.
+        # A negative exit code means that a worker was killed and not restarted. The other workers have continued the
+        # run, so the run has failed only if all workers were killed.
         sys.exit(2 if 2 in codes else max(0, *codes) or int(all(code < 0 for code in codes)))
 
     def _start_rank(self, local_rank: int, incarnation: int) -> Handle:

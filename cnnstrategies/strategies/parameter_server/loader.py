@@ -41,7 +41,7 @@ class ChunkSampler:
         self.before = (-1, 0, "")
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this worker's items of the epoch until the coordinator has none left."""
+        """Yield this worker's items of the epoch until the coordinator has no items left."""
         epochs = {self.epoch: items_of(self.sampler, self.epoch)}
         self.count = len(epochs[self.epoch])
         epoch, count, done = self.before
@@ -54,13 +54,14 @@ class ChunkSampler:
         self.dispatch.begin(self.epoch, self.count, done if epoch == self.epoch else "")
         while chunk := self.dispatch.take(self.epoch):
             if chunk.epoch not in epochs:
-                # These items belong to an earlier epoch. The worker that had taken them died at the end of that epoch.
+                # The coordinator gave out items of an earlier epoch, because the worker that had taken them died at the
+                # end of that epoch. This worker processes them now.
                 epochs[chunk.epoch] = items_of(self.sampler, chunk.epoch)
             yield from epochs[chunk.epoch][chunk.start : chunk.stop]
 
 
 class BatchDispatch:
-    """Requests this worker's batches from the coordinator, and reports the number of processed batches.
+    """Client that requests this worker's batches from the coordinator, and reports the number of processed batches.
 
     Attributes:
         seen: Number of batches of the current epoch that this worker has begun.
@@ -129,7 +130,10 @@ class BatchDispatch:
         return "" if run.membership is None else run.collectives.progress(epoch, self.processed)
 
     def take(self, epoch: int) -> Chunk:
-        """Request this worker's next batches of an epoch, and return their positions; empty if none are left."""
+        """Request this worker's next batches of an epoch, and return their positions.
+
+        The result is empty if none are left.
+        """
         return self._strategy.collectives.take(epoch, self.processed)
 
 
@@ -186,7 +190,7 @@ class DispatchedLoader(DataLoader[Any]):
         self.chunks.before = int(state["epoch"]), int(state["batches"]), str(state["done"])
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield this worker's batches of the trainer's current epoch."""
+        """Yield this worker's batches of the trainer's current epoch, as the coordinator gives them out."""
         self.chunks.epoch = self.dispatch.epoch(self.trainer)
         for batch in super().__iter__():
             if isinstance(batch, ConfigurationError):

@@ -25,25 +25,26 @@ from cnnstrategies.strategies.differences import differences_of_replicas
 Dispatch = Literal["static", "dynamic"]
 Security = Literal["auto", "curve", "none"]
 
-# Size of a slice in bytes in a pipelined run, which updates each slice as soon as all its gradients have arrived.
+# Size of a slice in bytes in a pipelined run. In such a run, a server updates each slice as soon as all gradients of
+# the slice have arrived.
 PIPELINED_BYTES = 1 << 19
-MOST_HEARTBEAT = 0.5  # Largest time between two heartbeats, in seconds.
+MOST_HEARTBEAT = 0.5  # Largest time between two heartbeats of a process, in seconds.
 BEATS = 20  # Number of heartbeats within a time-out.
 AVERAGING = (1.0, 0.0)  # With these values of outer_lr and outer_momentum, an outer step averages the workers' weights.
 USUAL_STALENESS = 4  # Default of staleness in mode ssp.
 USUAL_SYNC_EVERY = 8  # Default of sync_every in mode local.
-# Least time in seconds that a worker waits for the reply of a server. A server may be slow because it gets little CPU
-# time, although its heartbeats arrive.
+# Smallest time-out in seconds for the reply of a server. A server may reply late because it gets little CPU time,
+# although its heartbeats arrive.
 LEAST_SECONDS = 5.0
 
 
 def usual_staleness(mode: Mode) -> int:
-    """Return the default of ``staleness`` for a mode; 0 for modes other than ``ssp``."""
+    """Return the default of ``staleness`` for a mode. The default is 0 for all modes except ``ssp``."""
     return USUAL_STALENESS if mode == "ssp" else 0
 
 
 def usual_sync_every(mode: Mode) -> int:
-    """Return the default of ``sync_every`` for a mode; 1 for modes other than ``local``."""
+    """Return the default of ``sync_every`` for a mode. The default is 1 for all modes except ``local``."""
     return USUAL_SYNC_EVERY if mode == "local" else 1
 
 
@@ -124,7 +125,7 @@ class ParameterServerOptions(RunOptions):
             )
 
     def _mistakes_of_places(self) -> Iterator[str]:
-        """Yield an error message for each mistake in addresses, in the number of servers and in the key file."""
+        """Yield an error message for each mistake in the addresses, the number of servers or the key file."""
         for endpoint in self.endpoints:
             if not endpoint.startswith("tcp://") or endpoint.endswith("*"):
                 yield f"endpoints: {endpoint!r}: write the address of a dedicated server as tcp://address:port"
@@ -168,11 +169,14 @@ class ParameterServerOptions(RunOptions):
 
     @property
     def waits_for_pushes(self) -> bool:
-        """Whether a worker waits if another worker is some steps behind; True for all modes except ``async``."""
+        """Whether a worker waits if another worker is some steps behind.
+
+        This is True for all modes except ``async``.
+        """
         return self.mode == "ssp" or self.aggregates
 
     def combines(self, per_node: int) -> bool:
-        """Return whether the workers of a node combine their gradients; False if a node has only one worker.
+        """Return whether the workers of a node combine their gradients. A single worker does not.
 
         Args:
             per_node: Number of workers of a node.
@@ -192,7 +196,8 @@ class ParameterServerOptions(RunOptions):
         Raises:
             ConfigurationError: Connections to other machines are encrypted, and ``key_file`` is not set.
         """
-        ipc = coordinator.startswith("ipc://")  # The socket file is in a directory that only this user can enter.
+        # Only this user can enter the directory of the socket file, so no encryption is needed.
+        ipc = coordinator.startswith("ipc://")
         local = is_local(coordinator) and all(is_local(endpoint) for endpoint in self.endpoints)
         wanted = self.security == "curve" or (self.security == "auto" and not ipc)
         if wanted and self.key_file is None and not local:
@@ -233,7 +238,7 @@ class ParameterServerOptions(RunOptions):
         trained = [parameter for parameter in module.parameters() if id(parameter) in optimized]
         return SGD(trained, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=self.outer_momentum > 0)
 
-    # Texts
+    # Texts for the start panel
 
     def describe(self, nodes: int) -> list[tuple[str, str]]:
         """Return the start panel's rows about the mode and the servers, as pairs of a name and a text."""

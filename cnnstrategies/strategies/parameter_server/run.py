@@ -64,12 +64,12 @@ class Rendezvous:
     wait: float = WAIT
 
     def publish(self) -> None:
-        """Write the rendezvous into an environment variable, for the processes that this process starts."""
+        """Write the rendezvous as JSON into an environment variable, for the processes that this process starts."""
         os.environ[VARIABLE] = json.dumps(asdict(self))
 
     @classmethod
     def published(cls) -> "Rendezvous | None":
-        """Return the rendezvous from the environment variable; None if the variable is not set."""
+        """Return the rendezvous from the environment variable. Return None if the variable is not set."""
         text = os.environ.get(VARIABLE)
         return None if text is None else cls(**json.loads(text))
 
@@ -126,7 +126,7 @@ def choose_rendezvous(
 
 
 def machine_directory(layout: NodeLayout) -> Path:
-    """Return the private directory that ranks on one machine share, if another launcher has started them.
+    """Return the private directory that ranks on one machine share, if another package's launcher has started them.
 
     The last rank that ends removes the directory.
     """
@@ -146,7 +146,7 @@ def _shared_directory(name: str) -> Path:
 
 
 def key_file_of(options: ParameterServerOptions, coordinator: str) -> str | None:
-    """Return the path of the file with a run's keys; None without encryption.
+    """Return the path of the file with a run's keys. Return None if connections are not encrypted.
 
     If ``key_file`` is not set and all processes run on this machine, the file is created in a private directory.
 
@@ -215,7 +215,10 @@ def open_supervision(
 
 
 def worker_address(options: ParameterServerOptions, place: Rendezvous, rank: int) -> Address:
-    """Return what a rank needs to register: the coordinator's address, the rank's id and incarnation, and time-outs."""
+    """Return the data with which a rank registers with the coordinator.
+
+    The data are the coordinator's address, the rank's id and incarnation, and time-outs.
+    """
     incarnation = int(os.environ.get(INCARNATION, "0"))
     later = place.session > 0 and not place.supervised
     appear = LATER if later else place.wait
@@ -256,8 +259,8 @@ def _start_server(
 def _listening(coordinator: str) -> str:
     """Return the endpoint to which the coordinator binds its socket.
 
-    For a TCP address other than localhost, this is the port on all interfaces: on the coordinator's machine its own
-    host name may resolve to a loopback address, which other machines cannot reach.
+    For a TCP address other than localhost, this is the port on all interfaces: on the coordinator's machine, the
+    machine's own host name may resolve to a loopback address, which other machines cannot reach.
     """
     if coordinator.startswith("ipc://"):
         return coordinator
@@ -272,7 +275,8 @@ def _check_free(coordinator: str) -> None:
     endpoint = _listening(coordinator)
     if endpoint.startswith("ipc://"):
         return
-    own_address(coordinator)  # Raises an error if the name cannot be resolved. libzmq would retry without an error.
+    # This call raises an error if the name cannot be resolved. libzmq would retry without an error.
+    own_address(coordinator)
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     with socket.socket(socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -304,7 +308,7 @@ def own_address(coordinator: str) -> str:
 
 
 class Sessions:
-    """The numbering of the sessions of this process. All ranks number their sessions alike.
+    """Numbering of this process's sessions, which is the same on all ranks.
 
     Attributes:
         lost: Ranks that died during the previous session.

@@ -24,14 +24,14 @@ from cnnstrategies.paramserver.specification import Mode, Specification, hyperpa
 from cnnstrategies.paramserver.worker.codecs import ladder
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 
-PAUSE_SECONDS = 1e-4  # Time between two reads of the shared memory of a node's workers.
-LOOK_SECONDS = 0.02  # Time between two checks whether workers of the node have died.
+PAUSE_SECONDS = 1e-4  # Time in seconds between two reads of the shared memory of a node's workers.
+LOOK_SECONDS = 0.02  # Time in seconds between two checks whether workers of the node have died.
 SEED = "PL_GLOBAL_SEED"  # Environment variable in which Lightning stores the seed of `seed_everything`.
 # Largest number of bytes that a broadcast sends at once. Heartbeats use the same connection and wait until these bytes
 # are sent, which takes 0.8 s over 10 Mbit/s.
 PIECE_BYTES = 1 << 20
 
-# The servers
+# Connections to the servers
 
 
 def join_servers(
@@ -60,8 +60,8 @@ def join_servers(
         run.put(whole.to_json())
     specification = agreed_specification(strategy)
     parameters = value_tensors(module, specification)
-    # From here on the servers know this worker and accept its keys. With dynamic dispatch, a restarted worker can join
-    # in the middle of an epoch.
+    # After this call the servers know this worker and accept its keys. With dynamic dispatch, a restarted worker may
+    # join in the middle of an epoch.
     started = run.start(midway=options.data_dispatch == "dynamic" and not options.aggregates)
     connect = partial(connection, run.membership, specification, parameters)
     worker: Worker | CombinedWorker
@@ -74,7 +74,8 @@ def join_servers(
         state = started.values[started.leader]
         restore_trainer(trainer, optimizer, state)
         if options.data_dispatch == "dynamic":
-            # Before this process knew the run's epoch, Lightning has requested batches of another epoch.
+            # Lightning requested batches before this process knew the run's epoch. Batches of another epoch are given
+            # back, so that other workers get them.
             run.give_back(trainer.current_epoch)
         own_steps = int(state["own_steps"])
         notice = f"Rank {strategy.global_rank} was restarted and continues in epoch {state['epoch']}"
@@ -86,7 +87,7 @@ def join_servers(
     if started.joined and not started.midway:
         run.barrier("admitted")
     if options.mode != "local":
-        optimizer.state.clear()  # The servers hold the state now.
+        optimizer.state.clear()  # The servers hold the optimizer's state now, so this copy is not needed.
     return worker, specification, own_steps
 
 
@@ -170,7 +171,9 @@ def _pause() -> None:
 
 
 class Alive:
-    """Function object that returns a node's living workers, and reads the view at most every `LOOK_SECONDS`.
+    """Function object that returns the ranks of a node's living workers.
+
+    The object reads the membership's view at most once in `LOOK_SECONDS`.
 
     Args:
         view: Returns the current view.
@@ -197,7 +200,7 @@ class Alive:
         return self._alive
 
 
-# State that the servers do not hold: buffers and the trainer's progress.
+# State that the servers do not hold, namely buffers and the trainer's progress
 
 
 def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int) -> dict[str, Any]:
@@ -211,7 +214,7 @@ def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int) -> dic
         own_steps: In mode ``local``, the number of steps since the last outer step.
     """
     callbacks = {}
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the callback connector
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning's callback connector sets it.
         state = callback.state_dict()
         if state and _can_be_sent(state):
             callbacks[callback.state_key] = state
@@ -228,7 +231,10 @@ def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int) -> dic
 
 
 def seed() -> str:
-    """Return the seed of `seed_everything` as text; empty if no seed is set. The order of the samples depends on it."""
+    """Return the seed of `seed_everything` as text. The text is empty if no seed is set.
+
+    The order of the samples depends on the seed.
+    """
     return os.environ.get(SEED, "")
 
 
@@ -242,7 +248,8 @@ def restore_trainer(trainer: Trainer, optimizer: Optimizer, state: dict[str, Any
     """
     loop = trainer.fit_loop
     if trainer.current_epoch != int(state["epoch"]):
-        loop.restarting = False  # Otherwise the loop would continue within the epoch of the checkpoint it has loaded.
+        # Otherwise the loop would continue within the epoch of the checkpoint that it has loaded.
+        loop.restarting = False
         loop.on_iteration_done()
     epochs, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
     for progress in (epochs.current, epochs.total):
@@ -279,7 +286,7 @@ def take_state_of_rank_zero(module: nn.Module, strategy: CoordinatedStrategy) ->
         for part, value in zip(piece, strategy.broadcast(piece, 0), strict=True):
             part.copy_(value)
     with torch.no_grad():
-        # For a tensor that is not contiguous, `flat` is a copy, which must be written back.
+        # If a tensor is not contiguous, `flat` is a copy, so the values must be written back into the tensor.
         for tensor, flat in zip(state, flattened, strict=True):
             tensor.copy_(flat.reshape(tensor.shape))
 

@@ -72,7 +72,7 @@ class Stepper:
         self.own_steps = own_steps
         self._sync_every = sync_every
         self.accumulating = False
-        self._samples = self._batches = 0  # Numbers of samples and batches in the current step so far.
+        self._samples = self._batches = 0  # Numbers of samples and of batches in the current step so far.
         self._left_out = 0  # Number of steps that this worker must skip, including the current step.
         named = dict(module.named_parameters())
         self.parameters: list[nn.Parameter] = [named[info.name] for info in specification.parameters]
@@ -90,11 +90,13 @@ class Stepper:
         # For each parameter: its write count and its memory address when its value was received.
         self._written = [writes(parameter) for parameter in self.parameters]
         self._memory = [parameter.data_ptr() for parameter in self.parameters]
-        self._received: list[Tensor] | None = None  # Copies of the received values; None if no hook may write weights.
+        # Copies of the values received from the servers; None if no hook may write weights.
+        self._received: list[Tensor] | None = None
         self._received_from: int | None = None  # Rank of the worker that received the values for this node.
         self._in_step = False  # Whether the push of a step has begun and not ended.
-        self._codecs = worker.codecs  # Encodings of pushes and pulls, as they were last logged.
-        # By a parameter's index: the gradient that was pushed in this step, and its write count at that time.
+        self._codecs = worker.codecs  # Encodings of pushes and of pulls that were last logged.
+        # By a parameter's index: the gradient that was pushed in this step, and the gradient's write count at that
+        # time.
         self._pushed: dict[int, tuple[Tensor, int]] = {}
         # Hyper-parameters of the servers' optimizer, which is the outer optimizer in mode local.
         self._options = [group.options for group in specification.groups]
@@ -115,25 +117,26 @@ class Stepper:
             self._handles.append(optimizer.register_step_pre_hook(self._take_gradients))
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove all hooks that this object has registered."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def leaves_out(self) -> bool:
-        """Return whether the next batch must be skipped, because the other nodes have already made its step.
+        """Return whether the next batch must be skipped, because the other nodes have already made the batch's step.
 
         The trainer still counts skipped steps, so that learning-rate schedules and the end of the epoch do not change.
         """
         if isinstance(self.worker, CombinedWorker) and not self._left_out and not self._batches:
-            # The forward waits for parameter 0 anyway. Its version shows how many steps the other nodes have made.
+            # The forward waits for parameter 0 anyway, and the version of this parameter shows how many steps the other
+            # nodes have made.
             self.worker.wait(0)
             if self.worker.late:
                 self._left_out = self.worker.catch_up()
         return self._left_out > 0
 
     def count(self, samples: int) -> None:
-        """Add a batch to the current step.
+        """Add the samples of a batch to the current step.
 
         Args:
             samples: Number of samples in the batch. The servers weight the step's gradient by the
@@ -158,13 +161,16 @@ class Stepper:
             yield
 
     def before_backward(self) -> None:
-        """Begin to push the gradients of a step, if this backward is its last one and gradients may be pushed early."""
+        """Begin to push gradients if a step's last backward begins, and if gradients may be pushed during backward."""
         if self._early and not (self.accumulating or self._sync_every or self._left_out):
             self._begin()
 
     @property
     def begun(self) -> int:
-        """Number of the run's steps that this worker has completed, plus 1 while it pushes gradients."""
+        """Number of the run's steps that this worker has begun.
+
+        These are the completed steps, plus 1 while the worker pushes gradients.
+        """
         return self.worker.step + self._in_step
 
     def after_step(self, last: bool = False) -> None:
@@ -183,7 +189,7 @@ class Stepper:
             self.note_values()
 
     def note_values(self) -> None:
-        """Remember the current weights as the received ones, so that later writes by other code are noticed."""
+        """Record the current weights as received from the servers. Later writes by other code are then detected."""
         self._written = [writes(parameter) for parameter in self.parameters]
         self._memory = [parameter.data_ptr() for parameter in self.parameters]
         self._received_from = self.worker.leader
@@ -297,8 +303,8 @@ class Stepper:
                     f"{NOTED_STEPS} steps, and may have had an old value: call the module, use the parameter directly "
                     "from the first step on, or use strategy ddp"
                 )
-            # An assignment to `.data` does not increase the write count, but it changes the memory address. The address
-            # of a weight without a gradient may change: a callback may exchange weights for their average.
+            # An assignment to `.data` does not increase the write count, but changes the memory address. If a weight
+            # has no gradient, a new address is allowed, because a callback may exchange weights for their average.
             moved = parameter.grad is not None and parameter.data_ptr() != self._memory[index]
             if moved or writes(parameter) != self._written[index] or changed[index]:
                 suspects = f" (maybe by {', '.join(self._sees_weights)})" if self._sees_weights else ""
@@ -308,11 +314,12 @@ class Stepper:
                 )
 
     def _changed(self) -> list[bool]:
-        """Return for each parameter whether its value differs from the received value.
+        """Return a list with a boolean for each parameter: whether its value differs from the value that was received.
 
         The values are compared only if hooks may write weights. Otherwise all results are False.
         """
-        # If the node has a new leader, the new leader has received values again. They may be newer than the copies.
+        # If the node has a new leader, the leader has received values again. These values may be newer than the copies,
+        # so a comparison would be wrong.
         if self._received is None or self._received_from != self.worker.leader:
             return [False] * len(self.parameters)
         pairs = zip(self.parameters, self._received, strict=True)
@@ -344,7 +351,7 @@ class Readers(TorchFunctionMode):
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Record the reads inside this context."""
+        """Record the parameters that are read inside this context."""
         with ExitStack() as stack:
             for child in self._module.modules():
                 for handle in _noted(child, self._computing):
@@ -353,7 +360,7 @@ class Readers(TorchFunctionMode):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Record the parameters among the arguments of torch's function `func`, and call the function."""
+        """Call torch's function `func`, and record the parameters among its arguments."""
         for tensor in tensors_in((*args, *(kwargs or {}).values())):
             index = self._index.get(id(tensor))
             if index is not None and not any(tensor is parameter for parameter in self._computing_parameters()):

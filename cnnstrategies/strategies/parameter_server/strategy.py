@@ -191,7 +191,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
                 "step; set trainer.sync_batchnorm to false"
             )
 
-    # Joining the run
+    # Joining the run and connecting to the servers
 
     @property
     def module(self) -> LightningModule:
@@ -250,7 +250,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
                 setattr(self.precision_plugin, name, _clip_nothing)
         self.share_metrics(self.module)
 
-    # Data
+    # Loading of the data
 
     @property
     @override
@@ -265,7 +265,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             return dataloader
         return self._dispatch.loader(dataloader, self.trainer)
 
-    # Training
+    # Training steps
 
     @override
     def on_train_start(self) -> None:
@@ -301,7 +301,10 @@ class ParameterServerStrategy(CoordinatedStrategy):
         )
 
     def _figures(self, worker: Worker | CombinedWorker) -> dict[str, float]:
-        """Return this worker's measured values by name, for ``watch``. The thread that sends heartbeats calls this."""
+        """Return this worker's measured values by name, for the command ``watch``.
+
+        The thread that sends heartbeats calls this method.
+        """
         figures = worker.counters.figures()
         if self._stepper is not None and self.options.waits_for_pushes and not self._has_left:
             pushed = self._stepper.begun
@@ -314,14 +317,15 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if batch_idx > 0 or self._stepper is None:
             return
         if self.joined_late:
-            # For this epoch the admission is over. This worker took part in it when it joined.
+            # This worker took part in this epoch's admission when it joined, so it does not take part again.
             self.joined_late = False
             return
         self._stepper.worker.interrupt()
         self._stepper.worker.wait_all()
         state = trainer_state(self.trainer, self.optimizers[0], self._stepper.own_steps)
         if self.collectives.boundary(state).admitted:
-            self.collectives.barrier("admitted")  # Wait until the admitted workers have received the parameters.
+            # Wait until the admitted workers have received the parameters from the servers.
+            self.collectives.barrier("admitted")
         if self._has_left:
             self._stepper.worker.join()
             self._stepper.note_values()
@@ -331,7 +335,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._stepper is not None
         if self._stepper.leaves_out():
-            return torch.zeros((), device=self.root_device, requires_grad=True)  # No parameter gets a gradient from it.
+            # No parameter gets a gradient from this loss.
+            return torch.zeros((), device=self.root_device, requires_grad=True)
         self._stepper.count(self._samples_in(args[0] if args else next(iter(kwargs.values()))))
         self._buffers_are_equal = False
         self._dispatch.seen += 1
@@ -343,7 +348,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def _samples_in(self, batch: Any) -> int:
         sampler = dealt(self.trainer) if self.options.aggregates else None
         if sampler is not None and not sampler.counts(self.trainer.fit_loop.batch_idx)[sampler.rank]:
-            return 0  # This batch only repeats samples, so that all ranks have the same number of batches.
+            return 0  # The batch only repeats samples, so that all ranks have the same number of batches.
         return max(1, count_samples(batch))
 
     @override
@@ -359,7 +364,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Send no gradients inside this context, because they accumulate over several batches."""
+        """Send no gradients inside this context, because gradients accumulate over several batches."""
         assert self._stepper is not None
         self._stepper.accumulating = True
         try:
@@ -383,7 +388,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self._stepper is not None
         self._stepper.after_step(self.trainer.is_last_batch)
-        # The gradients of these batches have been sent. If this worker dies, no other worker must repeat the batches.
+        # The gradients of these batches have been sent. If this worker dies, no other worker must process these batches
+        # again.
         self._dispatch.processed = self._dispatch.seen
         if self.options.mode == "ssp" and self.trainer.is_last_batch:
             # This worker has no more batches in this epoch, so the other workers must not wait for its pushes.
@@ -410,7 +416,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         worker.interrupt()
         if self.options.mode == "local":
             self._stepper.outer_step()
-            worker.interrupt()  # The duration of an early outer step must not influence the choice of encodings.
+            # An outer step is made early here. Its duration must not influence the choice of encodings.
+            worker.interrupt()
         worker.wait_all()
         self._dispatch.processed = self._dispatch.seen
         if not self._buffers_are_equal:
@@ -513,7 +520,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @property
     @override
     def traffic(self) -> Counters | None:
-        """Counters of this worker's bytes, steps and waiting time; None unless the worker trains."""
+        """Counters of this worker's bytes, steps and waiting time. The value is None unless the worker trains."""
         return None if self._stepper is None else self._stepper.worker.counters
 
     @property
@@ -532,7 +539,10 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
-        """Return the start panel's rows about the mode, the servers and the shares; none unless the run trains."""
+        """Return the start panel's rows about the mode, the servers and the shares.
+
+        A run that does not train has no rows.
+        """
         if self.trainer.state.fn != TrainerFn.FITTING:
             return []
         shares = [self._dealing.panel_row()] * (self.options.shares != "equal")
@@ -546,7 +556,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def leave_session(self) -> None:
-        """Disconnect from the servers and the coordinator; do nothing if no session is open."""
+        """Disconnect from the servers and the coordinator. Do nothing if no session is open."""
         self._leave_servers()
         super().leave_session()
 
