@@ -161,7 +161,7 @@ class ServerProcess:
             if not ended.clean:
                 raise
         except Exception as error:
-            # Report the failure from here. This process may have no supervision that would report it, and a server that
+            # Report the failure from here. There may be no supervision process that would report it, and a server that
             # leaves without a report counts as finished.
             reason = str(error) if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {error}"
             membership.end(f"server {self.address.id} failed: {reason}")

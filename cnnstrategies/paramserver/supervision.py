@@ -264,7 +264,7 @@ class Supervision:
         now = time.monotonic()
         if child.ended is None:
             if not child.restarts or now - self._heard_at < self.coordinator.timeout / 2:
-                return False  # The coordinator replied until just now, so it has ended because the run has ended.
+                return False  # The coordinator still replied a short time ago, so it has ended together with the run.
             child.ended = now
         return None if now - child.ended < self.coordinator.appear else False
 

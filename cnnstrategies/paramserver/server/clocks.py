@@ -213,8 +213,8 @@ class RollCall:
             incarnations: By worker id: incarnations of the workers in the new view.
         """
         gone = [worker for worker, incarnation in self.incarnations.items() if incarnations.get(worker) != incarnation]
-        # Expected workers that are missing in the first view with workers have died before training began. Their ids are
-        # also returned, so that the clock does not wait for them.
+        # Expected workers that are missing in the first view with workers have died before training began. Their ids
+        # are also returned, so that the clock does not wait for them.
         if incarnations:
             gone += set(range(self._expected)) - incarnations.keys()
             self._expected = 0
