@@ -58,7 +58,8 @@ class CombinedWorker:
         self._pause = pause
         self._codecs = codecs
         self._engine: Worker | None = None
-        self._leader: int | None = None  # rank of the leader whose published values this worker takes; None before
+        # Rank of the leader whose published values this worker takes; None before a leader is known.
+        self._leader: int | None = None
         self._value_marks = [NEVER] * len(parameters)  # By parameter index: mark of the parameter's value.
         self._exact = False  # whether to wait for the servers' exact values, which no compression has rounded
         self._first_state: tuple[Mapping[str, Any] | None] | None = None
@@ -365,7 +366,7 @@ class CombinedWorker:
 
         Raises:
             RemovedError: The coordinator counts this worker as dead.
-            ServersUnreachableError: The servers do not answer, or have lost steps.
+            ServersUnreachableError: The servers do not reply, or have lost steps.
         """
         alive = self._alive()
         if self._rank not in alive:

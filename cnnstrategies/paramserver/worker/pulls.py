@@ -188,7 +188,7 @@ class Pulls:
 
 
 class PulledValues:
-    """Base values of the slices whose pulls are answered with differences: each difference is added to them.
+    """Base values of slices: the values to which the worker adds the differences in the replies to its pulls.
 
     The differences are compressed, and leave out a remainder that the server sends later. The parameters cannot serve
     as base values, because after a request for the current values they contain the servers' exact values, with the
@@ -204,14 +204,16 @@ class PulledValues:
         self._marks = [0.0] * len(slices)
 
     def by_mark(self, keys: Sequence[int], version: int) -> dict[float, list[int]]:
-        """Group slices by the mark of their base values.
+        """Group the keys of slices by the mark of the slices' base values.
+
+        A mark is an id that a server has given to the base values.
 
         Args:
             keys: Keys of the slices.
             version: The version that the base values must have.
 
         Returns:
-            Marks, each with the keys of its slices. Slices whose base values have a different version are under mark 0.
+            By mark: the keys of the slices. Slices whose base values have a different version are under the mark 0.
         """
         marked: dict[float, list[int]] = {}
         for key in keys:
