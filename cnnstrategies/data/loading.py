@@ -139,7 +139,7 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
         if isinstance(sampler, ShuffledBatches):
             sampler.skip = self._already_served(sampler)
             self._served, self._epoch = sampler.skip, sampler.epoch
-        # Batches are counted here and not in the sampler, because the workers prefetch batches for the training loop.
+        # Batches are counted here and not in the sampler, which would also count batches that workers have prefetched.
         for batch in self._start_iterator():
             if isinstance(batch, ConfigurationError):
                 # Raising `batch` itself would create a reference cycle: its traceback refers to this frame, which
