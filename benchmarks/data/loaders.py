@@ -69,7 +69,7 @@ def make(folder: Path, images: int) -> None:
     for file in files[:CLASSES]:
         file.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda one: one[1].exists() or one[1].write_bytes(photo(one[0])), enumerate(files)))
+        list(pool.map(lambda pair: pair[1].exists() or pair[1].write_bytes(photo(pair[0])), enumerate(files)))
     for name, options in (("whole", EncodingOptions(None, None, 10**8)), ("256", EncodingOptions(256, QUALITY, 10**8))):
         if not (folder / name).exists():
             pack(folder / "images", folder / name, options, workers=2)
@@ -84,7 +84,7 @@ def make(folder: Path, images: int) -> None:
 
 
 def sample_of(file: str) -> dict[str, Any]:
-    """What LitData and Streaming store of an image."""
+    """Return the record that LitData and Streaming store for an image."""
     return {"image": Path(file).read_bytes(), "label": int(Path(file).parent.name[1:])}
 
 
@@ -98,7 +98,7 @@ def transform(floats: bool) -> Callable[[Image.Image], torch.Tensor]:
 
 
 def opened(data: bytes) -> Image.Image:
-    """As ImageFolder's loader opens a file."""
+    """Open an image as ImageFolder's loader does."""
     return Image.open(io.BytesIO(data)).convert("RGB")
 
 
@@ -270,8 +270,8 @@ def page(folder: Path, path: Path) -> None:
     rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     files = list((folder / "images/train").rglob("*.jpg"))
     size = statistics.mean(file.stat().st_size for file in files[:200]) / 1000
-    what = f"{len(files)} images of {size:.0f} kB on average, JPEG of quality {QUALITY}"
-    lines = beginning("Loading images", __doc__, what)
+    images_text = f"{len(files)} images of {size:.0f} kB on average, JPEG of quality {QUALITY}"
+    lines = beginning("Loading images", __doc__, images_text)
     for cores in (1, 2):
         lines += [f"## {'One core' if cores == 1 else 'Two cores'}", ""]
         half = "lowest to highest | of ImageFolder"
@@ -302,25 +302,25 @@ without the headers of OpenCV and libjpeg-turbo. SPDL's own decoder needs FFmpeg
 Pillow and torchvision, which hold Python's lock in part."""
 
 
-def beginning(title: str, doc: str | None, what: str) -> list[str]:
-    """The first lines of a page: how a script measures, as the end of its docstring says it, and what with."""
+def beginning(title: str, doc: str | None, data: str) -> list[str]:
+    """The first lines of a page: how a script measures, as the end of its docstring says it, and data with."""
     assert doc is not None
     system = f"{len(os.sched_getaffinity(0))} cores {processor()}, Linux {platform.release().partition('-')[0]}"
     return [
         f"# {title}", "", doc.split("\n\n")[-1].strip(), "",
         f"- {date.today()}; {system}",
         f"- Python {platform.python_version()}, {', '.join(versions())}",
-        f"- {what}", "",
+        f"- {data}", "",
     ]  # fmt: skip
 
 
 def versions() -> list[str]:
-    """Of the packages that are compared."""
-    found = []
+    """Return the names and versions of the compared packages."""
+    versions_found = []
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    return found
+            versions_found.append(f"{name} {version(name)}")
+    return versions_found
 
 
 def processor() -> str:

@@ -102,8 +102,8 @@ def run(*words: str) -> None:
     subprocess.run(words, check=True)
 
 
-def _unshare(what: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).unshare(what) != 0:
+def _unshare(namespaces: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).unshare(namespaces) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
 
 
@@ -187,7 +187,7 @@ def page(folder: Path, path: Path) -> None:
         lines += ["| Images per second | in memory | slow | lowest to highest | of that in memory |", f"|{'---|' * 5}"]
         for name in LOADERS:
             here = [row for row in rows if (row["name"], row["delay"], row["mbit"]) == (name, delay, mbit)]
-            memory, slow = ([row["rate"] for row in here if row["slow"] is which] for which in (False, True))
+            memory, slow = ([row["rate"] for row in here if row["slow"] is is_slow] for is_slow in (False, True))
             if not slow:
                 continue
             middle = statistics.median(slow)

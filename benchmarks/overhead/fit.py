@@ -37,19 +37,19 @@ STRATEGIES = ("ddp", "hybrid_pipeline", "parameter_server")
 
 
 def configuration(strategy: str, name: str) -> dict[str, Any]:
-    """Of `fit`, as the quickstart's."""
+    """Return a configuration for `fit` that is like the quickstart's."""
     kind, arguments, size, batch, cut = NETWORKS[name]
-    given: Any = strategy
+    strategy_value: Any = strategy
     if strategy == "hybrid_pipeline":
         layout = {"cuts": [cut], "replicas": [1, 1], "microbatches": MICROBATCHES}
-        given = {"class_path": "cnnstrategies.strategies.HybridPipelineStrategy", "init_args": layout}
+        strategy_value = {"class_path": "cnnstrategies.strategies.HybridPipelineStrategy", "init_args": layout}
     logger = {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": {"save_dir": "runs"}}
     network = {
         "class_path": f"{kind.__module__}.{kind.__name__}",
         "init_args": {"num_classes": CLASSES, **arguments},
     }
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01, "momentum": 0.9}}
-    trainer = {"accelerator": "cpu", "devices": 2, "strategy": given, "max_epochs": 1, "log_every_n_steps": 5}
+    trainer = {"accelerator": "cpu", "devices": 2, "strategy": strategy_value, "max_epochs": 1, "log_every_n_steps": 5}
     model = {"network": network, "num_classes": CLASSES, "optimizer": sgd}
     return {
         "seed_everything": 1,
@@ -61,15 +61,15 @@ def configuration(strategy: str, name: str) -> dict[str, Any]:
 
 def terminal() -> int:
     """A new one, on which nobody looks."""
-    own, theirs = pty.openpty()
+    reader, writer = pty.openpty()
 
     def read() -> None:
         with contextlib.suppress(OSError):
-            while os.read(own, 65536):
+            while os.read(reader, 65536):
                 pass
 
     threading.Thread(target=read, daemon=True).start()
-    return theirs
+    return writer
 
 
 def race(strategy: str, name: str, rounds: int) -> list[list[float]]:

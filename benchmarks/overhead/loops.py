@@ -1,4 +1,4 @@
-"""What is trained, the loader of all contestants, and the loops without `fit`; `fit.py` starts them."""
+"""Networks and the loader of all contestants, and the training loops without `fit`; `fit.py` starts them."""
 
 import multiprocessing
 import os
@@ -78,7 +78,7 @@ class Data(LightningDataModule):
 
 
 def sgd(network: nn.Module) -> torch.optim.Optimizer:
-    """As the configuration has it."""
+    """Return the optimizer of the configuration."""
     return torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
 
 
@@ -137,7 +137,7 @@ def pipeline(name: str, rank: int) -> None:
 
 
 def specify(name: str) -> Specification:
-    """What servers and workers agree on; made once."""
+    """Return the specification for servers and workers; it is made once."""
     network, optimizer = make(name)
     return Specification.of(network.named_parameters(), optimizer, WORKERS, servers=1, mode="sync")
 

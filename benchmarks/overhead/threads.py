@@ -101,18 +101,18 @@ def main() -> None:
     if options.way:
         train(*WAYS[options.way])
         return
-    found: dict[tuple[str, int], list[float]] = {(way, one): [] for way in WAYS for one in range(len(POLICIES))}
+    times: dict[tuple[str, int], list[float]] = {(way, policy): [] for way in WAYS for policy in range(len(POLICIES))}
     for number in range(options.rounds):
         for way in WAYS:
-            for one in range(len(POLICIES))[:: 1 if number % 2 else -1]:
-                found[way, one].append(measured(way, POLICIES[one]))
-                print(way, POLICIES[one], found[way, one][-1], flush=True)
+            for policy in range(len(POLICIES))[:: 1 if number % 2 else -1]:
+                times[way, policy].append(measured(way, POLICIES[policy]))
+                print(way, POLICIES[policy], times[way, policy][-1], flush=True)
     rows = [("processes", "as it is, ms", "PASSIVE, ms", "ratio", "GOMP_SPINCOUNT=30000, ms", "ratio")]
     for way in WAYS:
-        usual, *others = ([*found[way, one]] for one in range(len(POLICIES)))
+        usual, *others = ([*times[way, policy]] for policy in range(len(POLICIES)))
         row = [way, f"{1e3 * statistics.median(usual):.0f}"]
         for other in others:
-            ratios = [one / before for one, before in zip(other, usual, strict=True)]
+            ratios = [time / before for time, before in zip(other, usual, strict=True)]
             row.append(f"{1e3 * statistics.median(other):.0f}")
             row.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
         rows.append(tuple(row))

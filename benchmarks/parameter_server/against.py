@@ -185,8 +185,8 @@ def take_turns(contestants: Sequence[Contestant], turns: int) -> list[list[float
     """Seconds of the turns of each, in an order that changes; they are ended."""
     chance = random.Random(0)
     try:
-        for one in contestants:
-            one.wait()
+        for contestant in contestants:
+            contestant.wait()
         times: list[list[float]] = [[] for _ in contestants]
         for index in range(WARM_UP + turns):
             for place in chance.sample(range(len(contestants)), len(contestants)):
@@ -194,14 +194,14 @@ def take_turns(contestants: Sequence[Contestant], turns: int) -> list[list[float
                 if index >= WARM_UP:
                     times[place].append(seconds)
     finally:
-        for one in contestants:
-            one.close()
+        for contestant in contestants:
+            contestant.close()
     return times
 
 
 def ratio(ours: list[float], theirs: list[float]) -> str:
     """The median ratio of turns next to each other, and the 95 % interval of that median."""
-    ratios = sorted(one / other for one, other in zip(ours, theirs, strict=True))
+    ratios = sorted(our_time / their_time for our_time, their_time in zip(ours, theirs, strict=True))
     margin = math.ceil(0.98 * math.sqrt(len(ratios)))  # of the ranks between which the median lies
     low, high = (ratios[len(ratios) // 2 + way * margin] for way in (-1, 1))
     return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
@@ -219,25 +219,25 @@ def main() -> None:
     if options.serve:
         serve(options.other, options.what[0])
         return
-    found: dict[str, list[list[float]]] = json.loads(options.results.read_text()) if options.results.exists() else {}
+    results: dict[str, list[list[float]]] = json.loads(options.results.read_text()) if options.results.exists() else {}
     for name in options.what or [*TRAININGS, *TRANSPORTS]:
         times = race(name, options.other.resolve())
-        found[name] = [before + new for before, new in zip(found.get(name, [[], [], []]), times, strict=True)]
-        options.results.write_text(json.dumps(found))
-        print(name, ratio(*found[name][:2]), ratio(*found[name][1:]), flush=True)
-    write(found, options.name)
+        results[name] = [before + new for before, new in zip(results.get(name, [[], [], []]), times, strict=True)]
+        options.results.write_text(json.dumps(results))
+        print(name, ratio(*results[name][:2]), ratio(*results[name][1:]), flush=True)
+    write(results, options.name)
 
 
-def write(found: dict[str, list[list[float]]], other: str) -> None:
+def write(results: dict[str, list[list[float]]], other: str) -> None:
     """Write the page."""
     sys.path.append(str(ROOT / "benchmarks" / "pipeline"))
     from ranks import report
 
     rows = [("", "this code, ms", f"{other}, ms", "ratio, and its 95 % interval", f"{other} to itself", "turns")]
-    for name, times in found.items():
-        what = f"a step of {name}" if name in TRAININGS else f"{MEGABYTES} MB, {name}"
+    for name, times in results.items():
+        title = f"a step of {name}" if name in TRAININGS else f"{MEGABYTES} MB, {name}"
         medians = [f"{1e3 * statistics.median(each):.1f}" for each in times[:2]]
-        rows.append((what, *medians, ratio(*times[:2]), ratio(*times[1:]), str(len(times[0]))))
+        rows.append((title, *medians, ratio(*times[:2]), ratio(*times[1:]), str(len(times[0]))))
     text = (__doc__ or "").splitlines()
     report(
         Path(__file__).with_suffix(".md"),

@@ -75,7 +75,7 @@ def start(host: int, name: str, group: Group, folder: Path, codecs: str) -> subp
     }
     command = ["ip", "netns", "exec", name, sys.executable, str(Path(__file__).resolve())]
     command += ["--folder", str(folder), "--codecs", codecs]
-    environment = {**os.environ, **{one: str(value) for one, value in variables.items()}}
+    environment = {**os.environ, **{variable: str(value) for variable, value in variables.items()}}
     with (folder / f"log-{host}").open("wb") as log:
         return subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, preexec_fn=group.enter)
 
@@ -129,7 +129,9 @@ def main() -> None:
     if not pieces.measure([*FIXED, *autos], measure):
         return
     phases = range(len(MEGABITS))
-    rows: list[tuple[str, ...]] = [("compression", "pull_compression", *(f"{one} Mbit/s" for one in MEGABITS))]
+    rows: list[tuple[str, ...]] = [
+        ("compression", "pull_compression", *(f"{megabits} Mbit/s" for megabits in MEGABITS))
+    ]
     for name in FIXED:
         rows.append((*name.split("/"), *(f"{pieces.known[name][phase]:.0f}" for phase in phases)))
     speeds = [sorted(pieces.known[name][phase] for name in autos) for phase in phases]

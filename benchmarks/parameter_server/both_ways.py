@@ -92,10 +92,10 @@ def main() -> None:
             _, notes = fit_across(MEGABITS, ["--strategy", name, "--seed", str(seed)])
             reached[name].append(notes["val_acc"])
     rows = [("strategy", "samples/s", "times DDP's, of each round", "MB sent by a host in a step", "digits: val_acc")]
-    for name, found in speeds.items():
-        times = ", ".join(f"{speed / base:.2f}" for speed, base in zip(found, speeds["ddp"], strict=True))
+    for name, rates in speeds.items():
+        times = ", ".join(f"{speed / base:.2f}" for speed, base in zip(rates, speeds["ddp"], strict=True))
         accuracy = described(reached[name], reached["ddp"]) if name in reached else ""
-        rows.append((name, f"{statistics.median(found):.1f}", times, f"{size[name]:.2f}", accuracy))
+        rows.append((name, f"{statistics.median(rates):.1f}", times, f"{size[name]:.2f}", accuracy))
     parameters = sum(parameter.numel() for parameter in vgg_like().parameters())
     report(
         Path(__file__).with_suffix(".md"),
@@ -112,7 +112,7 @@ def described(accuracies: list[float], base: list[float]) -> str:
     mean = f"{statistics.mean(accuracies):.4f}"
     if accuracies is base or len(base) < 2:
         return mean
-    pairs = [one - other for one, other in zip(accuracies, base, strict=True)]
+    pairs = [accuracy - base_accuracy for accuracy, base_accuracy in zip(accuracies, base, strict=True)]
     return f"{mean} ({statistics.mean(pairs):+.4f}, {statistics.stdev(pairs):.4f})"
 
 

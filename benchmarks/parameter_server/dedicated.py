@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def specification(name: str, workers: int) -> tuple[Specification, torch.optim.Optimizer]:
-    """What is trained, and by which optimizer."""
+    """Return the specification of the trained parameters, and their optimizer."""
     parameters = [nn.Parameter(torch.zeros(NUMBERS)) for _ in range(TENSORS)]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
@@ -70,12 +70,12 @@ def all_reduce() -> list[float]:
 def serve(folder: Path, workers: int, rank: int, name: str) -> None:
     """A server, until the workers are through."""
     made, _ = specification(name, workers)
-    own = ServerService(made, views(workers), rank - workers, endpoint(rank), insecure=True)
-    thread = threading.Thread(target=own.run)
+    server = ServerService(made, views(workers), rank - workers, endpoint(rank), insecure=True)
+    thread = threading.Thread(target=server.run)
     thread.start()
     while len(list(folder.glob("through-*"))) < workers:
         time.sleep(0.05)
-    own.stop()
+    server.stop()
     thread.join()
 
 
@@ -109,7 +109,7 @@ def endpoint(rank: int) -> str:
 
 
 def views(workers: int) -> Views:
-    """What a role is told of all the others."""
+    """Return the view with the addresses of all servers and workers, which every role gets."""
     servers = tuple(ServerInfo(number, endpoint(workers + number)) for number in range(workers))
     return unchanging(View(1, servers, tuple(WorkerInfo(number) for number in range(workers))))
 
@@ -156,11 +156,12 @@ def main() -> None:
     rows = [("workers, and servers", "what", "seconds", "times gloo's, of each round")]
     for size in SIZES:
         for name in names:
-            found, base = (
-                [pieces.known[f"{turn}: {size}: {one}"] for turn in range(options.rounds)] for one in (name, GLOO)
+            seconds, base = (
+                [pieces.known[f"{turn}: {size}: {contestant}"] for turn in range(options.rounds)]
+                for contestant in (name, GLOO)
             )
-            times = ", ".join(f"{own / other:.2f}" for own, other in zip(found, base, strict=True))
-            rows.append((str(size), name, f"{statistics.median(found):.2f}", times))
+            times = ", ".join(f"{time / base_time:.2f}" for time, base_time in zip(seconds, base, strict=True))
+            rows.append((str(size), name, f"{statistics.median(seconds):.2f}", times))
     text = f"{__doc__}\n{TENSORS} tensors of {NUMBERS:,} float32 numbers; SGD with momentum on the servers."
     report(Path(__file__).with_suffix(".md"), "Dedicated servers over slow links", text, rows)
 

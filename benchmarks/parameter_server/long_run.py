@@ -7,7 +7,7 @@ kept in `long_run.json` with a digest of the code of all that is simulated, the 
 goes on from there, and begins anew when that code has changed. Other work beside it costs time alone: nothing else
 decides what happens.
 
-A check that finds what is no fault is corrected to allow it. It looks on and changes nothing, and what held before
+A check that raises a false alarm is corrected to allow it. It looks on and changes nothing, and what held before
 holds then, too: so `--weaker` goes on after such a change, and tries the seeds again in which something was found.
 """
 
@@ -36,12 +36,12 @@ CHECKS = [f"simulation.{name}" for name in ("invariants", "data.checks", "data.w
 
 def sources(names: list[str]) -> str:
     """The digest of modules' source files."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in names:
         paths = [folder.joinpath(*name.split(".")) for folder in (ROOT, BESIDE)]
         files = [path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for path in paths]
-        found.update(name.encode() + next((file.read_bytes() for file in files if file.exists()), b"no file"))
-    return found.hexdigest()[:16]
+        digest.update(name.encode() + next((file.read_bytes() for file in files if file.exists()), b"no file"))
+    return digest.hexdigest()[:16]
 
 
 def run(seeds: int, minutes: float, kept: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ def run(seeds: int, minutes: float, kept: dict[str, Any]) -> None:
 
     begun, noted, done, worked = time.monotonic(), 0.0, 0, 0.0
     counts = {plane: Counter(kept["counts"].get(plane, {})) for plane in PLANES}
-    before = sum(one["seeds"] for one in kept["sittings"])
+    before = sum(earlier["seeds"] for earlier in kept["sittings"])
     sitting = {"date": f"{datetime.date.today():%d %B %Y}", "processor": processor(), "seeds": 0, "hours": 0.0}
     kept["sittings"].append(sitting)
     cores = os.cpu_count() or 1
@@ -64,7 +64,7 @@ def run(seeds: int, minutes: float, kept: dict[str, Any]) -> None:
                 kept["failed"].append(failure.seed)
             passed = time.monotonic() - begun
             sitting |= {"seeds": done, "hours": round(worked / 3600, 3)}
-            kept["counts"] = {plane: dict(sorted(own.items())) for plane, own in counts.items()}
+            kept["counts"] = {plane: dict(sorted(count.items())) for plane, count in counts.items()}
             over = passed > 60 * minutes
             if over or passed - noted > 60 or before + done >= seeds:
                 noted = passed
@@ -99,10 +99,10 @@ def page(kept: dict[str, Any], wanted: int) -> None:
     sys.path.append(str(HERE.parent / "pipeline"))
     from ranks import report
 
-    total, hours = (sum(one[what] for one in kept["sittings"]) for what in ("seeds", "hours"))
+    total, hours = (sum(sitting[field] for sitting in kept["sittings"]) for field in ("seeds", "hours"))
     injected: Counter[str] = Counter()
-    for own in kept["counts"].values():
-        injected.update(own)
+    for counts_of_plane in kept["counts"].values():
+        injected.update(counts_of_plane)
     faults = ", ".join(f"{kind} {count:,}" for kind, count in sorted(injected.items()))
     failed = ", ".join(map(str, kept["failed"])) or "none"
     alarms = ""
@@ -118,8 +118,8 @@ def page(kept: dict[str, Any], wanted: int) -> None:
     )
     rows = [("date", "processor", "seeds", "hours of one core", "seeds per second of it")]
     rows += [
-        (one["date"], one["processor"], f"{one['seeds']:,}", f"{one['hours']:.2f}", _rate(one))
-        for one in kept["sittings"]
+        (sitting["date"], sitting["processor"], f"{sitting['seeds']:,}", f"{sitting['hours']:.2f}", _rate(sitting))
+        for sitting in kept["sittings"]
     ]
     report(HERE / "long_run.md", "The simulator's long run", text, rows)
 
@@ -136,12 +136,12 @@ def main() -> None:
     parser.add_argument("--weaker", action="store_true", help="the checks alone have changed, and allow more")
     arguments = parser.parse_args()
     names = json.loads(subprocess.check_output([sys.executable, "-c", NAMES], cwd=ROOT))
-    code, checks = (sources([one for one in names if (one in CHECKS) == looks]) for looks in (False, True))
+    code, checks = (sources([module for module in names if (module in CHECKS) == looks]) for looks in (False, True))
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     if kept.get("code") != code or (kept["checks"] != checks and not arguments.weaker):
         kept = {"code": code, "sittings": [], "failed": [], "alarms": [], "counts": {}}
     kept["checks"] = checks
-    left = arguments.seeds - sum(one["seeds"] for one in kept["sittings"])
+    left = arguments.seeds - sum(sitting["seeds"] for sitting in kept["sittings"])
     sys.path.append(str(BESIDE))
     again(kept)
     if left > 0:

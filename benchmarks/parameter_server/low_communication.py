@@ -45,8 +45,8 @@ SPEED: dict[str, Any] = {
     "local, 100": lambda: local(100),
 }
 EVERY = {"ddp": 1, "sync": 1}
-for one in SPEED:
-    EVERY.setdefault(one, 100 if "100" in one else 32)
+for variant in SPEED:
+    EVERY.setdefault(variant, 100 if "100" in variant else 32)
 ACCURACY: dict[str, Any] = {
     "ddp": DDPStrategy,
     "local, 8": lambda: local(8),
@@ -70,8 +70,8 @@ def worker(folder: Path, name: str, seed: int) -> None:
 
 def measure(piece: str) -> float:
     """One fit's samples/s, or its accuracy at the end."""
-    what, number, name = piece.split(": ", 2)
-    if what == "speed":
+    kind, number, name = piece.split(": ", 2)
+    if kind == "speed":
         fit, _ = fit_across(MEGABITS, ["--strategy", name, "--seed", "0"], MILLISECONDS)
         return fit.samples_per_second()
     _, notes = fit_across(1000, ["--strategy", name, "--seed", number])
@@ -107,11 +107,13 @@ def page(known: dict[str, float], rounds: int) -> None:
     """
     rows = [("strategy", "VGG-11: samples/s", "times sync's, of each round", "digits: val_acc")]
     for name in SPEED:
-        found, base = ([known[f"speed: {number}: {one}"] for number in range(rounds)] for one in (name, "sync"))
-        times = ", ".join(f"{speed / other:.1f}" for speed, other in zip(found, base, strict=True))
-        rows.append((name, f"{statistics.median(found):.1f}", times, ""))
+        speeds, base = (
+            [known[f"speed: {number}: {variant}"] for number in range(rounds)] for variant in (name, "sync")
+        )
+        times = ", ".join(f"{speed / other:.1f}" for speed, other in zip(speeds, base, strict=True))
+        rows.append((name, f"{statistics.median(speeds):.1f}", times, ""))
     reached = {name: [known[f"digits: {seed}: {name}"] for seed in range(1, SEEDS + 1)] for name in ACCURACY}
-    rows += [(name, "", "", described(found, reached["ddp"])) for name, found in reached.items()]
+    rows += [(name, "", "", described(accuracies, reached["ddp"])) for name, accuracies in reached.items()]
     parameters = sum(parameter.numel() for parameter in vgg_like().parameters())
     report(
         Path(__file__).with_suffix(".md"),

@@ -78,8 +78,8 @@ def measure(name: str) -> dict[str, float]:
             stack.callback(group.end)
         keys = [sys.executable, "-c", "from cnnstrategies.cli import server; server()", "--make-keys", "run.key"]
         subprocess.run(keys, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        own = [start(host, names[host], groups[host], folder, "fit", *config) for host in range(2)]
-        for host, process in enumerate(own):
+        processes = [start(host, names[host], groups[host], folder, "fit", *config) for host in range(2)]
+        for host, process in enumerate(processes):
             wait_for(folder, host, FIRST, process)
         for group in groups[:2]:
             group.limit(CORES)
@@ -95,13 +95,13 @@ def measure(name: str) -> dict[str, float]:
         since = time.monotonic()
         time.sleep(AFTER)
         until = time.monotonic()
-        if any(process.poll() is not None for process in (*own, joiner)):
+        if any(process.poll() is not None for process in (*processes, joiner)):
             raise SystemExit(f"{name}: a process has ended")
         all_done = [done(folder, host) for host in range(3)]
     first = all_done[2][0] - asked
 
     def rate(start: float, stop: float) -> float:
-        return BATCH * sum(start <= one < stop for batches in all_done for one in batches) / (stop - start)
+        return BATCH * sum(start <= time < stop for batches in all_done for time in batches) / (stop - start)
 
     return {"first": first, "before": rate(began, asked), "after": rate(since, until), "since": since - asked}
 
@@ -121,16 +121,16 @@ def main() -> None:
     ]
     ratios = []
     for name in names:
-        one = pieces.known[name]
-        ratios.append(one["after"] / one["before"])
+        rates = pieces.known[name]
+        ratios.append(rates["after"] / rates["before"])
         rows.append(
             (
                 name.removeprefix("round "),
-                f"{one['before']:.0f}",
-                f"{one['after']:.0f}",
+                f"{rates['before']:.0f}",
+                f"{rates['after']:.0f}",
                 f"{ratios[-1]:.2f}",
-                f"{one['first']:.1f}",
-                f"{one['since']:.1f}",
+                f"{rates['first']:.1f}",
+                f"{rates['since']:.1f}",
             )
         )
     report(

@@ -37,7 +37,7 @@ PATIENCE = 120.0  # seconds: then it has failed
 
 @dataclass(frozen=True)
 class Kind:
-    """What is killed in which run.
+    """A kind of kill, with the options of its run.
 
     Attributes:
         options: Of the strategy.
@@ -130,11 +130,11 @@ class Run:
             SystemExit: The run has ended, or nothing has come for long.
         """
         deadline = time.monotonic() + PATIENCE
-        while (found := look()) is None:
+        while (answer := look()) is None:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit("".join(line for _, line in self.lines[-30:]))
             time.sleep(0.02)
-        return found
+        return answer
 
     def close(self) -> None:
         """End the run."""
@@ -153,7 +153,7 @@ class Run:
         except FileNotFoundError:
             return []
         words = [line.split() for line in lines]
-        return [Step(int(one), int(two), float(three), float(four)) for one, two, three, four in words]
+        return [Step(int(first), int(second), float(third), float(fourth)) for first, second, third, fourth in words]
 
     def trains(self, after: float, ranks: tuple[int, ...] = (0, 1)) -> float:
         """When all ranks had ended two steps that they had begun later: the second has what the first has made."""
@@ -187,16 +187,16 @@ class Run:
 
     def _children(self) -> list[tuple[int, str, str]]:
         """Number, name and command of each."""
-        found = []
+        children = []
         for pid in filter(str.isdigit, os.listdir("/proc")):
             try:
                 _, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")
                 if int(rest.split()[1]) == self.process.pid:
-                    name, command = (Path(f"/proc/{pid}/{what}").read_text() for what in ("comm", "cmdline"))
-                    found.append((int(pid), name.strip(), command))
+                    name, command = (Path(f"/proc/{pid}/{field}").read_text() for field in ("comm", "cmdline"))
+                    children.append((int(pid), name.strip(), command))
             except (FileNotFoundError, ProcessLookupError):
                 continue
-        return found
+        return children
 
 
 def _kill(run: Run, name: str) -> float:
@@ -210,8 +210,8 @@ def kill_server(run: Run, index: int) -> dict[str, float]:
     """One of two, in turn."""
     server = index % 2
     at = _kill(run, f"ps-server-{server}")
-    found = {"steps": run.trains(at) - at, "noticed": run.says("is started again", at) - at}
-    return {**found, "copies": run.says(f"has filled server {server}", at) - at}
+    seconds = {"steps": run.trains(at) - at, "noticed": run.says("is started again", at) - at}
+    return {**seconds, "copies": run.says(f"has filled server {server}", at) - at}
 
 
 def kill_coordinator(run: Run, index: int) -> dict[str, float]:
@@ -230,10 +230,10 @@ def kill_worker(rank: int) -> Callable[[Run, int], dict[str, float]]:
         process = run.steps(rank)[-1].process
         at = time.monotonic()
         os.kill(process, signal.SIGKILL)
-        found = {"steps": run.trains(at, (1 - rank,)) - at, "all": run.trains_again(rank, process, at) - at}
+        seconds = {"steps": run.trains(at, (1 - rank,)) - at, "all": run.trains_again(rank, process, at) - at}
         imported = run.folder / f"imported-{run.steps(rank)[-1].process}"
         let_in = run.says(f"Rank {rank} was started again", at)
-        return {**found, "imported": float(imported.read_text()) - at, "let in": let_in - at}
+        return {**seconds, "imported": float(imported.read_text()) - at, "let in": let_in - at}
 
     return kill
 
@@ -290,14 +290,14 @@ def main() -> None:
         results = json.loads(options.results.read_text())
     deadline = time.monotonic() + 60 * options.minutes
     for name in options.kinds:
-        found = results.setdefault(name, [])
+        results_of_kind = results.setdefault(name, [])
 
-        def keep(seconds: dict[str, float], found: list[dict[str, float]] = found) -> None:
-            found.append(seconds)
+        def keep(seconds: dict[str, float], results_of_kind: list[dict[str, float]] = results_of_kind) -> None:
+            results_of_kind.append(seconds)
             options.results.write_text(json.dumps(results))
-            print(name, len(found), {key: round(value, 2) for key, value in seconds.items()}, flush=True)  # noqa: B023
+            print(name, len(results_of_kind), {key: round(value, 2) for key, value in seconds.items()}, flush=True)  # noqa: B023
 
-        measure(KINDS[name], options.kills, deadline, keep, len(found))
+        measure(KINDS[name], options.kills, deadline, keep, len(results_of_kind))
     if all(results.get(name) for name in KINDS):
         write(results, options.kills)
 
@@ -306,16 +306,18 @@ def write(results: dict[str, list[dict[str, float]]], kills: int) -> None:
     """Write the page."""
 
     def numbers(kind: str, key: str) -> list[str]:
-        found = [one[key] for one in results[kind][:kills] if key in one]
-        return [f"{statistics.median(found):.2f}", f"{max(found):.2f}"] if found else ["", ""]
+        values = [seconds[key] for seconds in results[kind][:kills] if key in seconds]
+        return [f"{statistics.median(values):.2f}", f"{max(values):.2f}"] if values else ["", ""]
 
     rows = [["killed", "kills", "steps go on, s: median", "worst", "whole again, s: median", "worst"]]
     for title, kind, steps, whole in ROWS:
         count = str(len(results[kind][:kills]))
         rows.append([title, count, *numbers(kind, steps), *numbers(kind, whole)])
-    usual = statistics.median(one["a step"] for name in KINDS for one in results[name][:kills])
-    noticed = statistics.median(one["noticed"] for one in results["copies"][:kills])
-    imported, let_in = (statistics.median(one[key] for one in results["worker"]) for key in ("imported", "let in"))
+    usual = statistics.median(seconds["a step"] for name in KINDS for seconds in results[name][:kills])
+    noticed = statistics.median(seconds["noticed"] for seconds in results["copies"][:kills])
+    imported, let_in = (
+        statistics.median(seconds[key] for seconds in results["worker"]) for key in ("imported", "let in")
+    )
     report(
         Path(__file__).with_suffix(".md"),
         "How long until a run is whole again",

@@ -60,13 +60,13 @@ def main() -> None:
     if (reason := missing()) is not None:
         print(f"skipped: {reason}")
         return
-    found = {}
+    results = {}
     for name in STRATEGIES:
         fit, notes = fit_across(MEGABITS, ["--strategy", name, "--epochs", str(options.epochs)])
-        found[name] = (fit.samples_per_second(), notes["bytes"], notes["val_acc"])
+        results[name] = (fit.samples_per_second(), notes["bytes"], notes["val_acc"])
     rows = [("strategy", "samples/s", "times DDP's", "MB sent by a host in a step", "val_acc at the end")]
-    for name, (speed, size, accuracy) in found.items():
-        rows.append((name, f"{speed:.0f}", f"{speed / found['ddp'][0]:.2f}", f"{size / 1e6:.2f}", f"{accuracy:.4f}"))
+    for name, (speed, size, accuracy) in results.items():
+        rows.append((name, f"{speed:.0f}", f"{speed / results['ddp'][0]:.2f}", f"{size / 1e6:.2f}", f"{accuracy:.4f}"))
     parameters = sum(p.numel() for p in SmallCNN(10, widths=WIDTHS).parameters())
     report(
         Path(__file__).with_suffix(".md"),

@@ -61,8 +61,8 @@ def main() -> None:
             *(f"{value * 1e3:.1f}" for value in medians.values()),
             f"{medians['parameter_server'] / medians['ddp']:.3f}",
         ]
-        for one, other in (("parameter_server", "ddp"), ("without licences", "parameter_server")):
-            ratios = sorted(a / b for a, b in zip(times[one], times[other], strict=True))
+        for contestant, base in (("parameter_server", "ddp"), ("without licences", "parameter_server")):
+            ratios = sorted(a / b for a, b in zip(times[contestant], times[base], strict=True))
             row.append(f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})")
         rows.append((title, *row))
     report(

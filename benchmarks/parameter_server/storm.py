@@ -50,9 +50,9 @@ def measure(strategy: str, minutes: float, seed: int, outputs: Path | None) -> d
     """Samples per second with and without faults, and what happened after each fault."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        *groups, own = stack.enter_context(quotas(HOSTS + 1, "cnnstorm"))
-        own.enter()  # Before what else the machine does, as the hosts are: else a fault would come late.
-        stack.callback((own.folder.parent / "cgroup.procs").write_text, str(os.getpid()))
+        *groups, own_group = stack.enter_context(quotas(HOSTS + 1, "cnnstorm"))
+        own_group.enter()  # Before what else the machine does, as the hosts are: else a fault would come late.
+        stack.callback((own_group.folder.parent / "cgroup.procs").write_text, str(os.getpid()))
         names = stack.enter_context(hosts(HOSTS + 1, MEGABITS))
         if outputs is not None:
             stack.callback(shutil.copytree, folder, outputs / strategy, dirs_exist_ok=True)
@@ -81,7 +81,7 @@ def measure(strategy: str, minutes: float, seed: int, outputs: Path | None) -> d
         run.stop()
         batches = [run.batches(host) for host in range(HOSTS)]
         answers = seen(folder / "members") if strategy == STRATEGIES[0] else None
-        found = validations(folder)
+        validated = validations(folder)
     size = samples_of_epoch(REPEATS)
     spans = [(began, storm)] + ([(again, ended)] if steady is not None else [])
     after = [whole(fault, hit, batches, answers) for fault, hit in faults]
@@ -91,9 +91,9 @@ def measure(strategy: str, minutes: float, seed: int, outputs: Path | None) -> d
         "storm": useful(batches, size, storm, over) / (over - storm),
         "quiet": quiet(batches, size, hits, storm, over),
         "epoch": (storm - began) * size / max(1, useful(batches, size, began, storm)),
-        "repeated": sum(one.samples for host in batches for one in host if storm <= one.at < over) / (over - storm),
-        "before": next((one.accuracy for one in reversed(found) if one.at < storm), None),
-        "after": next((one.accuracy for one in reversed(found) if one.at < over), None),
+        "repeated": sum(done.samples for host in batches for done in host if storm <= done.at < over) / (over - storm),
+        "before": next((validation.accuracy for validation in reversed(validated) if validation.at < storm), None),
+        "after": next((validation.accuracy for validation in reversed(validated) if validation.at < over), None),
         "faults": [{**asdict(fault), "whole": took} for (fault, _), took in zip(faults, after, strict=True)],
         "ends": [[at - storm, host, code] for at, host, code in run.ends],
     }
@@ -104,9 +104,9 @@ def _hit(run: Run, fault: Fault, storm: float, names: list[str], folder: Path, s
     kind = KINDS[fault.kind]
     run.wait(storm + fault.at)
     deadline = time.monotonic() + ABSENT
-    while kind.what != "link":
-        pid = run.find(fault.host, kind.what)
-        if pid is not None and (kind.what != "server" or strategy != STRATEGIES[0] or _servers_are_there(folder)):
+    while kind.target != "link":
+        pid = run.find(fault.host, kind.target)
+        if pid is not None and (kind.target != "server" or strategy != STRATEGIES[0] or _servers_are_there(folder)):
             break
         if time.monotonic() > deadline:
             print(f"{kind.name}, host {fault.host}: left out, since there is none", flush=True)
@@ -114,18 +114,18 @@ def _hit(run: Run, fault: Fault, storm: float, names: list[str], folder: Path, s
         run.wait(time.monotonic() + 0.5)
     hit = time.monotonic()
     print(f"{hit:.2f} {hit - storm:6.1f} s: {kind.name}, host {fault.host}, {fault.seconds:.1f} s", flush=True)
-    play(kind, fault, pid if kind.what != "link" else None, names)
+    play(kind, fault, pid if kind.target != "link" else None, names)
     return hit
 
 
 def _servers_are_there(folder: Path) -> bool:
     """Whether all servers have been there for a while."""
-    late = [one for one in seen(folder / "members") if one.at > time.monotonic() - PRESENT]
-    return len(late) > 1 and all(one.servers == late[0].servers and len(one.servers) == HOSTS for one in late)
+    late = [answer for answer in seen(folder / "members") if answer.at > time.monotonic() - PRESENT]
+    return len(late) > 1 and all(answer.servers == late[0].servers and len(answer.servers) == HOSTS for answer in late)
 
 
 def options() -> argparse.Namespace:
-    """Of the command line."""
+    """Return the options of the command line."""
     made = parser(__doc__)
     made.set_defaults(seconds=float("inf"))
     made.add_argument("--minutes", type=float, default=30, help="how long each storm lasts")
@@ -137,33 +137,34 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     """Measure what is missing; write the page when nothing is."""
-    given = options()
+    arguments = options()
     for why in (no_hosts(), no_quotas()):
         if why is not None:
             print(f"skipped: {why}")
             return
-    pieces = Pieces(given)
-    names = {f"{strategy}, {given.minutes:g} minutes, seed {given.seed}": strategy for strategy in STRATEGIES}
-    if pieces.measure(list(names), lambda name: measure(names[name], given.minutes, given.seed, given.outputs)):
-        write(given, [pieces.known[name] for name in names])
+    pieces = Pieces(arguments)
+    names = {f"{strategy}, {arguments.minutes:g} minutes, seed {arguments.seed}": strategy for strategy in STRATEGIES}
+    limits = arguments.minutes, arguments.seed, arguments.outputs
+    if pieces.measure(list(names), lambda name: measure(names[name], *limits)):
+        write(arguments, [pieces.known[name] for name in names])
 
 
-def write(given: argparse.Namespace, found: list[dict[str, Any]]) -> None:
+def write(arguments: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     """Write the page."""
     lines = [
-        ("samples/s without faults", [f"{one['calm']:.0f}" for one in found]),
-        ("samples/s in the storm", [f"{one['storm']:.0f}" for one in found]),
-        ("goodput: their ratio", [f"**{one['storm'] / one['calm']:.2f}**" for one in found]),
-        ("samples/s in the storm's quiet moments", [f"{one['quiet']:.0f}" for one in found]),
-        ("goodput against these", [f"**{one['storm'] / one['quiet']:.2f}**" for one in found]),
-        ("work that was done twice", [f"{1 - one['storm'] / one['repeated']:.1%}" for one in found]),
-        ("an epoch without faults", [f"{one['epoch']:.0f} s" for one in found]),
-        ("faults", [str(len(one["faults"])) for one in found]),
-        ("a host's own process has ended", [str(len(one["ends"])) for one in found]),
-        ("accuracy before the storm", [_accuracy(one["before"]) for one in found]),
-        ("accuracy at its end", [_accuracy(one["after"]) for one in found]),
+        ("samples/s without faults", [f"{result['calm']:.0f}" for result in results]),
+        ("samples/s in the storm", [f"{result['storm']:.0f}" for result in results]),
+        ("goodput: their ratio", [f"**{result['storm'] / result['calm']:.2f}**" for result in results]),
+        ("samples/s in the storm's quiet moments", [f"{result['quiet']:.0f}" for result in results]),
+        ("goodput against these", [f"**{result['storm'] / result['quiet']:.2f}**" for result in results]),
+        ("work that was done twice", [f"{1 - result['storm'] / result['repeated']:.1%}" for result in results]),
+        ("an epoch without faults", [f"{result['epoch']:.0f} s" for result in results]),
+        ("faults", [str(len(result["faults"])) for result in results]),
+        ("a host's own process has ended", [str(len(result["ends"])) for result in results]),
+        ("accuracy before the storm", [_accuracy(result["before"]) for result in results]),
+        ("accuracy at its end", [_accuracy(result["after"]) for result in results]),
     ]
-    table = "\n".join(f"| {what} | {' | '.join(numbers)} |" for what, numbers in lines)
+    table = "\n".join(f"| {title} | {' | '.join(numbers)} |" for title, numbers in lines)
     rows: list[tuple[str, ...]] = [
         (
             "what happens",
@@ -173,7 +174,7 @@ def write(given: argparse.Namespace, found: list[dict[str, Any]]) -> None:
         )
     ]
     for number, kind in enumerate(KINDS):
-        each = [[fault["whole"] for fault in one["faults"] if fault["kind"] == number] for one in found]
+        each = [[fault["whole"] for fault in result["faults"] if fault["kind"] == number] for result in results]
         if not any(each):
             continue
         rows.append(
@@ -185,13 +186,13 @@ def write(given: argparse.Namespace, found: list[dict[str, Any]]) -> None:
             )
         )
     report(
-        given.page,
+        arguments.page,
         "A storm of faults",
         f"""{__doc__}
-A storm of {given.minutes:g} minutes with {AN_HOUR} faults an hour, seed {given.seed}; {CORES} cores for a host.
+A storm of {arguments.minutes:g} minutes with {AN_HOUR} faults an hour, seed {arguments.seed}; {CORES} cores for a host.
 SmallCNN on the digits in batches of 32 for each worker, in epochs of {REPEATS} times all training images. The parameter
 server runs in mode async with `data_dispatch: dynamic`, `replication: 2`, `max_restarts` and
-`start_method: fork`, encrypted. The same run without faults is measured for {60 * given.minutes * CALM / 2:.0f} s
+`start_method: fork`, encrypted. The same run without faults is measured for {60 * arguments.minutes * CALM / 2:.0f} s
 before the storm and as long after it. What was lost and done again counts once. The speed of a shared machine changes
 in half an hour; in the storm's quiet moments, when the run is whole and before the next fault, it is that of the time.
 
@@ -216,16 +217,16 @@ the kernel of this machine has no netem.""",
     )
 
 
-def _accuracy(found: float | None) -> str:
-    """Of a validation, if there was one."""
-    return "not validated yet" if found is None else f"{found:.4f}"
+def _accuracy(accuracy: float | None) -> str:
+    """Return the text for the accuracy of a validation; None means that no validation has run."""
+    return "not validated yet" if accuracy is None else f"{accuracy:.4f}"
 
 
-def _seconds(times: list[float | None], what: Any) -> str:
+def _seconds(times: list[float | None], statistic: Any) -> str:
     """Median or worst of those that were whole again, and how many never were."""
-    found = [one for one in times if one is not None]
-    never = len(times) - len(found)
-    text = f"{what(found):.1f} s" if found else ""
+    finite = [time for time in times if time is not None]
+    never = len(times) - len(finite)
+    text = f"{statistic(finite):.1f} s" if finite else ""
     return text + (f"{', ' if text else ''}{never} never" if never else "")
 
 

@@ -24,16 +24,16 @@ class Kind:
 
     Attributes:
         name: For the page.
-        what: What is hit: ``worker``, ``server``, ``coordinator`` or ``link``.
+        target: The part that is hit: ``worker``, ``server``, ``coordinator`` or ``link``.
         how: ``kill``, ``stop``, ``down`` or ``bad``.
         hosts: On which hosts.
         least: Seconds that it lasts at least; a kill has no length.
         most: Seconds that it lasts at most.
-        replaced: Whether what is hit is started again.
+        replaced: Whether the part that is hit is started again.
     """
 
     name: str
-    what: str
+    target: str
     how: str
     hosts: tuple[int, ...]
     least: float = 0.0
@@ -97,7 +97,7 @@ def schedule(seed: int, seconds: float, an_hour: float) -> list[Fault]:
     return faults
 
 
-def find(group: Group, what: str) -> int | None:
+def find(group: Group, role: str) -> int | None:
     """The process of a host that is a worker, the server or the coordinator; None if it is not there."""
     fits = {}
     for pid in map(int, (group.folder / "cgroup.procs").read_text().split()):
@@ -107,12 +107,12 @@ def find(group: Group, what: str) -> int | None:
             status = Path(f"/proc/{pid}/status").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if what != "worker" and title.startswith(f"ps-{what}"):
+        if role != "worker" and title.startswith(f"ps-{role}"):
             return pid
         if b"\0fit\0" in command and not title.startswith("ps-"):
             fits[pid] = int(status.partition("PPid:")[2].split()[0])
     # The process that has started `fit`, or torchrun's agent, is not hit.
-    return next((pid for pid, parent in fits.items() if what == "worker" and parent in fits), None)
+    return next((pid for pid, parent in fits.items() if role == "worker" and parent in fits), None)
 
 
 def play(kind: Kind, fault: Fault, pid: int | None, names: Sequence[str]) -> None:

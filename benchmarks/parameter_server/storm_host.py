@@ -1,4 +1,4 @@
-"""What the hosts of storm.py run beside the training itself: notes of what was done when, and long epochs of digits."""
+"""Parts of the hosts of storm.py besides the training: records of finished batches, and long epochs of digits."""
 
 import os
 import time
@@ -26,7 +26,7 @@ class Done(NamedTuple):
 
 
 class Validated(NamedTuple):
-    """What a validation has found.
+    """Result of a validation.
 
     Attributes:
         at: When, in seconds.
@@ -63,7 +63,7 @@ def batches(folder: Path, host: int) -> list[Done]:
 
 def validations(folder: Path) -> list[Validated]:
     """All validations."""
-    return [Validated(float(at), int(epoch), float(found)) for at, epoch, found in _lines(folder / "validations")]
+    return [Validated(float(at), int(epoch), float(accuracy)) for at, epoch, accuracy in _lines(folder / "validations")]
 
 
 def _lines(path: Path) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""What the notes of a storm say: how much was done, and when the run was whole again after each fault."""
+"""Results from the records of a storm: the work that was done, and the time of each recovery from a fault."""
 
 from collections.abc import Sequence
 
@@ -28,13 +28,13 @@ def useful(batches: Sequence[Sequence[Done]], size: int, began: float, ended: fl
         ended: The second.
     """
     counted: dict[int, int] = {}
-    found = 0
-    for at, epoch, samples in sorted(one for host in batches for one in host):
+    useful_samples = 0
+    for at, epoch, samples in sorted(batch for host in batches for batch in host):
         before = counted.get(epoch, 0)
         counted[epoch] = min(size, before + samples)
         if began <= at < ended:
-            found += counted[epoch] - before
-    return found
+            useful_samples += counted[epoch] - before
+    return useful_samples
 
 
 def quiet(
@@ -57,7 +57,7 @@ def quiet(
 
 def trains(batches: Sequence[Sequence[Done]], after: float) -> float | None:
     """When all workers had done some batches after a moment; None if one has not."""
-    later = [[one.at for one in host if one.at > after] for host in batches]
+    later = [[batch.at for batch in host if batch.at > after] for host in batches]
     return max(host[STEADY - 1] for host in later) if all(len(host) >= STEADY for host in later) else None
 
 
@@ -75,14 +75,14 @@ def whole(fault: Fault, hit: float, batches: Sequence[Sequence[Done]], answers: 
     if again is None or answers is None:
         return None if again is None else again - hit
     kind = KINDS[fault.kind]
-    before = max((one for one in answers if one.at < hit), key=lambda one: one.at, default=None)
-    for one in answers:
-        if one.at <= over or len(one.servers) < len(batches):
+    before = max((answer for answer in answers if answer.at < hit), key=lambda answer: answer.at, default=None)
+    for answer in answers:
+        if answer.at <= over or len(answer.servers) < len(batches):
             continue
         if before is not None and kind.replaced:
-            if kind.what in ("server", "link") and one.servers[fault.host] <= before.servers.get(fault.host, -1):
+            if kind.target in ("server", "link") and answer.servers[fault.host] <= before.servers.get(fault.host, -1):
                 continue
-            if kind.what == "coordinator" and one.restarts <= before.restarts:
+            if kind.target == "coordinator" and answer.restarts <= before.restarts:
                 continue
-        return max(again, one.at) - hit
+        return max(again, answer.at) - hit
     return None

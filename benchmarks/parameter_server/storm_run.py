@@ -96,12 +96,12 @@ class Run:
             for host in again:
                 self._start(host)
 
-    def find(self, host: int, what: str) -> int | None:
+    def find(self, host: int, role: str) -> int | None:
         """A process of a host; of ddp, whichever is asked for, its rank."""
-        return find(self._groups[host], what if self._served else "worker")
+        return find(self._groups[host], role if self._served else "worker")
 
     def batches(self, host: int) -> list[Done]:
-        """What its worker has done."""
+        """Return the batches that the host's worker has finished."""
         return batches(self._folder, host)
 
     def stop(self) -> None:

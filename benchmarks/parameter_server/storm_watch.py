@@ -1,4 +1,4 @@
-"""Who is a member of a run, again and again, as its coordinator says; storm.py runs this beside its hosts.
+"""Ask a run's coordinator for its members, again and again; storm.py runs this program beside its hosts.
 
 python storm_watch.py tcp://10.77.0.1:7000 run.key members
 """
@@ -18,7 +18,7 @@ HEARD = 2.0  # seconds: who was not heard for longer is not there
 
 @dataclass(frozen=True)
 class Seen:
-    """What the coordinator has answered.
+    """Answer of the coordinator.
 
     Attributes:
         at: When, in seconds.
@@ -34,10 +34,10 @@ class Seen:
 def seen(path: Path) -> list[Seen]:
     """All answers so far."""
     text = path.read_text() if path.exists() else ""
-    found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    answers = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     return [
-        Seen(one["at"], one["restarts"], {int(id): incarnation for id, incarnation in one["servers"].items()})
-        for one in found
+        Seen(answer["at"], answer["restarts"], {int(id): incarnation for id, incarnation in answer["servers"].items()})
+        for answer in answers
     ]
 
 
@@ -47,8 +47,8 @@ def main(coordinator: str, key_file: str, path: str) -> None:
         while True:
             answer = watcher.ask(1.0)
             if answer is not None:
-                members = [one for one in answer.fields["members"] if one["role"] == "server" and one["silent"] < HEARD]
-                servers = {one["id"]: one["incarnation"] for one in members}
+                members = [member for member in answer.fields["members"] if member["role"] == "server"]
+                servers = {member["id"]: member["incarnation"] for member in members if member["silent"] < HEARD}
                 print(json.dumps(asdict(Seen(time.monotonic(), answer.fields["restarts"], servers))), file=file)
             time.sleep(PAUSE)
 

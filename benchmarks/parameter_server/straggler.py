@@ -43,9 +43,9 @@ def main() -> None:
     shares: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     for _ in range(options.rounds):
         for name, strategy in STRATEGIES.items():
-            found = fit(strategy, resnet_like, 10, lambda: data(32, 10, samples, options.batch_size), slow_rank=SLOW)
-            speeds[name].append(found.samples_per_second())
-            counts = [sum(rank) for rank in found.samples]
+            fitted = fit(strategy, resnet_like, 10, lambda: data(32, 10, samples, options.batch_size), slow_rank=SLOW)
+            speeds[name].append(fitted.samples_per_second())
+            counts = [sum(rank) for rank in fitted.samples]
             shares[name].append(counts[SLOW] / sum(counts))
     rows = [("strategy", "samples/s", "times DDP's", "share of the slow worker")]
     base = statistics.median(speeds["ddp"])

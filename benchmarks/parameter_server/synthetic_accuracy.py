@@ -1,4 +1,4 @@
-"""What is compressed both ways, on a made-up task that needs 20 epochs. Target: within half a point of no compression.
+"""Accuracy with compression both ways on a made-up task of 20 epochs. Target: within half a point of no compression.
 
     python benchmarks/parameter_server/synthetic_accuracy.py
 
@@ -166,11 +166,11 @@ def main() -> None:
     names = {variant: [f"{variant}: seed {seed}" for seed in range(SEEDS)] for variant in VARIANTS}
     if not pieces.measure([name for each in zip(*names.values(), strict=True) for name in each], measure):
         return
-    found = {variant: [pieces.known[name] for name in each] for variant, each in names.items()}
+    accuracies = {variant: [pieces.known[name] for name in each] for variant, each in names.items()}
     rows = [("both ways", *(f"after {epoch} epochs" for epoch in SHOWN), "difference at the end, in pairs")]
-    for variant, each in found.items():
+    for variant, each in accuracies.items():
         means = (f"{statistics.mean(reached[epoch - 1] for reached in each):.2f}" for epoch in SHOWN)
-        pairs = [one[-1] - other[-1] for one, other in zip(each, found["none"], strict=True)]
+        pairs = [accuracy[-1] - other[-1] for accuracy, other in zip(each, accuracies["none"], strict=True)]
         difference = "" if variant == "none" else f"{statistics.mean(pairs):+.2f} ± {statistics.stdev(pairs):.2f}"
         rows.append((variant, *means, difference))
     report(

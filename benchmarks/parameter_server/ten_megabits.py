@@ -62,7 +62,7 @@ def watch() -> None:
         while True:
             answer = watcher.ask(1.0)
             if answer is not None:
-                silent = {f"{one['role']} {one['id']}": one["silent"] for one in answer.fields["members"]}
+                silent = {f"{member['role']} {member['id']}": member["silent"] for member in answer.fields["members"]}
                 seen = {"silent": silent, "losses": answer.fields["losses"], "sent": sent(), "at": time.monotonic()}
                 print(json.dumps(seen), file=file)
             time.sleep(PAUSE)
@@ -132,11 +132,13 @@ def main() -> None:
     if not pieces.measure(list(VARIANTS), lambda name: measure(name, options.minutes)):
         return
     members = sorted({member for name in VARIANTS for member in pieces.known[name]["silent"]})
-    rows = [("", "processes missed", "batches", "of the link used", *(f"{one}: longest silence" for one in members))]
+    rows = [
+        ("", "processes missed", "batches", "of the link used", *(f"{member}: longest silence" for member in members))
+    ]
     for name in VARIANTS:
-        found = pieces.known[name]
-        silent = (f"{found['silent'][one]:.1f} s" for one in members)
-        rows.append((name, f"**{found['losses']}**", str(found["batches"]), f"{found['load']:.0%}", *silent))
+        result = pieces.known[name]
+        silent = (f"{result['silent'][member]:.1f} s" for member in members)
+        rows.append((name, f"**{result['losses']}**", str(result["batches"]), f"{result['load']:.0%}", *silent))
     parameters = sum(parameter.numel() for parameter in vgg_like().parameters())
     report(
         HERE / "ten_megabits.md",

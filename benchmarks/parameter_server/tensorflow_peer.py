@@ -105,7 +105,7 @@ class Task:
         """Train with our strategy."""
         arguments: dict[str, Any] = {"data_dispatch": "dynamic"} if mode == "async" else {}
         with tempfile.TemporaryDirectory() as folder:
-            found = fit(
+            fitted = fit(
                 lambda: ParameterServerStrategy(mode, start_method="fork", **arguments),
                 self.make,
                 self.classes,
@@ -113,7 +113,7 @@ class Task:
                 callbacks=[Losses(Path(folder)), *([ComputeSettings(channels_last=True)] if tuned else [])],
                 precision="bf16-mixed" if bf16 else "32-true",
             )
-            return Run(found.samples_per_second(), read_losses(Path(folder)))
+            return Run(fitted.samples_per_second(), read_losses(Path(folder)))
 
     def ours_alone(self) -> Run:
         """Train in two processes that know nothing of each other."""
@@ -127,12 +127,12 @@ class Task:
                 if process.exitcode != 0:
                     raise SystemExit(f"a process alone ended with {process.exitcode}; its message is above")
             notes = [json.loads(file.read_text()) for file in folder.glob("alone*")]
-            found = Fit([ends for ends, _ in notes], [samples for _, samples in notes])
-            return Run(found.samples_per_second(), read_losses(folder))
+            fitted = Fit([ends for ends, _ in notes], [samples for _, samples in notes])
+            return Run(fitted.samples_per_second(), read_losses(folder))
 
     def _alone(self, folder: Path) -> None:
-        found = fit(lambda: "auto", self.make, self.classes, self.loader, workers=1, callbacks=[Losses(folder)])
-        (folder / f"alone{os.getpid()}").write_text(json.dumps([found.ends[0], found.samples[0]]))
+        fitted = fit(lambda: "auto", self.make, self.classes, self.loader, workers=1, callbacks=[Losses(folder)])
+        (folder / f"alone{os.getpid()}").write_text(json.dumps([fitted.ends[0], fitted.samples[0]]))
 
     def theirs(self, statistics: bool = True, xla: bool = False, bf16: bool = False) -> Run:
         """Train with TensorFlow's strategy."""
@@ -156,8 +156,8 @@ class Task:
         files = [self.folder / f"alone{index}.json" for index in range(2)]
         with ExitStack() as stack:
             processes = [stack.enter_context(self._process("alone", file)) for file in files]
-            found = [self._result(process, file) for process, file in zip(processes, files, strict=True)]
-        return self._run(found)
+            results = [self._result(process, file) for process, file in zip(processes, files, strict=True)]
+        return self._run(results)
 
     def check(self) -> float:
         """The largest relative difference of the losses of both sides, in steps on the same batch."""
@@ -228,8 +228,8 @@ class Task:
         if process.wait(TIME_LIMIT) != 0:
             output = "\n".join(path.read_text()[-3000:] for path in self.folder.glob("output_*"))
             raise SystemExit(f"TensorFlow's side ended with {process.returncode}:\n{output}")
-        found: list[list[float]] = json.loads(file.read_text())
-        return found
+        results: list[list[float]] = json.loads(file.read_text())
+        return results
 
 
 def describe(module: nn.Module, values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -311,8 +311,8 @@ def main() -> None:
 
         def task(title: str) -> Task:
             if title not in tasks:
-                (own := Path(folder) / title).mkdir()
-                tasks[title] = Task(own, *NETWORKS[title], options)
+                (subfolder := Path(folder) / title).mkdir()
+                tasks[title] = Task(subfolder, *NETWORKS[title], options)
             return tasks[title]
 
         def measure(name: str) -> Any:
@@ -363,15 +363,15 @@ def page(pieces: Pieces, options: argparse.Namespace, tensorflow: str) -> None:
             first, last = (
                 statistics.fmean(x for run in losses for x in run[part]) for part in (slice(10), slice(-10, None))
             )
-            shown = f"{middle[name]:.0f} ({', '.join(f'{one:.0f}' for one in speeds[name])})"
+            shown = f"{middle[name]:.0f} ({', '.join(f'{speed:.0f}' for speed in speeds[name])})"
             ratio = f"{middle[name] / middle['ParameterServerStrategy']:.2f}"
             rows.append((title, name, shown, ratio, f"{first:.2f} to {last:.2f}"))
-        for what, has in (("in float32", False), ("with bf16", True)):
-            own, theirs = (
-                max(one for name, one in middle.items() if name.startswith(start) and ("bf16" in name) is has)
+        for precision, has in (("in float32", False), ("with bf16", True)):
+            our_speed, their_speed = (
+                max(speed for name, speed in middle.items() if name.startswith(start) and ("bf16" in name) is has)
                 for start in ("parameter_server", "ParameterServer")
             )
-            ahead.append(f"{title} {what}: {own / theirs:.2f} times")
+            ahead.append(f"{title} {precision}: {our_speed / their_speed:.2f} times")
     check = max(pieces.known[f"{title}/check"] for title in options.networks)
     report(
         Path(__file__).with_suffix(".md"),

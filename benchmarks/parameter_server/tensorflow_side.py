@@ -111,16 +111,16 @@ class Training:
         self.computes = tf.function(self.compute, jit_compile=True) if options.xla else self.compute
 
     def compute(
-        self, given: list[tf.Tensor], images: tf.Tensor, targets: tf.Tensor
+        self, variables: list[tf.Tensor], images: tf.Tensor, targets: tf.Tensor
     ) -> tuple[tf.Tensor, list[tf.Tensor], dict[str, list[tf.Tensor]]]:
         """Loss, gradients, and the means and variances of the batch that normalisation has seen."""
         with tf.GradientTape() as tape:
-            tape.watch(given)
-            named = dict(zip(self.network.values, given, strict=True))
+            tape.watch(variables)
+            named = dict(zip(self.network.values, variables, strict=True))
             logits, batches = self.network(named, tf.cast(images, self.type), self.type)
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, tf.cast(logits, tf.float32))
             loss = tf.reduce_mean(losses)
-        return loss, tape.gradient(loss, given), batches
+        return loss, tape.gradient(loss, variables), batches
 
     def step(self, images: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
         """Make a step; the time and the loss before it, (2,)."""
@@ -149,8 +149,8 @@ def batches(options: argparse.Namespace) -> tf.data.Dataset:
     threads = tf.data.Options()
     threads.threading.private_threadpool_size = 1
     threads.threading.max_intra_op_parallelism = 1
-    found = tf.data.Dataset.from_tensor_slices((images, targets)).shuffle(options.samples).repeat()
-    return found.batch(options.batch_size, drop_remainder=True).prefetch(1).with_options(threads)
+    dataset = tf.data.Dataset.from_tensor_slices((images, targets)).shuffle(options.samples).repeat()
+    return dataset.batch(options.batch_size, drop_remainder=True).prefetch(1).with_options(threads)
 
 
 def coordinate(options: argparse.Namespace) -> list[list[float]]:

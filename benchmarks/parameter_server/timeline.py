@@ -43,7 +43,7 @@ def endpoint(folder: Path, id: int) -> str:
 
 
 def members(folder: Path) -> View:
-    """Who takes part."""
+    """Return the view of all servers and workers."""
     servers = tuple(ServerInfo(id, endpoint(folder, id)) for id in range(SERVERS))
     return View(1, servers, tuple(WorkerInfo(id) for id in range(WORKERS)))
 
@@ -57,11 +57,11 @@ def work(specification: Specification, folder: Path, id: int, steps: int, batch_
     optimizer = fits.sgd(parameters)
     trace: list[tuple[str, int, float]] = []
 
-    def note(what: str, number: int) -> None:
-        trace.append((what, number, time.perf_counter()))
+    def note(event: str, number: int) -> None:
+        trace.append((event, number, time.perf_counter()))
 
-    def wait(own: list[int]) -> None:
-        for number in own:
+    def wait(indices: list[int]) -> None:
+        for number in indices:
             worker.wait(number)
             note("wait", number)
 
@@ -77,8 +77,8 @@ def work(specification: Specification, folder: Path, id: int, steps: int, batch_
     worker.join()
     index = {parameter: number for number, parameter in enumerate(parameters)}
     for module in network.modules():
-        own = [index[parameter] for parameter in module.parameters(recurse=False)]
-        module.register_forward_pre_hook(lambda _module, _inputs, own=own: wait(own))
+        indices = [index[parameter] for parameter in module.parameters(recurse=False)]
+        module.register_forward_pre_hook(lambda _module, _inputs, indices=indices: wait(indices))
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(push)
     inputs, targets = images(32, batch_size, CLASSES)
@@ -125,9 +125,9 @@ def measure(steps: int, batch_size: int) -> tuple[list[dict[str, float]], list[t
     return moments, trace
 
 
-def first_after(trace: list[tuple[str, int, float]], what: str, index: int, moment: float) -> float:
+def first_after(trace: list[tuple[str, int, float]], event: str, index: int, moment: float) -> float:
     """When something first happened to a parameter after a moment."""
-    return min(when for kind, number, when in trace if (kind, number) == (what, index) and when > moment)
+    return min(when for kind, number, when in trace if (kind, number) == (event, index) and when > moment)
 
 
 def main() -> None:
@@ -138,8 +138,8 @@ def main() -> None:
     options = parser.parse_args()
     (step, following), trace = measure(options.steps, options.batch_size)
     start = step["forward"]
-    pushed = {index: when for what, index, when in trace if what == "push" and when < step["end"]}
-    needed = {index: when for what, index, when in trace if what == "wait" and when > following["forward"]}
+    pushed = {index: when for event, index, when in trace if event == "push" and when < step["end"]}
+    needed = {index: when for event, index, when in trace if event == "wait" and when > following["forward"]}
     arrived = {index: first_after(trace, "arrived", index, when) for index, when in pushed.items()}
     figure = Figure(figsize=(10, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)

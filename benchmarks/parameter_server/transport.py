@@ -73,7 +73,7 @@ def our_server(
 
 
 def members(keys: list[KeyPair] | None, directory: Path) -> View:
-    """Who takes part, as soon as all servers listen."""
+    """Return the view of all servers and workers, as soon as all servers listen."""
     endpoints = [peers.wait_for(directory / f"server-{server}") for server in range(SERVERS)]
     public = [key.public for key in keys] if keys else [""] * (SERVERS + WORKERS)
     servers = tuple(ServerInfo(server, endpoints[server], public[server]) for server in range(SERVERS))
@@ -87,8 +87,8 @@ def our_worker(
     views = unchanging(members(keys, directory))
     parameters = parameters_of(sum(info.numel for info in specification.parameters))
     optimizer = optimizer_of(parameters)
-    own = keys[SERVERS + id] if keys else None
-    worker = Worker(specification, [p.data for p in parameters], views, id, keys=own)
+    key = keys[SERVERS + id] if keys else None
+    worker = Worker(specification, [p.data for p in parameters], views, id, keys=key)
     worker.initialise()
     worker.join()
     gradients = [torch.ones_like(parameter) for parameter in parameters]

@@ -22,7 +22,7 @@ CUT = "pool1"
 
 
 def step_with(backend: str | None) -> Callable[[int], Callable[[], float]]:
-    """What makes a step on a rank."""
+    """Return a function that prepares the step of a rank."""
 
     def on(rank: int) -> Callable[[], float]:
         torch.manual_seed(1)

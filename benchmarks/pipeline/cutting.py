@@ -32,12 +32,12 @@ def cuts_of_both(network: nn.Sequential, microbatch: Tensor, microbatches: int) 
             positions[find_cut(traced, children[index - 1][0])] = index
     between = GraphCosts(costs.nodes, costs.values, tuple(sorted(positions)), costs.microbatch_size, costs.input_bytes)
     names = ordered_nodes(traced)
-    found = []
+    cut_positions = []
     for among, run_ahead in ((between, False), (costs, True)):
         layout = two_stages(among, LOOPBACK, microbatches, run_ahead).search()
         assert layout is not None
-        found.append(layout.cuts[0])
-    return names[found[0] - 1].name, positions[found[0]], names[found[1] - 1].name
+        cut_positions.append(layout.cuts[0])
+    return names[cut_positions[0] - 1].name, positions[cut_positions[0]], names[cut_positions[1] - 1].name
 
 
 def best_cut(network: nn.Module, microbatch: Tensor, microbatches: int, link: Link) -> tuple[Predictor, Layout, str]:
@@ -50,7 +50,7 @@ def best_cut(network: nn.Module, microbatch: Tensor, microbatches: int, link: Li
 
 
 def two_stages(costs: GraphCosts, link: Link, microbatches: int, run_ahead: bool | None = None) -> Predictor:
-    """Of a pipeline of two stages, with the package's defaults; costs are those of a microbatch."""
+    """Return the predictor of a pipeline of two stages with the package's defaults; costs are those of a microbatch."""
     samples = round(costs.microbatch_size * microbatches)
     cluster = Cluster.flat(2, link)
     return Predictor(Job(Profile(costs), cluster, samples, microbatches, replicas=(1, 1), run_ahead=run_ahead))

@@ -99,8 +99,8 @@ def worker(steps: int) -> None:
     pipelines = Pipelines(alexnet())
 
     def hybrid_step() -> None:
-        own = slice(rank, None, REPLICAS[0])
-        batch = hybrid.share(inputs[own], targets[own])
+        rows = slice(rank, None, REPLICAS[0])
+        batch = hybrid.share(inputs[rows], targets[rows])
         _, outputs = hybrid.train(batch, F.cross_entropy)
         assert len(hybrid.gather(batch, outputs)) == SAMPLES
 
@@ -110,7 +110,7 @@ def worker(steps: int) -> None:
 
     variants = {"hybrid": hybrid_step, "DDP": data_parallel_step, "1F1B": lambda: pipelines.step(inputs, targets)}
     link = link_rate()
-    found: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in variants}
+    results: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in variants}
     order = random.Random(0)  # The same on all ranks.
     for index in range(1 + steps):
         for name in order.sample(list(variants), len(variants)):
@@ -119,14 +119,14 @@ def worker(steps: int) -> None:
             variants[name]()
             dist.barrier()
             seconds = time.perf_counter() - start
-            own = counted() - before
-            used = [torch.empty_like(own) for _ in range(world)]
-            dist.all_gather(used, own)
+            counters = counted() - before
+            used = [torch.empty_like(counters) for _ in range(world)]
+            dist.all_gather(used, counters)
             sent, received, worked = zip(*(each.tolist() for each in used), strict=True)
             if index:
-                found[name].append((seconds, sum(sent), max(sent + received), sum(worked)))
+                results[name].append((seconds, sum(sent), max(sent + received), sum(worked)))
     if rank == 0:
-        print(json.dumps({"link": link, "steps": found}))
+        print(json.dumps({"link": link, "steps": results}))
     hybrid.close()
     dist.destroy_process_group()
 
@@ -157,11 +157,11 @@ def main() -> None:
     with hosts(sum(REPLICAS), options.rate) as names:
         command = [sys.executable, __file__, "--worker", "--steps", str(options.steps)]
         result = json.loads(run_on(names, command, timeout=900).splitlines()[-1])
-    found = {name: list(zip(*steps, strict=True)) for name, steps in result["steps"].items()}
-    own = found["hybrid"][0]
+    measured = {name: list(zip(*steps, strict=True)) for name, steps in result["steps"].items()}
+    hybrid_times = measured["hybrid"][0]
     for title, name in TITLES.items():
-        times, sent, fullest, worked = found[name]
-        ratios = sorted(a / b for a, b in zip(own, times, strict=True))
+        times, sent, fullest, worked = measured[name]
+        ratios = sorted(a / b for a, b in zip(hybrid_times, times, strict=True))
         ratio = f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         spread = f"{median(times):.2f} ({min(times):.2f} to {max(times):.2f})"
         transfer = median(fullest) * 8e-6 / result["link"]

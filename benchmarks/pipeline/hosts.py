@@ -77,7 +77,7 @@ def limit(names: Sequence[str], megabits: int) -> None:
 
 
 def shaped(megabits: int, burst: int) -> str:
-    """What `tc qdisc replace` takes for a limit.
+    """Return the arguments of `tc qdisc replace` for a limit.
 
     It has a handle of its own: one that were changed would wait for ever with a packet that is larger than its burst.
 

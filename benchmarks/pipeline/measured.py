@@ -67,7 +67,7 @@ def measure(
     arguments = (make, size, classes, samples, microbatches, rounds, cut, layout, link, timeline)
     results = run_ranks(2, _measure, *arguments)
     steps = [step for step, _, _ in results[0]]
-    predicted = [median((one[1], other[1])) for one, other in zip(*results, strict=True)]
+    predicted = [median((first[1], second[1])) for first, second in zip(*results, strict=True)]
     quiet = quietest([costs for rank in results for _, _, costs in rank])
     return Result(
         cut,
@@ -114,25 +114,25 @@ def _measure(
 
     for _ in range(2):
         step()
-    found = []
+    results = []
     for _ in range(rounds):
         dist.barrier()
         predictor = two_stages(profile(traced, microbatch, warm_up=1, repeats=3), link, microbatches)
-        found.append((min(step() for _ in range(STEPS)), predictor.time(layout), predictor.costs))
+        results.append((min(step() for _ in range(STEPS)), predictor.time(layout), predictor.costs))
     if timeline is not None:
         _draw(rank, pipeline, step, predictor, layout, timeline)
-    return found
+    return results
 
 
 def _draw(
     rank: int, pipeline: Pipeline, step: Callable[[], float], predictor: Predictor, layout: Layout, path: Path
 ) -> None:
     """Draw one measured step and its prediction."""
-    own: list[Span] = []
-    pipeline.watchers.append(own.append)
+    rank_spans: list[Span] = []
+    pipeline.watchers.append(rank_spans.append)
     step()
     gathered = [None, None]
-    dist.all_gather_object(gathered, own)
+    dist.all_gather_object(gathered, rank_spans)
     if rank == 0:
         spans = [span for part in gathered for span in part or ()]
         names = {0: "stage 0", 1: "stage 1"}

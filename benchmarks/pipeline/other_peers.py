@@ -126,13 +126,13 @@ def worker(library: str, rounds: int, path: Path) -> None:
     for title in NETWORKS:
         make, classes, name, cut = NETWORKS[title]
         data = images(32, SAMPLES, classes)
-        peer, own = run_contest(
+        peer, our_ranks = run_contest(
             2, [partial(theirs, library, make, cut, *data), partial(ours, make, name, *data)], rounds
         )
-        losses = peer[0][2], own[0][2]
+        losses = peer[0][2], our_ranks[0][2]
         if abs(losses[0] - losses[1]) > 1e-4 * abs(losses[1]):
             raise SystemExit(f"{title}: {library}'s loss is {losses[0]}, ours {losses[1]}")
-        rows.append(row(title, name, own, peer))
+        rows.append(row(title, name, our_ranks, peer))
     path.write_text(json.dumps(rows))
 
 

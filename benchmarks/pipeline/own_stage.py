@@ -91,7 +91,7 @@ class Peaks(Callback):
 
 
 def held() -> int:
-    """MiB of this process that are no file's."""
+    """Return this process's memory without file pages, in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))) // 1024
 
@@ -125,15 +125,15 @@ def run(whole: bool, stages: int, resumes: bool) -> None:
 def measured(whole: bool, stages: int, runs: int) -> list[dict[str, int]]:
     """The peaks of each rank in a run that saves, and perhaps in one that goes on from there."""
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        found: list[dict[str, int]] = [{} for _ in range(stages)]
+        peaks_of_ranks: list[dict[str, int]] = [{} for _ in range(stages)]
         for resumes in (False, True)[:runs]:
-            one = [sys.executable, __file__, "--rank", json.dumps([whole, stages, resumes])]
+            command = [sys.executable, __file__, "--rank", json.dumps([whole, stages, resumes])]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
             # What it holds in files is to be no memory, which the system's own directory may be.
-            subprocess.run(one, cwd=folder, check=True, env=environment | {"TMPDIR": os.path.abspath(folder)})
-            for rank, peaks in enumerate(found):
+            subprocess.run(command, cwd=folder, check=True, env=environment | {"TMPDIR": os.path.abspath(folder)})
+            for rank, peaks in enumerate(peaks_of_ranks):
                 peaks |= {**json.loads(Path(folder, f"{resumes}{rank}.json").read_text()), **peaks}
-        return found
+        return peaks_of_ranks
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ Measured = list[tuple[list[float], list[float], float | None]]  # By rank.
 
 
 def ours(make: Callable[[], nn.Sequential], data: Tensors, cut: str, delay: float = 0.0) -> Callable[[int], Step]:
-    """What makes our step on a rank, with messages that take a fixed time."""
+    """Return a function that prepares our step on a rank, with messages that take a fixed time."""
 
     def on(rank: int) -> Step:
         torch.manual_seed(1)
@@ -49,7 +49,7 @@ def ours(make: Callable[[], nn.Sequential], data: Tensors, cut: str, delay: floa
 
 
 def peers(make: Callable[[], nn.Sequential], data: Tensors, child: int, delay: float = 0.0) -> Callable[[int], Step]:
-    """What makes the peer's step on a rank."""
+    """Return a function that prepares the peer's step on a rank."""
 
     def on(rank: int) -> Step:
         warnings.simplefilter("ignore")
@@ -65,7 +65,7 @@ def peers(make: Callable[[], nn.Sequential], data: Tensors, child: int, delay: f
 def row(title: str, cut: str, contestant: Measured, peer: Measured) -> tuple[str, ...]:
     """Medians, the median ratio of a round with the interval of 95 % that a bootstrap gives, and processor time."""
     times, others = contestant[0][0], peer[0][0]
-    worked = [sum(statistics.median(own) for _, own, _ in ranks) for ranks in (contestant, peer)]
+    worked = [sum(statistics.median(cpu_times) for _, cpu_times, _ in ranks) for ranks in (contestant, peer)]
     ratios = [a / b for a, b in zip(times, others, strict=True)]
     rng = random.Random(0)
     drawn = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(2000))
@@ -86,8 +86,8 @@ def main() -> None:
     for share in (0.0, 0.15):
         delay = share * 3 * FORWARD
         contest = [peers(two_slow_layers, data, 1, delay), ours(two_slow_layers, data, "0", delay)]
-        peer, own = run_contest(2, contest, rounds)
-        rows.append(row(f"that sleep 30 ms a microbatch, a message {share:.0%} of it", "the same", own, peer))
+        peer, our_ranks = run_contest(2, contest, rounds)
+        rows.append(row(f"that sleep 30 ms a microbatch, a message {share:.0%} of it", "the same", our_ranks, peer))
     for title, (make, size, classes) in NETWORKS.items():
         data = images(size, SAMPLES, classes)
         name, child, ahead = cuts_of_both(make(), data[0][: SAMPLES // MICROBATCHES], MICROBATCHES)

@@ -44,10 +44,10 @@ def network() -> nn.Module:
     return torchvision.models.resnet18(num_classes=CLASSES)
 
 
-def seconds(said: bool, steps: int) -> float:
-    """Of a step."""
+def seconds(in_module: bool, steps: int) -> float:
+    """Return the seconds of a step with a plain loader, or with the loader in a data module."""
     plain: Callable[[], DataLoader[Any]] = partial(data, SIZE, CLASSES, steps * BATCH, BATCH)
-    loader: Any = (lambda: Module(plain())) if said else plain
+    loader: Any = (lambda: Module(plain())) if in_module else plain
     return fit(partial(HybridPipelineStrategy, start_method="fork"), network, CLASSES, loader).seconds_per_step()
 
 
@@ -57,12 +57,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=25)
     options = parser.parse_args()
-    found: dict[bool, list[float]] = {False: [], True: []}
+    times: dict[bool, list[float]] = {False: [], True: []}
     for number in range(options.rounds):
-        for said in (False, True) if number % 2 else (True, False):
-            found[said].append(seconds(said, options.steps))
-            print(said, found[said][-1], flush=True)
-    ratios = [plain / module for plain, module in zip(*found.values(), strict=True)]
+        for in_module in (False, True) if number % 2 else (True, False):
+            times[in_module].append(seconds(in_module, options.steps))
+            print(in_module, times[in_module][-1], flush=True)
+    ratios = [plain / module for plain, module in zip(*times.values(), strict=True)]
     report(
         Path(__file__).with_suffix(".md"),
         "Plain loader and data module under a pipeline",
@@ -71,7 +71,7 @@ def main() -> None:
         [
             ("plain loader, ms a step", "data module, ms a step", "ratio", "least to most", "target"),
             (
-                *(f"{1e3 * statistics.median(times):.0f}" for times in found.values()),
+                *(f"{1e3 * statistics.median(seconds_of_loader):.0f}" for seconds_of_loader in times.values()),
                 f"{statistics.median(ratios):.3f}",
                 f"{min(ratios):.3f} to {max(ratios):.3f}",
                 "at most 1.05",

@@ -68,12 +68,12 @@ def run_contest(world: int, contestants: Sequence[Callable[[int], Callable[[], A
     """
     turns = mp.get_context("fork").Barrier(world * len(contestants))
     return run_groups(
-        world, [(_contestant, (turns, own, len(contestants), make, rounds)) for own, make in enumerate(contestants)]
+        world, [(_contestant, (turns, place, len(contestants), make, rounds)) for place, make in enumerate(contestants)]
     )
 
 
 def _contestant(
-    rank: int, turns: Any, own: int, number: int, make: Callable[[int], Callable[[], Any]], rounds: int
+    rank: int, turns: Any, place: int, number: int, make: Callable[[int], Callable[[], Any]], rounds: int
 ) -> tuple[list[float], list[float], Any]:
     """This rank's seconds and processor time of each measured step, and what the first step returned."""
     step = make(rank)
@@ -83,7 +83,7 @@ def _contestant(
     for index in range(2 + rounds):
         for turn in order.sample(range(number), number):
             turns.wait()
-            if turn == own:
+            if turn == place:
                 dist.barrier()
                 start, cpu = time.perf_counter(), time.process_time()
                 step()
@@ -96,18 +96,18 @@ def _contestant(
 
 
 def _rank_main(
-    rank: int, world: int, rendezvous: str, who: Any, queue: Any, function: Callable[..., Any], args: Sequence[Any]
+    rank: int, world: int, rendezvous: str, sender: Any, queue: Any, function: Callable[..., Any], args: Sequence[Any]
 ) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=TIMEOUT
         )
-        queue.put((who, (True, function(rank, *args))))
+        queue.put((sender, (True, function(rank, *args))))
         dist.barrier()
         dist.destroy_process_group()
     except Exception:
-        queue.put((who, (False, traceback.format_exc())))
+        queue.put((sender, (False, traceback.format_exc())))
 
 
 ONE_THREAD = "gloo, one thread per process"

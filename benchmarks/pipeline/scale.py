@@ -35,9 +35,9 @@ def seconds_of_ranks(replicas: tuple[int, ...], microbatches: int) -> list[tuple
     images, targets = torch.randn(2, 2 * -(-microbatches // replicas[0]), 2)
 
     def main(rank: int) -> tuple[float, float]:
-        own = copy.deepcopy(network)
+        copied = copy.deepcopy(network)
         start = time.thread_time()
-        pipeline = Pipeline(own, cuts, replicas, microbatches)
+        pipeline = Pipeline(copied, cuts, replicas, microbatches)
         steps = [time.thread_time()]
         for _ in range(STEPS):
             pipeline.step(images, targets, F.mse_loss)
@@ -55,10 +55,10 @@ def main() -> None:
     gc.disable()  # It would look through the objects of 512 ranks, in the name of one.
     print("| Replicas | Microbatches | Tasks of a rank, at most | Set-up, ms | Step, ms |\n|---|---|---|---|---|")
     for replicas, microbatches in (((256, 256), 2048), ((448, 64), 1792), ((64,) * 8, 256), ((8,) * 64, 64)):
-        found = seconds_of_ranks(replicas, microbatches)
+        times_of_ranks = seconds_of_ranks(replicas, microbatches)
         cells = []
-        for times in zip(*found, strict=True):
-            ordered = sorted(1000 * one for one in times)
+        for times in zip(*times_of_ranks, strict=True):
+            ordered = sorted(1000 * time for time in times)
             cells.append(f"{statistics.median(ordered):.1f} ({ordered[-1]:.1f})")
         name = f"{len(replicas)} x {replicas[0]}" if len(set(replicas)) == 1 else str(list(replicas))
         print(f"| {name} | {microbatches} | {2 * microbatches // min(replicas)} | {' | '.join(cells)} |", flush=True)

@@ -54,7 +54,7 @@ def worker(network: str, steps: int) -> None:
         replicated.zero_grad(set_to_none=True)
         F.cross_entropy(replicated(inputs[rank::world]), targets[rank::world]).backward()
 
-    found: dict[str, list[float]] = {}
+    results: dict[str, list[float]] = {}
     for index in range(1 + steps):
         for name, step in (("hybrid", hybrid_step), ("ddp", data_parallel_step)):
             dist.barrier()
@@ -65,10 +65,10 @@ def worker(network: str, steps: int) -> None:
             count = torch.tensor([sent_bytes() - before], dtype=torch.float64)
             dist.all_reduce(count)
             if index:
-                found.setdefault(f"{name} seconds", []).append(seconds)
-                found.setdefault(f"{name} bytes", []).append(float(count))
+                results.setdefault(f"{name} seconds", []).append(seconds)
+                results.setdefault(f"{name} bytes", []).append(float(count))
     if rank == 0:
-        print(json.dumps({name: sorted(values)[len(values) // 2] for name, values in found.items()}))
+        print(json.dumps({name: sorted(values)[len(values) // 2] for name, values in results.items()}))
     dist.destroy_process_group()
 
 
@@ -104,9 +104,9 @@ def main() -> None:
         for rate in options.rates:
             with hosts(sum(REPLICAS), rate) as names:
                 command = [sys.executable, __file__, "--worker", network, "--steps", str(options.steps)]
-                found = json.loads(run_on(names, command, timeout=1800).splitlines()[-1])
-            hybrid, ddp = found["hybrid seconds"], found["ddp seconds"]
-            sent, reduced = found["hybrid bytes"] / 1e6, found["ddp bytes"] / 1e6
+                results = json.loads(run_on(names, command, timeout=1800).splitlines()[-1])
+            hybrid, ddp = results["hybrid seconds"], results["ddp seconds"]
+            sent, reduced = results["hybrid bytes"] / 1e6, results["ddp bytes"] / 1e6
             times.append((float(rate), hybrid, ddp))
             rows.append(
                 (

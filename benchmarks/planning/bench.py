@@ -1,4 +1,7 @@
-"""What the benchmarks of `plan` and `tune` share; imported first, it makes the pipeline's benchmarks importable."""
+"""Common parts of the benchmarks of `plan` and `tune`.
+
+Import this module first: it makes the pipeline's benchmarks importable.
+"""
 
 import os
 import sys

@@ -76,7 +76,7 @@ class Step:
             self.optimizer.step()
 
     def seconds(self, steps: int) -> float:
-        """Of a sample."""
+        """Return the seconds per sample."""
         start = time.perf_counter()
         for _ in range(steps):
             self()
@@ -87,11 +87,11 @@ class Step:
         with profile(activities=[ProfilerActivity.CPU]) as watched:
             for _ in range(STEPS):
                 self()
-        found: Counter[str] = Counter()
+        times: Counter[str] = Counter()
         for event in watched.key_averages():
             part = next((name for name, pattern in PARTS.items() if re.search(pattern, event.key)), "all else")
-            found[part] += event.self_cpu_time_total / 1000 / STEPS
-        return found
+            times[part] += event.self_cpu_time_total / 1000 / STEPS
+        return times
 
 
 def main() -> None:
@@ -110,9 +110,9 @@ def main() -> None:
             for name in sorted(steps, reverse=bool(index % 2)):
                 times[name].append(steps[name].seconds(5))
         for name in steps:
-            gains = [base / own for base, own in zip(times["Lightning's defaults"], times[name], strict=True)]
+            gains = [base / time for base, time in zip(times["Lightning's defaults"], times[name], strict=True)]
             parts = steps[name].parts() if name in PROFILED else Counter()
-            milliseconds = [f"{parts[one]:.1f}" if parts else "" for one in names]
+            milliseconds = [f"{parts[part]:.1f}" if parts else "" for part in names]
             spread = f"{min(gains):.2f} to {max(gains):.2f}"
             rows.append((network, name, f"{statistics.median(gains):.2f}", spread, *milliseconds))
     flags = set(Path("/proc/cpuinfo").read_text().split())

@@ -46,8 +46,8 @@ def main() -> None:
         return
     rows = [("devices", "graphs", "the best itself", "within 1 %", "within 5 %", "mean", "worst")]
     for kind, count in counts.items():
-        over = [one for number in range(count) for one in pieces.known[f"{kind}/{number}"]["over"]]
-        shares = [f"{sum(one <= most for one in over) / len(over):.1%}" for most in (1 + 1e-9, 1.01, 1.05)]
+        over = [ratio for number in range(count) for ratio in pieces.known[f"{kind}/{number}"]["over"]]
+        shares = [f"{sum(ratio <= most for ratio in over) / len(over):.1%}" for most in (1 + 1e-9, 1.01, 1.05)]
         rows.append((kind, str(len(over)), *shares, f"{statistics.fmean(over) - 1:.2%}", f"{max(over) - 1:.2%}"))
     report(
         HERE / "exhaustive.md",

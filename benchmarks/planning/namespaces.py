@@ -1,4 +1,4 @@
-"""What `plan` predicts against what three hosts measure: 5 networks, 4 strategies, 3 rates of the network.
+"""Predictions of `plan` against measurements on three hosts: 5 networks, 4 strategies, 3 rates of the network.
 
 The hosts are network namespaces with a processor quota each, together less than the machine's cores, and with links of
 100, 300 and 1000 Mbit/s. Each network is profiled on all hosts at once under that quota; latencies are measured in the
@@ -92,14 +92,14 @@ class Hosts:
         for group in self.groups:
             group.limit(QUOTA)
 
-    def order(self, what: str, **more: Any) -> Any:
+    def order(self, action: str, **more: Any) -> Any:
         """Have the hosts do something; the first one's answer."""
-        write(self.folder / f"order{self.orders}", {"what": what, **more})
+        write(self.folder / f"order{self.orders}", {"what": action, **more})
         answer = self.folder / f"answer{self.orders}"
         self.orders += 1
-        while what != "end" and not answer.exists():
+        while action != "end" and not answer.exists():
             self._check()
-        return None if what == "end" else json.loads(answer.read_text())
+        return None if action == "end" else json.loads(answer.read_text())
 
     def _check(self) -> None:
         time.sleep(0.05)
@@ -124,16 +124,16 @@ class Hosts:
 def measured(name: str) -> dict[str, Any]:
     """Profile, latencies and all points of one network, in one piece."""
     title = name
-    found: dict[str, Any] = {"points": {}, "latency": {}, "cut": {}}
+    results: dict[str, Any] = {"points": {}, "latency": {}, "cut": {}}
     with ExitStack() as stack:
         there = Hosts(title, stack)
         there.order("profile")
-        found["profile"] = (there.folder / "profile").read_text()
+        results["profile"] = (there.folder / "profile").read_text()
         for rate in RATES:
             limit(there.names, rate)
-            found["latency"][str(rate)] = there.order("link")
-            cut, run_ahead = chosen(found, rate)
-            found["cut"][str(rate)] = [cut, run_ahead]
+            results["latency"][str(rate)] = there.order("link")
+            cut, run_ahead = chosen(results, rate)
+            results["cut"][str(rate)] = [cut, run_ahead]
             for strategy in STRATEGIES:
                 first = there.order("time", strategy=strategy, rounds=1, steps=1, cut=cut, run_ahead=run_ahead)[0]
                 steps = max(1, min(10, math.ceil(1.0 / first)))
@@ -141,13 +141,13 @@ def measured(name: str) -> dict[str, Any]:
                 if strategy == "hybrid":
                     more["rounds"] += 1
                 times = there.order("time", strategy=strategy, cut=cut, run_ahead=run_ahead, **more)
-                found["points"][f"{strategy} {rate}"] = [first, *times] if steps == 1 else times
-    return found
+                results["points"][f"{strategy} {rate}"] = [first, *times] if steps == 1 else times
+    return results
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a cluster file says beside rate and latency.
+    """Numbers of a cluster file besides rate and latency.
 
     Attributes:
         efficiency: Of the links.
@@ -165,11 +165,11 @@ class Numbers:
 
 
 def job(
-    found: dict[str, Any], rate: int, numbers: Numbers, cut: str | None = None, run_ahead: bool | None = None
+    results: dict[str, Any], rate: int, numbers: Numbers, cut: str | None = None, run_ahead: bool | None = None
 ) -> Any:
-    """What `plan` is asked."""
-    profile: Profile = pickle.loads(base64.b64decode(found["profile"]))
-    link = Link(rate * 1e6 / 8 * numbers.efficiency, min(found["latency"].values()), work=numbers.work)
+    """Return the job for `plan`."""
+    profile: Profile = pickle.loads(base64.b64decode(results["profile"]))
+    link = Link(rate * 1e6 / 8 * numbers.efficiency, min(results["latency"].values()), work=numbers.work)
     host = Host(1, link, link, speed=numbers.speed)
     cluster = Cluster((host,) * sum(REPLICAS), server_rate=numbers.server, server_message=numbers.message)
     names = [node.name for node in profile.costs.nodes]
@@ -177,22 +177,22 @@ def job(
     return Job(profile, cluster, SAMPLES, microbatches=MICROBATCHES, replicas=REPLICAS, cuts=cuts, run_ahead=run_ahead)
 
 
-def chosen(found: dict[str, Any], rate: int) -> tuple[str, bool]:
+def chosen(results: dict[str, Any], rate: int) -> tuple[str, bool]:
     """The node after which `plan` cuts, and whether the stages run ahead."""
-    (one,) = hybrids(job(found, rate, Numbers()))
-    return one.predictor.costs.nodes[one.layout.cuts[0] - 1].name, one.predictor.runs_ahead(one.layout)
+    (hybrid,) = hybrids(job(results, rate, Numbers()))
+    return hybrid.predictor.costs.nodes[hybrid.layout.cuts[0] - 1].name, hybrid.predictor.runs_ahead(hybrid.layout)
 
 
 def predicted(
-    found: dict[str, Any], rate: int, numbers: Numbers, strategies: Sequence[str] = STRATEGIES
+    results: dict[str, Any], rate: int, numbers: Numbers, strategies: Sequence[str] = STRATEGIES
 ) -> dict[str, float]:
     """Seconds per step of each strategy."""
-    cut, run_ahead = found["cut"][str(rate)]
-    ranking = rank(job(found, rate, numbers, cut, run_ahead))
+    cut, run_ahead = results["cut"][str(rate)]
+    ranking = rank(job(results, rate, numbers, cut, run_ahead))
     return {row.family: row.step for row in (*ranking.same, *ranking.changing) if row.family in strategies}
 
 
-def fitted(found: Sequence[dict[str, Any]]) -> Numbers:
+def fitted(results: Sequence[dict[str, Any]]) -> Numbers:
     """The numbers with the least mean error on some networks' points; first those that all strategies have."""
     steps: list[tuple[tuple[str, ...], dict[str, tuple[float, ...]]]] = [
         (
@@ -212,30 +212,32 @@ def fitted(found: Sequence[dict[str, Any]]) -> Numbers:
         ]
         numbers = min(
             tried,
-            key=lambda one: statistics.fmean(abs(off) for each in found for off in errors(each, one, strategies)),
+            key=lambda candidate: statistics.fmean(
+                abs(off) for each in results for off in errors(each, candidate, strategies)
+            ),
         )
     return numbers
 
 
-def errors(found: dict[str, Any], numbers: Numbers, strategies: Sequence[str]) -> list[float]:
+def errors(results: dict[str, Any], numbers: Numbers, strategies: Sequence[str]) -> list[float]:
     """Predicted over measured less 1, of each point."""
     return [
-        step / statistics.median(found["points"][f"{strategy} {rate}"]) - 1
+        step / statistics.median(results["points"][f"{strategy} {rate}"]) - 1
         for rate in RATES
-        for strategy, step in predicted(found, rate, numbers, strategies).items()
+        for strategy, step in predicted(results, rate, numbers, strategies).items()
     ]
 
 
 def main() -> None:
     """Measure what is missing; write the page when nothing is."""
     options = parser(__doc__)
-    given = options.parse_args()
+    arguments = options.parse_args()
 
     for why in (no_hosts(), no_quotas()):
         if why is not None:
             print(f"skipped: {why}")
             return
-    pieces = Pieces(given)
+    pieces = Pieces(arguments)
     pieces.measure(list(NETWORKS), measured)
     if set(CALIBRATED) < set(pieces.known):
         page(pieces)
@@ -250,23 +252,25 @@ def page(pieces: Pieces) -> None:
     off: dict[str, list[float]] = {title: [] for title in titles}
     right = 0
     for title in titles:
-        found = pieces.known[title]
+        results = pieces.known[title]
         for rate in RATES:
-            made = predicted(found, rate, numbers)
-            real = {one: statistics.median(found["points"][f"{one} {rate}"]) for one in STRATEGIES}
+            made = predicted(results, rate, numbers)
+            real = {strategy: statistics.median(results["points"][f"{strategy} {rate}"]) for strategy in STRATEGIES}
             cells = []
-            for one in STRATEGIES:
-                times = found["points"][f"{one} {rate}"]
-                error = made[one] / real[one] - 1
+            for strategy in STRATEGIES:
+                times = results["points"][f"{strategy} {rate}"]
+                error = made[strategy] / real[strategy] - 1
                 off[title].append(error)
-                spread = (max(times) - min(times)) / real[one]
-                cells.append(f"{made[one] * 1e3:.0f} / {real[one] * 1e3:.0f} ({error:+.0%}, spread {spread:.0%})")
-            best, named = min(real, key=lambda one: real[one]), min(made, key=lambda one: made[one])
+                spread = (max(times) - min(times)) / real[strategy]
+                cells.append(
+                    f"{made[strategy] * 1e3:.0f} / {real[strategy] * 1e3:.0f} ({error:+.0%}, spread {spread:.0%})"
+                )
+            best, named = min(real, key=lambda strategy: real[strategy]), min(made, key=lambda strategy: made[strategy])
             good = real[named] <= 1.03 * real[best]
             right += good and title not in CALIBRATED[1:]
             rows.append((title, str(rate), *cells, best, named if good else f"**{named}**"))
-    others = [abs(one) for title, each in off.items() if title not in CALIBRATED for one in each]
-    own = [abs(one) for title in CALIBRATED for one in off[title]]
+    others = [abs(deviation) for title, each in off.items() if title not in CALIBRATED for deviation in each]
+    calibrated = [abs(deviation) for title in CALIBRATED for deviation in off[title]]
     report(
         HERE / "namespaces.md",
         "Plan against three hosts",
@@ -277,7 +281,7 @@ def page(pieces: Pieces) -> None:
         f"{numbers.efficiency:g}, speed {numbers.speed:g}, {numbers.work * 1e6:g} us of a device for a message, a "
         f"server's {numbers.server / 1e9:g} GB/s and {numbers.message * 1e6:g} us for one of its; mean absolute error "
         "there "
-        f"{statistics.fmean(own):.1%}. **The {len(others)} other points: mean absolute error "
+        f"{statistics.fmean(calibrated):.1%}. **The {len(others)} other points: mean absolute error "
         f"{statistics.fmean(others):.1%} (target 10 %), worst {max(others):.0%} (target 25 %). The best strategy is "
         f"named in {right} of {(len(titles) - 1) * len(RATES)} cells** (target 11 of 12; less than 3 % behind counts "
         f"as best).{without}\n\n{LIMITS}",

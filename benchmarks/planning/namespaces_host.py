@@ -84,8 +84,8 @@ def host(title: str, folder: Path) -> None:
                 traced = trace(NETWORKS[title][0]())
                 large, small = (profile(traced, inputs[:count]) for count in (share, share // SMALLER))
                 if rank == 0:
-                    found = from_two_sizes(large, small, has_batch_norm(traced))
-                    (folder / "profile").write_text(base64.b64encode(pickle.dumps(found)).decode())
+                    combined = from_two_sizes(large, small, has_batch_norm(traced))
+                    (folder / "profile").write_text(base64.b64encode(pickle.dumps(combined)).decode())
             elif order["what"] == "link":
                 answer = _latency(rank)
             else:
@@ -148,7 +148,7 @@ def _block(step: Callable[[], None], end: Callable[[], None] = lambda: None) -> 
 def _variants(title: str, inputs: Tensor, targets: Tensor, folder: Path, stack: ExitStack) -> dict[str, Steps]:
     """DDP, DDP with bf16 gradients, and a parameter server with a server on each host."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    own, wanted = inputs[rank::world], targets[rank::world]
+    images, labels = inputs[rank::world], targets[rank::world]
 
     def replicated(hook: Any) -> Steps:
         torch.manual_seed(1)
@@ -158,14 +158,14 @@ def _variants(title: str, inputs: Tensor, targets: Tensor, folder: Path, stack: 
 
         def step() -> None:
             model.zero_grad(set_to_none=True)
-            F.cross_entropy(model(own), wanted).backward()
+            F.cross_entropy(model(images), labels).backward()
 
         return _block(step)
 
     return {
         "ddp": replicated(None),
         "ddp_bf16": replicated(bf16_compress_hook),
-        "parameter_server": _server(title, own, wanted, folder, stack),
+        "parameter_server": _server(title, images, labels, folder, stack),
     }
 
 
@@ -182,7 +182,7 @@ def _hybrid(title: str, inputs: Tensor, targets: Tensor, cut: str, run_ahead: bo
     return _block(step)
 
 
-def _server(title: str, own: Tensor, wanted: Tensor, folder: Path, stack: ExitStack) -> Steps:
+def _server(title: str, images: Tensor, labels: Tensor, folder: Path, stack: ExitStack) -> Steps:
 
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
@@ -203,12 +203,12 @@ def _server(title: str, own: Tensor, wanted: Tensor, folder: Path, stack: ExitSt
     process = multiprocessing.get_context("fork").Process(target=serve, daemon=True)
     process.start()
     stack.callback(process.terminate)
-    worker = Worker(specification, [one.data for one in model.parameters()], unchanging(view), rank)
+    worker = Worker(specification, [parameter.data for parameter in model.parameters()], unchanging(view), rank)
     if rank == 0:
         worker.initialise()
     worker.join()
     stack.callback(worker.close)
-    number = {one: index for index, one in enumerate(model.parameters())}
+    number = {parameter: index for index, parameter in enumerate(model.parameters())}
     for parameter, index in number.items():
         parameter.register_post_accumulate_grad_hook(lambda p, index=index: worker.push(index, p.grad))
 
@@ -220,12 +220,12 @@ def _server(title: str, own: Tensor, wanted: Tensor, folder: Path, stack: ExitSt
         return wait
 
     for module in model.modules():
-        if indices := [number[one] for one in module.parameters(recurse=False)]:
+        if indices := [number[parameter] for parameter in module.parameters(recurse=False)]:
             module.register_forward_pre_hook(waiter(indices))
 
     def step() -> None:
-        loss = F.cross_entropy(model(own), wanted)
-        worker.begin_step(hyperparameters(optimizer), len(own))
+        loss = F.cross_entropy(model(images), labels)
+        worker.begin_step(hyperparameters(optimizer), len(images))
         loss.backward()
         worker.end_step()
         model.zero_grad()
@@ -238,8 +238,8 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("network")
     options.add_argument("folder", type=Path)
-    given = options.parse_args()
-    host(given.network, given.folder)
+    arguments = options.parse_args()
+    host(arguments.network, arguments.folder)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ TOLERANCE = 0.3
 
 @dataclass(frozen=True)
 class Anchor:
-    """What was published.
+    """Published result.
 
     Attributes:
         network: Name of the profile.
@@ -67,7 +67,7 @@ ANCHORS = (
 
 @dataclass(frozen=True)
 class Result:
-    """What the planner says.
+    """Result of the planner.
 
     Attributes:
         replicas: Its choice.

@@ -146,19 +146,21 @@ def page(pieces: Pieces) -> None:
         base: list[float] = []
         for key in case:
             runs = [pieces.known[f"{key}/{seed}"] for seed in range(1, SEEDS + 1)]
-            reached, batch = ([one[what] for one in runs] for what in ("seconds", "batch"))
+            reached, batch = ([result[field] for result in runs] for field in ("seconds", "batch"))
             now = [statistics.median(reached), statistics.median(batch), predicted(pieces, key)]
             less = (
-                ["", "", ""] if not base else [f"{1 - one / other:.0%}" for one, other in zip(now, base, strict=True)]
+                ["", "", ""]
+                if not base
+                else [f"{1 - value / base_value:.0%}" for value, base_value in zip(now, base, strict=True)]
             )
             base = base or now
             rows.append(
                 (
                     str(number),
                     RUNS[key].title,
-                    f"{now[0]:.1f} ({', '.join(f'{one:.1f}' for one in reached)})",
+                    f"{now[0]:.1f} ({', '.join(f'{seconds:.1f}' for seconds in reached)})",
                     less[0],
-                    f"{now[1] * 1e3:.0f} ({', '.join(f'{one * 1e3:.0f}' for one in batch)})",
+                    f"{now[1] * 1e3:.0f} ({', '.join(f'{seconds * 1e3:.0f}' for seconds in batch)})",
                     less[1],
                     f"{now[2] * 1e3:.0f}",
                     less[2],

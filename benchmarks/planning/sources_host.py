@@ -117,8 +117,8 @@ def measure(precision: str, folder: Path) -> None:
     autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else contextlib.nullcontext()
     with autocast:
         large, small = (profile(traced, images[:size]) for size in (len(images), len(images) // SMALLER))
-    found = from_two_sizes(large, small, has_batch_norm(traced))
-    (folder / "profile").write_text(base64.b64encode(pickle.dumps(found)).decode())
+    combined = from_two_sizes(large, small, has_batch_norm(traced))
+    (folder / "profile").write_text(base64.b64encode(pickle.dumps(combined)).decode())
     (folder / "result").write_text("{}")
 
 
@@ -128,12 +128,12 @@ def main() -> None:
     options.add_argument("run")
     options.add_argument("seed", help="or the precision to profile with")
     options.add_argument("folder", type=Path)
-    given = options.parse_args()
+    arguments = options.parse_args()
     torch.set_num_threads(1)
-    if given.run == "profile":
-        measure(given.seed, given.folder)
+    if arguments.run == "profile":
+        measure(arguments.seed, arguments.folder)
     else:
-        train(RUNS[given.run], int(given.seed), given.folder)
+        train(RUNS[arguments.run], int(arguments.seed), arguments.folder)
 
 
 if __name__ == "__main__":

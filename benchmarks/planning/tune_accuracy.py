@@ -1,4 +1,4 @@
-"""What `tune --allow precision` writes against Lightning's defaults, by accuracy on the digits: 5 seeds of each."""
+"""Accuracy on the digits with the settings of `tune --allow precision` and with Lightning's defaults, for 5 seeds."""
 
 import os
 import statistics
@@ -32,7 +32,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 def accuracy(name: str) -> float:
-    """Of the test set, after a fit."""
+    """Train a network and return its accuracy on the test set."""
     network, settings, seed = name.split("/")
     arguments, precision = SETTINGS[settings]
     torch.set_num_threads(os.cpu_count() or 1)
@@ -66,16 +66,24 @@ def accuracy(name: str) -> float:
 def main() -> None:
     """Train what is missing; write the page when nothing is."""
     pieces = Pieces(parser(__doc__).parse_args())
-    names = [f"{network}/{one}/{seed}" for network in NETWORKS for seed in range(1, SEEDS + 1) for one in SETTINGS]
+    names = [
+        f"{network}/{settings}/{seed}" for network in NETWORKS for seed in range(1, SEEDS + 1) for settings in SETTINGS
+    ]
     if not pieces.measure(names, accuracy):
         return
     rows = [
-        ("network", *(f"{one}: mean (least to most)" for one in SETTINGS), "difference, mean and deviation of pairs")
+        (
+            "network",
+            *(f"{settings}: mean (least to most)" for settings in SETTINGS),
+            "difference, mean and deviation of pairs",
+        )
     ]
     for network in NETWORKS:
-        found = [[pieces.known[f"{network}/{one}/{seed}"] for seed in range(1, SEEDS + 1)] for one in SETTINGS]
-        pairs = [two - one for one, two in zip(*found, strict=True)]
-        shown = [f"{statistics.fmean(each):.4f} ({min(each):.4f} to {max(each):.4f})" for each in found]
+        accuracies = [
+            [pieces.known[f"{network}/{settings}/{seed}"] for seed in range(1, SEEDS + 1)] for settings in SETTINGS
+        ]
+        pairs = [second - first for first, second in zip(*accuracies, strict=True)]
+        shown = [f"{statistics.fmean(each):.4f} ({min(each):.4f} to {max(each):.4f})" for each in accuracies]
         rows.append((network, *shown, f"{statistics.fmean(pairs):+.4f}, {statistics.stdev(pairs):.4f}"))
     report(
         HERE / "tune_accuracy.md",

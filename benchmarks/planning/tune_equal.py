@@ -39,10 +39,10 @@ def equal(name: str) -> dict[str, Any]:
         base.write_text(yaml.safe_dump(configuration("ResNet-20")))
         contest = Contest(["fit", "--config", str(base)], Path(folder), time.monotonic() + 180, together=len(SIDES))
         winner = contest.run([Setting(side, {"seed_everything": 1}, Effect.NONE) for side in SIDES])
-        said = [row.verdict for row in contest.rows.values() if row.verdict is not None]
+        verdicts = [row.verdict for row in contest.rows.values() if row.verdict is not None]
     return {
         "winner": winner.name if winner else "",
-        "said": [[one.outcome, one.speed, one.low, one.high, one.rounds] for one in said],
+        "said": [[verdict.outcome, verdict.speed, verdict.low, verdict.high, verdict.rounds] for verdict in verdicts],
         "load": os.getloadavg()[0],
     }
 
@@ -55,10 +55,12 @@ def main() -> None:
         return
     rows = [("run", "winner", *(f"{side} side" for side in SIDES), "rounds", "load average")]
     for name in names:
-        one = pieces.known[name]
-        said = [f"{outcome}: {speed:.3f} [{low:.3f}, {high:.3f}]" for outcome, speed, low, high, _ in one["said"]]
-        rounds = max(each[4] for each in one["said"])
-        rows.append((name.split()[1], one["winner"] or "none", *said, str(rounds), f"{one['load']:.1f}"))
+        result = pieces.known[name]
+        verdicts = [
+            f"{outcome}: {speed:.3f} [{low:.3f}, {high:.3f}]" for outcome, speed, low, high, _ in result["said"]
+        ]
+        rounds = max(each[4] for each in result["said"])
+        rows.append((name.split()[1], result["winner"] or "none", *verdicts, str(rounds), f"{result['load']:.1f}"))
     text = (
         f"{__doc__}\nResNet-20, the configuration of [the grid](tune_grid.md); two equal candidates beside the default."
         f"\n\n{LIMITS}"

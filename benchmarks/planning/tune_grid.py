@@ -70,11 +70,15 @@ and channels_last were chosen for ResNet-20 (1.96 [1.85, 2.07] times Lightning's
 
 def points() -> dict[str, dict[str, Any]]:
     """The combinations of the first kind by name."""
-    found = {}
+    combinations = {}
     for chosen in itertools.product((False, True), repeat=len(COMPUTE)):
-        values = {key: value for one, on in zip(COMPUTE, chosen, strict=True) if on for key, value in one.items()}
-        found[", ".join(str(value) for value in values.values()).replace("True", "channels_last") or "default"] = values
-    return found
+        values = {
+            key: value for setting, on in zip(COMPUTE, chosen, strict=True) if on for key, value in setting.items()
+        }
+        combinations[
+            ", ".join(str(value) for value in values.values()).replace("True", "channels_last") or "default"
+        ] = values
+    return combinations
 
 
 class Runs:
@@ -107,14 +111,14 @@ class Runs:
 
     def rounds(self, count: int) -> dict[str, list[float]]:
         """Seconds per step of each, by rounds."""
-        found: dict[str, list[float]] = {name: [] for name in self.trials}
+        seconds: dict[str, list[float]] = {name: [] for name in self.trials}
         for _ in range(count):
             order = list(self.trials)
             random.shuffle(order)
             for name in order:
                 trial, steps = self.trials[name]
-                found[name].append(trial.steps(steps)["seconds"] / steps)
-        return found
+                seconds[name].append(trial.steps(steps)["seconds"] / steps)
+        return seconds
 
 
 def grid(name: str) -> dict[str, Any]:
@@ -138,7 +142,7 @@ def grid(name: str) -> dict[str, Any]:
 
 
 def tune(name: str) -> dict[str, Any]:
-    """What `tune` writes, and the seconds that it took."""
+    """Return the settings that `tune` writes, and the seconds that it took."""
     network = name.split("/")[0]
     with tempfile.TemporaryDirectory() as folder:
         base, output = Path(folder) / "base.yaml", Path(folder) / "tuned.yaml"
@@ -193,8 +197,8 @@ def main() -> None:
         needed = [f"{network}/tune", *(f"{network}/grid/{loading}" for loading in groups(network))]
         if not all(name in pieces.known for name in needed):
             continue
-        found, tuned = speeds(pieces, network), pieces.known[f"{network}/tune"]
-        best = max(found, key=lambda key: found[key])
+        speeds_of_points, tuned = speeds(pieces, network), pieces.known[f"{network}/tune"]
+        best = max(speeds_of_points, key=lambda key: speeds_of_points[key])
         named = next(name for name, values in points().items() if nested(values) == tuned["overlay"])
         spent = sum(pieces.known[name]["seconds"] for name in needed[1:])
         rows.append(
@@ -202,9 +206,9 @@ def main() -> None:
                 network,
                 ", ".join(best),
                 named,
-                f"{found[named, next(iter(LOADING))] / found[best]:.2f}",
+                f"{speeds_of_points[named, next(iter(LOADING))] / speeds_of_points[best]:.2f}",
                 tuned["verdict"].partition(": ")[2].partition(", measured")[0] or "nothing is faster",
-                f"{spent:.0f} for {len(found)} points",
+                f"{spent:.0f} for {len(speeds_of_points)} points",
                 f"{tuned['seconds']:.0f} ({tuned['seconds'] / spent:.2f})",
             )
         )
@@ -213,7 +217,7 @@ def main() -> None:
 
 
 def text() -> str:
-    """What the page says above its table."""
+    """Return the page's text above its table."""
     flags = Path("/proc/cpuinfo").read_text()
     units = [flag for flag in ("amx_bf16", "avx512_bf16") if flag in flags]
     has = f"has bf16 units ({', '.join(units)})" if units else "has no bf16 units"

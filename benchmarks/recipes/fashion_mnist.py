@@ -57,10 +57,10 @@ def trained(strategy: str, seed: int) -> tuple[float, float, float]:
     run += ["--run_name", f"{strategy}_{seed}_{int(time.time())}", "--trainer.enable_progress_bar", "false"]
     _, seconds, used = command("fit", *run)
     output, _, _ = command("test", *run, "--ckpt_path", "best")
-    found = re.search(r"test_acc +│ +([\d.]+)", output)
-    if found is None:
+    match = re.search(r"test_acc +│ +([\d.]+)", output)
+    if match is None:
         raise SystemExit(f"no test_acc in the output of test:\n{output}")
-    return float(found[1]), seconds, used
+    return float(match[1]), seconds, used
 
 
 def main() -> None:
@@ -82,14 +82,14 @@ def main() -> None:
     rows = [("strategy", "seed", "test accuracy", "seconds", "processor seconds of rank 0")]
     for name, (accuracy, seconds, used) in sorted(results.items()):
         rows.append((*name.split(), f"{accuracy:.4f}", f"{seconds:.0f}", f"{used:.0f}"))
-    said = []
+    means = []
     for strategy in STRATEGIES:
         reached = [accuracy for name, (accuracy, *_) in results.items() if name.split()[0] == strategy]
-        said.append(f"`{strategy}` **{statistics.mean(reached):.4f}** ± {statistics.stdev(reached):.4f}")
+        means.append(f"`{strategy}` **{statistics.mean(reached):.4f}** ± {statistics.stdev(reached):.4f}")
     report(
         HERE.with_suffix(".md"),
         "A recipe to its end",
-        f"{__doc__}\nTest accuracy, mean and standard deviation over the seeds: {', '.join(said)}.\n\n{PUBLISHED}\n\n"
+        f"{__doc__}\nTest accuracy, mean and standard deviation over the seeds: {', '.join(means)}.\n\n{PUBLISHED}\n\n"
         "Seconds are those of `fit`, from Enter to the prompt, with as much of the machine as other work left: "
         "processor seconds tell more. What is measured is kept: the same command goes on with it.",
         rows,

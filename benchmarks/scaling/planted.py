@@ -43,7 +43,7 @@ HEALTHY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Plant:
-    """What is wrong, as keys of the configuration and variables; a word of the cause that should come first."""
+    """A planted fault: keys of the configuration and variables, and a word of the cause that should come first."""
 
     word: str
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -75,7 +75,7 @@ PLANTS = {
 
 
 def measure(*layers: Mapping[str, Any]) -> Measurements:
-    """What ``scaling`` measures with two ranks."""
+    """Return the measurements of ``scaling`` with two ranks."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "healthy.yaml").write_text(yaml.safe_dump(HEALTHY))
@@ -89,9 +89,9 @@ def measure(*layers: Mapping[str, Any]) -> Measurements:
         return Bench({2: words}, folder, Facts(keys=keys), True, time.monotonic() + SECONDS).measure()
 
 
-def rate(found: Measurements) -> float:
+def rate(measurements: Measurements) -> float:
     """Samples/s of epochs with all that they have."""
-    run, epoch = found.largest, found.facts.epoch
+    run, epoch = measurements.largest, measurements.facts.epoch
     steps = epoch.steps or 1
     return steps * run.samples / (steps * run.step + epoch.validation + epoch.checkpoints)
 
@@ -100,13 +100,13 @@ def one(name: str) -> list[str]:
     """A row of the page."""
     plant = PLANTS[name]
     os.environ |= plant.variables
-    found = measure(plant.values)
-    why = reasons(found)
+    measurements = measure(plant.values)
+    why = reasons(measurements)
     if name == "nothing":
-        share = found.largest.rate / min(found.limits().values())
+        share = measurements.largest.rate / min(measurements.limits().values())
         return [
             name,
-            "; ".join(one.cause for one in why) or "nothing found",
+            "; ".join(reason.cause for reason in why) or "nothing found",
             "",
             f"{share:.2f} of what the parts allow",
         ]
@@ -122,7 +122,7 @@ def one(name: str) -> list[str]:
             del os.environ[variable]
         after = measure()
     remedy = ", ".join(f"`{key}: {value}`" for key, value in first.values.items()) or "without it"
-    return [name, first.cause, f"{first.gain:.2f}", f"{rate(after) / rate(found):.2f}, {remedy}"]
+    return [name, first.cause, f"{first.gain:.2f}", f"{rate(after) / rate(measurements):.2f}, {remedy}"]
 
 
 def apart(name: str) -> list[str]:
@@ -135,8 +135,8 @@ def apart(name: str) -> list[str]:
     with quotas(2) as groups:
         for group, cores in zip(groups, CORES, strict=True):
             group.limit(cores)
-        found = subprocess.run(command, cwd=HERE, env=variables, stdout=subprocess.PIPE, text=True, check=True)
-    row: list[str] = yaml.safe_load(found.stdout.rpartition("ROW ")[2])
+        ended = subprocess.run(command, cwd=HERE, env=variables, stdout=subprocess.PIPE, text=True, check=True)
+    row: list[str] = yaml.safe_load(ended.stdout.rpartition("ROW ")[2])
     return row
 
 

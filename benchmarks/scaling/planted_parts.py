@@ -68,7 +68,7 @@ class Samples(Dataset[Any]):
 
 
 class Data(LightningDataModule):
-    """Those, in loaders."""
+    """A data module with loaders of these images."""
 
     def __init__(
         self,

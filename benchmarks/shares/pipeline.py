@@ -72,9 +72,9 @@ def main() -> None:
             for kind, strategy in kinds.items():
                 seconds[kind].append(run(strategy, speeds, options.batch_size, options.steps).seconds_per_step())
         gains = [[b / a for b, a in zip(seconds["equal"], seconds[kind], strict=True)] for kind in ("found", "given")]
-        said = [f"{statistics.median(gain):.2f} ({min(gain):.2f} to {max(gain):.2f})" for gain in gains]
+        shown_gains = [f"{statistics.median(gain):.2f} ({min(gain):.2f} to {max(gain):.2f})" for gain in gains]
         gain = predicted(profile, find_cut(traced, CUT), speeds, samples)
-        rows.append((name, f"{1e3 * statistics.median(seconds['equal']):.0f}", *said, f"{gain:.2f}"))
+        rows.append((name, f"{1e3 * statistics.median(seconds['equal']):.0f}", *shown_gains, f"{gain:.2f}"))
         print(*rows[-1], sep=" | ", flush=True)
     report(
         Path(__file__).with_suffix(".md"),

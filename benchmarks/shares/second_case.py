@@ -42,13 +42,13 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in CASES}
     for _ in range(options.rounds):
         for name, (strategy, precision) in CASES.items():
-            found = run(strategy, SPEEDS, options.batch_size, options.steps, precision=precision)
-            seconds[name].append(1000 / found.samples_per_second())
+            fitted = run(strategy, SPEEDS, options.batch_size, options.steps, precision=precision)
+            seconds[name].append(1000 / fitted.samples_per_second())
     rows = [("strategy", "seconds for 1000 images", "of DDP's time")]
-    for name, found in seconds.items():
-        parts = [one / base for one, base in zip(found, seconds["ddp"], strict=True)]
+    for name, times in seconds.items():
+        parts = [time / base for time, base in zip(times, seconds["ddp"], strict=True)]
         spread = f"{statistics.median(parts):.2f} ({min(parts):.2f} to {max(parts):.2f})"
-        rows.append((name, f"{statistics.median(found):.1f}", spread if name != "ddp" else ""))
+        rows.append((name, f"{statistics.median(times):.1f}", spread if name != "ddp" else ""))
     report(
         Path(__file__).with_suffix(".md"),
         "Dynamic dispatch and mixed precision",

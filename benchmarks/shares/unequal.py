@@ -57,7 +57,7 @@ Quota.__module__ = "cnnstrategies.quota"  # Else its hooks would be taken for a 
 
 
 def strategies(speeds: Sequence[float]) -> dict[str, Callable[[], Any]]:
-    """What is compared."""
+    """Return the strategies to compare, by name."""
     return {
         "ddp": lambda: DDPStrategy(start_method="fork"),
         "shares found": lambda: BalancedDDPStrategy(start_method="fork"),
@@ -83,10 +83,10 @@ def run(
         return fit(strategy, resnet_like, 10, loader, workers=len(speeds), callbacks=[quota], precision=precision)
 
 
-def between(found: Fit, first: int, stop: int) -> float:
+def between(fitted: Fit, first: int, stop: int) -> float:
     """Samples/s from one step to another."""
-    ends = [max(rank[step] for rank in found.ends) for step in (first, stop)]
-    return sum(sum(rank[first + 1 : stop + 1]) for rank in found.samples) / (ends[1] - ends[0])
+    ends = [max(rank[step] for rank in fitted.ends) for step in (first, stop)]
+    return sum(sum(rank[first + 1 : stop + 1]) for rank in fitted.samples) / (ends[1] - ends[0])
 
 
 def main() -> None:
@@ -105,12 +105,19 @@ def main() -> None:
             for kind, strategy in strategies(speeds).items():
                 rates[kind].append(run(strategy, speeds, options.batch_size, options.steps).samples_per_second())
         ratios = {
-            kind: [one / base for one, base in zip(found, rates["ddp"], strict=True)] for kind, found in rates.items()
+            kind: [rate / base for rate, base in zip(values, rates["ddp"], strict=True)]
+            for kind, values in rates.items()
         }
-        said = [f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in list(ratios.values())[1:]]
+        shown_ratios = [f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in list(ratios.values())[1:]]
         limit = sum(speeds) / (len(speeds) * min(speeds))
         rows.append(
-            (name, f"{statistics.median(rates['ddp']):.0f}", *said, f"{limit:.2f}", f"at least {TARGETS[name]:g}")
+            (
+                name,
+                f"{statistics.median(rates['ddp']):.0f}",
+                *shown_ratios,
+                f"{limit:.2f}",
+                f"at least {TARGETS[name]:g}",
+            )
         )
     rows += changing(options.rounds, options.batch_size, options.steps)
     report(
@@ -125,18 +132,18 @@ def main() -> None:
 def changing(rounds: int, batch: int, steps: int) -> list[tuple[str, ...]]:
     """A worker that drops to a third in the middle, and comes back."""
     phases = [(1.0, 1.0), (1.0, DROPS), (1.0, 1.0)]
-    found: list[list[float]] = [[] for _ in phases]
+    rates_of_phases: list[list[float]] = [[] for _ in phases]
     for _ in range(rounds):
         changes = {steps: phases[1], 2 * steps: phases[2]}
         fitted = run(lambda: BalancedDDPStrategy(start_method="fork"), phases[0], batch, 3 * steps, changes)
         for number, speeds in enumerate(phases):
             fixed = run(partial(BalancedDDPStrategy, list(speeds), start_method="fork"), speeds, batch, steps)
             rate = between(fitted, number * steps + 5, (number + 1) * steps - 1)
-            found[number].append(rate / between(fixed, 5, steps - 1))
+            rates_of_phases[number].append(rate / between(fixed, 5, steps - 1))
     names = ("one drops to 1/3: before", "while it is slow", "afterwards")
     return [
         (name, "", f"{statistics.median(r):.2f} of fixed ({min(r):.2f} to {max(r):.2f})", "", "1", "at least 0.9")
-        for name, r in zip(names, found, strict=True)
+        for name, r in zip(names, rates_of_phases, strict=True)
     ]
 
 

@@ -28,15 +28,15 @@ KINDS = ("processes", "sockets", "segments", "temporary files")
 
 
 def count(temporary: Path) -> Counter[str]:
-    """What there is now in these namespaces, but for this process and the shell that has started it."""
-    found = Counter({"processes": sum(name.isdigit() for name in os.listdir("/proc")) - 2})
+    """Count what exists in these namespaces, without this process and the shell that has started it."""
+    counts = Counter({"processes": sum(name.isdigit() for name in os.listdir("/proc")) - 2})
     for name in ("unix", "tcp", "tcp6", "udp", "udp6"):
         lines = Path("/proc/net", name).read_text().splitlines()[1:]
-        found["sockets"] += sum(name == "unix" or line.split()[3] != CLOSED for line in lines)
+        counts["sockets"] += sum(name == "unix" or line.split()[3] != CLOSED for line in lines)
     segments = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
-    found["segments"] = len(os.listdir("/dev/shm")) + len(segments)
-    found["temporary files"] = sum(len(files) + len(folders) for _, folders, files in os.walk(temporary))
-    return found
+    counts["segments"] = len(os.listdir("/dev/shm")) + len(segments)
+    counts["temporary files"] = sum(len(files) + len(folders) for _, folders, files in os.walk(temporary))
+    return counts
 
 
 def run(arguments: argparse.Namespace, temporary: Path, scratch: Path) -> tuple[int, Counter[str]]:

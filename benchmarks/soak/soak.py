@@ -36,7 +36,7 @@ MEBIBYTE = 1 << 20
 
 
 class Sample(NamedTuple):
-    """What a process holds.
+    """Resources that a process holds.
 
     Attributes:
         seconds: Since the run's start.
@@ -61,10 +61,10 @@ def processes_below(pid: int) -> list[int]:
             except OSError:
                 continue
             children[parent].append(int(entry.name))
-    found = [pid]
-    for one in found:
-        found += children[one]
-    return found
+    descendants = [pid]
+    for process in descendants:
+        descendants += children[process]
+    return descendants
 
 
 def look(pid: int, seconds: float) -> Sample | None:
@@ -74,11 +74,11 @@ def look(pid: int, seconds: float) -> Sample | None:
         files = len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return None
-    said = dict(line.split(":", 1) for line in lines)
-    if "RssAnon" not in said:
+    fields = dict(line.split(":", 1) for line in lines)
+    if "RssAnon" not in fields:
         return None  # It has ended, and nobody has asked how.
-    memory = sum(1024 * int(said[name].split()[0]) for name in ("RssAnon", "RssShmem"))
-    return Sample(seconds, memory, files, int(said["Threads"]))
+    memory = sum(1024 * int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+    return Sample(seconds, memory, files, int(fields["Threads"]))
 
 
 def start(name: str, minutes: float, folder: Path) -> subprocess.Popen[bytes]:
@@ -128,8 +128,8 @@ def _steps(folder: Path) -> str:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (events, *_) = folder.rglob("events.out.tfevents*")
-    said = EventAccumulator(str(events)).Reload()
-    return f"{max(said.Scalars(tag)[-1].step for tag in said.Tags()['scalars']):,}"
+    accumulator = EventAccumulator(str(events)).Reload()
+    return f"{max(accumulator.Scalars(tag)[-1].step for tag in accumulator.Tags()['scalars']):,}"
 
 
 def growth(values: list[int]) -> float:
@@ -171,9 +171,9 @@ def main() -> None:
     samples, ended = soak(arguments.minutes, arguments.every)
     rows = [("run", "ended", "processes", "memory at the end, MiB", "growth, MiB", "growth of files", "of threads")]
     for name, processes in samples.items():
-        lasting = [one for one in processes.values() if len(one) > 0.5 * max(map(len, processes.values()))]
-        memory = [growth([sample.memory for sample in one]) / MEBIBYTE for one in lasting]
-        ends = [f"{one[-2].memory / MEBIBYTE:.0f}" for one in lasting]
+        lasting = [looks for looks in processes.values() if len(looks) > 0.5 * max(map(len, processes.values()))]
+        memory = [growth([sample.memory for sample in looks]) / MEBIBYTE for looks in lasting]
+        ends = [f"{looks[-2].memory / MEBIBYTE:.0f}" for looks in lasting]
         rows.append(
             (
                 name,
@@ -181,8 +181,8 @@ def main() -> None:
                 f"{len(lasting)}",
                 ", ".join(ends),
                 ", ".join(f"{value:+.1f}" for value in memory),
-                ", ".join(f"{growth([sample.files for sample in one]):+.0f}" for one in lasting),
-                ", ".join(f"{growth([sample.threads for sample in one]):+.0f}" for one in lasting),
+                ", ".join(f"{growth([sample.files for sample in looks]):+.0f}" for looks in lasting),
+                ", ".join(f"{growth([sample.threads for sample in looks]):+.0f}" for looks in lasting),
             )
         )
     draw(samples, HERE / "soak.svg")

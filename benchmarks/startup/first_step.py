@@ -46,13 +46,16 @@ IMPORTS = {
 
 
 def configurations() -> dict[str, dict[str, object]]:
-    """What is trained: each has ``model`` and ``data``, without references, which LightningCLI has not by default."""
-    own = {"model": {"class_path": "own.Module"}, "data": {"class_path": "own.Data"}}
+    """Return the configurations to train, by name: ``model`` and ``data`` without references.
+
+    LightningCLI cannot resolve references by default.
+    """
+    own_classes = {"model": {"class_path": "own.Module"}, "data": {"class_path": "own.Data"}}
     quickstart = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text(encoding="utf-8"))
     arguments = quickstart["model"]["init_args"]
     arguments["network"]["init_args"]["num_classes"] = arguments["num_classes"]
     arguments["lr_scheduler"]["init_args"]["T_max"] = quickstart["trainer"]["max_epochs"]
-    return {"own module": own, "quickstart's module": {key: quickstart[key] for key in ("model", "data")}}
+    return {"own module": own_classes, "quickstart's module": {key: quickstart[key] for key in ("model", "data")}}
 
 
 def write(file: Path, parts: dict[str, object], devices: int) -> None:
@@ -66,15 +69,15 @@ def write(file: Path, parts: dict[str, object], devices: int) -> None:
 
 def of_session(leader: int) -> list[tuple[int, int]]:
     """The processes of a session, and the processor time of each and of its children that have ended, in ticks."""
-    found = []
+    processes = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = file.read_text().rpartition(")")[2].split()
         except OSError:  # It has ended.
             continue
         if int(fields[3]) == leader:
-            found.append((int(file.parent.name), sum(map(int, fields[11:15]))))
-    return found
+            processes.append((int(file.parent.name), sum(map(int, fields[11:15]))))
+    return processes
 
 
 def run(words: Sequence[str], configuration: Path, devices: int) -> Measured:
@@ -120,7 +123,7 @@ def row(title: str, results: dict[str, list[Measured]]) -> str:
     """A row of the table."""
     cells = [title]
     for kind in range(2):
-        plain, ours = ([one[kind] for one in results[name]] for name in COMMANDS)
+        plain, ours = ([times[kind] for times in results[name]] for name in COMMANDS)
         ratios = sorted(b / a for a, b in zip(plain, ours, strict=True))
         cells += [f"{statistics.median(plain):.1f}", f"{statistics.median(ours):.1f}"]
         cells.append(f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
@@ -148,7 +151,7 @@ def main() -> None:
     parts = [
         f"| {title} | {statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f}) |"
         for title in IMPORTS
-        for values in [[one[title] for one in spent]]
+        for values in [[times[title] for times in spent]]
     ]
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

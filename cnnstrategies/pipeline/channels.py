@@ -42,7 +42,7 @@ class Channels:
         turn: Function that returns the turn of a task; see :func:`.timetable.turns`. All ranks use the same function.
         transport: Transport of this rank.
         ask_for_all: Whether to ask for the gradients of all floating-point outputs. This is needed if a forward runs
-            without autograd and is recomputed later: it does not yet know which outputs require a gradient.
+            without autograd and is recomputed later, because it then does not show which outputs require a gradient.
     """
 
     def __init__(

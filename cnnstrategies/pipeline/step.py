@@ -240,9 +240,9 @@ class Step:
     def overlaps(self, microbatch: int) -> bool:
         """Whether the replicas of the stage may sum their gradients while their last backwards run.
 
-        They may if all replicas run their last backwards at about the same time. Otherwise an early replica could wait
-        in its last backward for a late replica that has not begun its last backward. The late replica may in turn need
-        a message that the early replica sends only after its last backward, and both would wait forever.
+        This is possible if all replicas run their last backwards at about the same time. Otherwise an early replica
+        could wait in its last backward for a late replica that has not begun its last backward. The late replica may in
+        turn need a message that the early replica sends only after its last backward, and both would wait forever.
 
         Args:
             microbatch: The microbatch of this rank's last backward.

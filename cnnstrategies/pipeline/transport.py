@@ -119,7 +119,7 @@ class Pending:
         return self
 
     def wait(self) -> Tensor:
-        """Wait until the transfer has ended, if it has begun, and return the tensor.
+        """Return the tensor. If the transfer has begun, first wait until it has ended.
 
         On a GPU only the current stream waits, not the host.
         """
@@ -219,7 +219,8 @@ class Transport:
         Args:
             source: Sending rank.
             content: Description of the value, for error messages.
-            allocate: Function that allocates a uint8 tensor with a number of bytes; by default in memory.
+            allocate: Function that allocates a uint8 tensor with a number of bytes. By default, the tensor is allocated
+                in CPU memory.
         """
         allocate = allocate or partial(torch.empty, dtype=torch.uint8)
 

@@ -15,8 +15,8 @@ class NodeCost:
         forward: Seconds of the forward.
         backward: Seconds of the backward, including the accumulation of the parameters' gradients.
         parameter_bytes: Bytes of the node's parameters.
-        saved_bytes: Bytes of the tensors that the node makes and that autograd keeps until a backward: that of this
-            node or that of a node that uses the tensors.
+        saved_bytes: Bytes of the tensors that the node makes and that autograd keeps, either until the node's own
+            backward or until the backward of a later node that uses the tensors.
     """
 
     name: str
@@ -98,18 +98,12 @@ class GraphCosts:
 
     @cached_property
     def sent_bytes(self) -> tuple[int, ...]:
-        """Number of bytes of values that a cut before each node would send to later stages.
-
-        Element c is the number for a cut directly before node c.
-        """
+        """For each node, the number of bytes that a cut directly before the node would send to later stages."""
         return self._crossing([value.bytes for value in self.values])
 
     @cached_property
     def sent_gradient_bytes(self) -> tuple[int, ...]:
-        """Number of bytes of gradients that a cut before each node would send back to earlier stages.
-
-        Element c is the number for a cut directly before node c.
-        """
+        """For each node, the number of bytes of gradients that a cut directly before the node would send back."""
         return self._crossing([value.gradient_bytes for value in self.values])
 
     @cached_property
@@ -128,10 +122,9 @@ class GraphCosts:
         return sum(node.parameter_bytes for node in self.nodes)
 
     def _crossing(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return the total size of the values that cross a cut, for a cut before each node.
+        """Return, for each node, the total size of the values that cross a cut directly before the node.
 
-        Element c is the total for a cut directly before node c. A value crosses the cut if an earlier node makes the
-        value, and node c or a later node uses it.
+        A value crosses the cut if an earlier node makes the value, and this node or a later node uses it.
 
         Args:
             sizes: Size of each value, in the order of ``values``.

@@ -131,7 +131,7 @@ class _Sweep:
         forward: Seconds of each node's forward.
         backward: Seconds of each node's backward.
         saved_bytes: Bytes of the tensors that each node makes and that autograd saves.
-        sizes: Bytes of all outputs of each node, and bytes of the outputs that require a gradient.
+        sizes: For each node, the bytes of all its outputs, and the bytes of the outputs that require a gradient.
     """
 
     forward: dict[fx.Node, float] = field(default_factory=dict)

@@ -45,8 +45,8 @@ def best_layout(problem: Problem, cost: Callable[[Layout], Cost], model: Callabl
 
     Args:
         problem: Network, cluster and constraints.
-        cost: Returns the simulated cost of a layout.
-        model: Returns the cost of a layout by the formula of `problem.py`, which is called the model here.
+        cost: Function that returns the simulated cost of a layout.
+        model: Function that returns the cost of a layout by the model, that is, by the formula of `problem.py`.
 
     Returns:
         The best layout that the search visited; None if the network has too few cut positions.

@@ -197,9 +197,9 @@ class Problem:
     def filled(self, cuts: tuple[int, ...], unit: int = 1) -> Layout:
         """Return a layout with the cuts, and with replicas that balance the times of the stages.
 
-        Each stage begins with ``unit`` devices. The stage that is slowest at the moment gets the next ``unit`` devices,
-        until fewer are left. No stage gets more replicas than there are microbatches. The layout may have fewer devices
-        than the cluster.
+        Each stage begins with ``unit`` devices. Then the stage that is currently slowest gets ``unit`` more devices.
+        This is repeated until fewer than ``unit`` devices are left. No stage gets more replicas than there are
+        microbatches. The layout may have fewer devices than the cluster.
         """
         bounds = (0, *cuts, len(self.costs.nodes))
         times = [self.time(start, end) for start, end in itertools.pairwise(bounds)]

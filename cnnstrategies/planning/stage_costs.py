@@ -73,7 +73,7 @@ def reduced_at(parts: Sequence[BucketCost], backward: float, time: Time) -> floa
     Args:
         parts: Buckets in the order of the backward.
         backward: Seconds of the backward.
-        time: Returns the seconds in which a number of bytes is reduced.
+        time: Function that returns the seconds in which a number of bytes is reduced.
     """
     end = 0.0
     for part in parts:

@@ -76,7 +76,7 @@ def draw_crossover(job: Job, file: Path) -> None:
     left.axvline(network, color="#999999", linewidth=0.8, linestyle=":")
     left.set_xlabel("Gbit/s that are reached between two machines")
     jobs = _with_more_hosts(job)
-    _draw(right, [one.cluster.devices for one in jobs], jobs)
+    _draw(right, [larger.cluster.devices for larger in jobs], jobs)
     right.axvline(job.cluster.devices, color="#999999", linewidth=0.8, linestyle=":")
     right.set_xlabel(f"devices, {job.samples / job.cluster.devices:g} samples each")
     left.set_ylabel("samples per second, predicted")

@@ -153,19 +153,21 @@ def cell(page: str, column: str, *row: str) -> float:
     lines = (ROOT / "benchmarks" / page).read_text().splitlines()
     table = [[part.strip() for part in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     header = next(cells for cells in table if column in cells)
-    found = next(cells for cells in table if cells[: len(row)] == list(row))
-    return float(found[header.index(column)])
+    row_cells = next(cells for cells in table if cells[: len(row)] == list(row))
+    return float(row_cells[header.index(column)])
 
 
 def measured() -> Iterator[tuple[str, float]]:
-    """What was measured, and how often DDP's speed it was."""
+    """Yield descriptions of measurements with their speed as a multiple of DDP's speed."""
     for network, mbits, link in (("AlexNet", "100", "100 Mbit/s"), ("VGG-16", "100", "100 Mbit/s"),
                                  ("AlexNet", "1000", "1 Gbit/s"), ("VGG-16", "1000", "1 Gbit/s")):  # fmt: skip
         page = "pipeline/slow_link.md"
         yield f"hybrid_pipeline [2, 1], {network}, {link}", cell(page, "DDP / hybrid", network, mbits)
     page, column = "parameter_server/slow_link.md", "times DDP's"
     yield "parameter_server local, every 8 steps, 100 Mbit/s", cell(page, column, "local, every 8 steps")
-    both = [cell("parameter_server/both_ways.md", "samples/s", one) for one in ("sync, onebit both ways", "ddp")]
+    both = [
+        cell("parameter_server/both_ways.md", "samples/s", strategy) for strategy in ("sync, onebit both ways", "ddp")
+    ]
     yield "parameter_server sync, onebit both ways, 100 Mbit/s", both[0] / both[1]
     slow = cell("parameter_server/straggler.md", column, "parameter_server, async, dynamic")
     yield "parameter_server async, one of 2 workers slowed to a quarter", slow

@@ -14,7 +14,7 @@ from cnnstrategies.paramserver.messages import SMALL_BYTES, InvalidMessageError,
 A_BYTE_CHANGES = test_failures.test_a_changed_byte_costs_only_a_connection
 
 
-@replaces(send, killed_by=A_BYTE_CHANGES, noticed_by=(ServersUnreachableError,), back=True, what="contents")
+@replaces(send, killed_by=A_BYTE_CHANGES, noticed_by=(ServersUnreachableError,), back=True, changed="contents")
 def a_connection_that_libzmq_gave_up_is_not_opened_again(original, socket, frame):
     with contextlib.suppress(zmq.Again):
         socket.send(frame, zmq.NOBLOCK, copy=False)
@@ -26,7 +26,7 @@ removes(
     killed_by=A_BYTE_CHANGES,
     noticed_by=(ServersUnreachableError,),
     back=False,
-    what="length",
+    changed="length",
 )
 
 

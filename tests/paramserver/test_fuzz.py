@@ -46,9 +46,9 @@ def invalid_frames(chance: random.Random, session: int, number: int) -> list[byt
     sender, incarnation = chance.choice(STRANGERS)
     lengths = {"length": chance.choice([1 << 12, (1 << 32) - 1]), "meta": chance.choice([0, (1 << 32) - 1])}
     changes = [
-        {},  # noise
-        {},  # cut
-        {},  # of another version
+        {},  # Noise.
+        {},  # A truncated header.
+        {},  # Wrong magic bytes or version.
         {"session": chance.choice([0, session ^ 1])},
         {"sender": sender, "incarnation": incarnation, "sequence": 1 << 63},
         {"sender": 0, "sequence": chance.randrange(1, 5)},  # A replay: worker 0 has already used these numbers.

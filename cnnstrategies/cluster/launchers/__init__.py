@@ -1,4 +1,4 @@
-"""Launchers: programs and platforms that start the processes of a run.
+"""Launchers, which are the programs and platforms that start the processes of a run.
 
 Each launcher is a class with the decorator :func:`register` in its own module. This package imports all its modules.
 The modules must import neither torch nor Lightning, because the help of a command lists the launchers.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ClusterJob(ABC):
-    """Base class of jobs, each of which is a run for one launcher."""
+    """Base class of the jobs that launchers create. A job is a run in the form in which its launcher submits it."""
 
     @abstractmethod
     def show(self) -> str:
@@ -43,7 +43,7 @@ class ScriptJob(ClusterJob):
             ``config.yaml`` to it.
         script: Text of the script, which runs ``fit`` with this ``config.yaml``.
         queue: Function that submits the script at a path and returns the job id.
-        changes: Values that the launcher sets in the configuration, by key of the configuration.
+        changes: Values that the launcher sets in the configuration; keys are keys of the configuration.
     """
 
     submission: "Submission"
@@ -74,7 +74,7 @@ class ScriptJob(ClusterJob):
         )
 
     def write(self) -> None:
-        """Write the script and the configuration to the run folder."""
+        """Write the job script and the run's configuration to the run folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         configuration = self.submission.text(self.folder, self.changes)
         (self.folder / "config.yaml").write_text(configuration, encoding="utf-8")

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from cnnstrategies.cluster.submission import Submission
 
 SECTION = "cluster.kubernetes"
-# Largest length of cluster.job_name. A pod's name has at most 63 characters, and the timestamp, the role, the index and
-# Kubernetes' random suffix need 35 of them.
+# Largest number of characters in cluster.job_name. A pod's name has at most 63 characters, and the timestamp, the role,
+# the index and Kubernetes' random suffix need 35 of them.
 LONGEST_NAME = 28
 WAIT = 1800.0  # Seconds to wait for all pods to start, which includes the download of their images.
 
@@ -178,7 +178,7 @@ def _is_in_volume(path: PurePosixPath, options: ClusterOptions) -> bool:
 
 
 def _changes(submission: "Submission", name: str) -> dict[str, Any]:
-    """Return the values that submit sets in the pods' configuration, by key of the configuration."""
+    """Return the values that submit sets in the pods' configuration. The keys are keys of the configuration."""
     options = submission.options
     changes: dict[str, Any] = {
         "stop.grace": float(options.kubernetes.grace),
@@ -225,7 +225,7 @@ def _kubectl(run: PodRun, *words: str, manifest: str | None = None) -> subproces
 def _check(process: subprocess.CompletedProcess[str]) -> None:
     """Raise a ConfigurationError if kubectl has ended with an error."""
     if process.returncode:
-        # Lines such as "E1129 ..." are log messages of kubectl about failed attempts.
+        # Lines such as "E1129 ..." are log messages of kubectl about failed attempts. The other lines give the reason.
         reasons = [line for line in process.stderr.splitlines() if not re.match(r"E\d{4} ", line)]
         raise ConfigurationError(
             f"Kubernetes refuses the run ({' '.join(reasons)}): check kubectl config get-contexts and kubectl "

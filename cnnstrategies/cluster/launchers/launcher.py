@@ -130,13 +130,14 @@ class Launcher(ABC):
     def start_command(self, nodes: int, devices: int) -> str | None:
         """Return the command that starts ``devices`` ranks on each of ``nodes`` nodes, for error messages.
 
-        The command is without the user's program. The result is None, the default, if Lightning starts the ranks.
+        The command does not contain the user's program. The result is None if Lightning starts the ranks; this is the
+        default.
         """
         return None
 
     @property
     def address_remedy(self) -> str:
-        """Advice for the error message that a rank on another node does not know the address of rank 0."""
+        """Remedy in the error message of a rank on another node that does not know the address of rank 0."""
         return "set MASTER_ADDR to the first machine's address on every machine"
 
     def run_name(self, environ: Environ, configuration: str) -> str | None:
@@ -190,11 +191,11 @@ class Launcher(ABC):
         return type(self).job is not Launcher.job
 
     def local_number(self, environ: Environ) -> int | None:
-        """Return the local rank; None if the launcher's variable is not set."""
+        """Return the local rank. Return None if the launcher's environment variable is not set."""
         return _number(environ, self.local_rank_variable)
 
     def number(self, environ: Environ) -> int | None:
-        """Return the global rank; None if the launcher's variable is not set."""
+        """Return the global rank. Return None if the launcher's environment variable is not set."""
         return _number(environ, self.rank_variable)
 
 

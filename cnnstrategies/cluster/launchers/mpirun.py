@@ -57,12 +57,16 @@ class OpenMPI(Mpirun):
 
 @register
 class MPICH(Mpirun):
-    """Launcher for the mpirun of MPICH and of MPIs derived from it, such as Intel MPI, which use the program Hydra."""
+    """Launcher for the mpirun of MPICH, and of MPI libraries that are derived from MPICH, such as Intel MPI.
+
+    The mpirun of these libraries is the program Hydra.
+    """
 
     name = "mpich"
     title = "MPICH"
     precedence = 30
-    # srun with PMI also sets PMI_RANK, but it does not set the variables for the local rank and the local world size.
+    # srun with PMI also sets PMI_RANK. It does not set the variables for the local rank and the local world size, which
+    # therefore distinguish mpirun from srun.
     rank_variable, size_variable = "PMI_RANK", "PMI_SIZE"
     local_rank_variable, local_size_variable = "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
     variables = ("PMI_*", "MPI_LOCAL*")

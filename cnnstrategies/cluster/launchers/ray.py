@@ -82,7 +82,8 @@ class Ray(Launcher):
             probe=f"{setup}exec {interpreter} -c {shlex.quote(find)}",
             folder=folder,
             directory=os.getcwd(),
-            # Ray would set this to the number of CPUs of the actor, but all processes of the node share these CPUs.
+            # Ray would set OMP_NUM_THREADS to the number of CPUs of the actor, but all processes of the node share
+            # these CPUs.
             variables={"OMP_NUM_THREADS": str(options.cpus_per_task or 1), RUN_NAME: folder.name},
             foreign=tuple(pattern for launcher in launchers() for pattern in launcher.variables),
             max_restarts=options.ray.max_restarts,

@@ -73,6 +73,6 @@ def local_rank(environ: Environ) -> int:
 
 
 def process_number(environ: Environ) -> int:
-    """Return the global rank that the innermost launcher has set, or 0 without a launcher."""
+    """Return the global rank that the innermost launcher has set. Without a launcher the global rank is 0."""
     numbers = (launcher.number(environ) for launcher in launchers())
     return next((number for number in numbers if number is not None), 0)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from cnnstrategies.cluster.submission import Submission
 
-# SLURM uses step ids from this number on for the job script and the interactive shell, which srun has not started.
+# The lowest of the step ids that SLURM reserves for steps that srun has not started, such as the job script and the
+# interactive shell.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
-NO_ID = "none"  # Value of this variable without --rdzv-id.
-# Names with a random UUID, which torchrun creates, for example with --standalone.
+NO_ID = "none"  # Value of the environment variable with torchrun's id if the option --rdzv-id is not set.
+# Pattern of ids with a random UUID. torchrun creates such an id, for example with --standalone.
 INVENTED_NAME = re.compile(r"torchrun_[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
@@ -58,9 +58,9 @@ class Torchrun(Launcher):
 
     @override
     def run_name(self, environ: Environ, configuration: str) -> str | None:
-        """Return a name with the value of torchrun's option ``--rdzv-id``.
+        """Return a run name that contains the value of torchrun's option ``--rdzv-id``.
 
-        Without this option torchrun has no id, or creates a random id.
+        If this option is not set, torchrun has no id, or creates a random id.
         """
         run_id = environ.get(RUN_ID, NO_ID)
         return None if run_id == NO_ID else f"torchrun_{run_id}"

@@ -14,9 +14,9 @@ from cnnstrategies.cluster.job import Size
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.errors import ConfigurationError
 
-SECONDS = 10.0  # Time-out for connecting to the address.
-# File with the address of this machine's cluster, which ray.init reads. It may have the address of a cluster that no
-# longer runs.
+SECONDS = 10.0  # Time-out, in seconds, for connecting to the address of a Ray cluster.
+# File with the address of this machine's Ray cluster. ray.init reads the file, which may have the address of a cluster
+# that no longer runs.
 LAST = Path("/tmp/ray/ray_current_cluster")
 BYTES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 

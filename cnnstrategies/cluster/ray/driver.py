@@ -21,7 +21,7 @@ from cnnstrategies.errors import ConfigurationError
 REFUSED = 2  # Exit code for a mistake in the configuration. The run is not restarted, because it would fail again.
 LOST = 1  # Exit code of a run that has lost a node.
 FOLLOW = 0.5  # Seconds between two checks of the programs, their output and received signals.
-PATIENCE = 10.0  # Seconds that the other programs get to print their errors after the first program has failed.
+PATIENCE = 10.0  # Seconds for which the driver waits for the other programs to end after the first program has failed.
 # Seconds to wait until Ray has detected the loss of a node. By default Ray makes five checks, which may take 65 s.
 LOSS = 90.0
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -32,7 +32,7 @@ class Ends:
     """Results of the programs on all nodes after one start of the run.
 
     Attributes:
-        codes: Exit code of each program that has ended, by the number of its node.
+        codes: Exit code of each program that has ended; keys are the numbers of the programs' nodes.
         lost: Descriptions of the nodes whose actors have died or do not answer.
     """
 
@@ -49,7 +49,7 @@ class Ends:
 
     @property
     def why(self) -> str:
-        """Text about all failures for the user. Lost nodes come first, because they cause the other failures."""
+        """Text for the user about all failures. Lost nodes come first, because they cause the other failures."""
         then = " then" if self.lost else ""
         failed = [f"node {node}{then} ended with code {code}" for node, code in self.codes.items() if code]
         return "; ".join([*(f"{node} was lost" for node in self.lost), *failed])
@@ -99,7 +99,8 @@ class Driver:
         """
         self._ray = ray
         self._logs = [self.folder / f"node{number}.log" for number in range(self.nodes)]
-        self._printed = [log.stat().st_size if log.exists() else 0 for log in self._logs]  # bytes
+        # Number of bytes of each log that were already there or that the driver has printed.
+        self._printed = [log.stat().st_size if log.exists() else 0 for log in self._logs]
         self._signal: int | None = None
         most = self.max_restarts
         with self._heeding_signals():
@@ -188,7 +189,7 @@ class Driver:
         """Start the programs on all nodes.
 
         Returns:
-            The number of each program's node, by Ray's reference to the future exit code of the program.
+            The numbers of the programs' nodes. The keys are Ray's references to the future exit codes of the programs.
         """
         main = places[0]
         common = {**self.variables, "MASTER_ADDR": main.address, "MASTER_PORT": str(main.port)}

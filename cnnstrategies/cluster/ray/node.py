@@ -12,8 +12,8 @@ import sys
 from dataclasses import dataclass
 
 PYTHON = "CNNSTRATEGIES_PYTHON"  # Environment variable for the program: path of the interpreter that runs Ray.
-# Program that replaces itself with another program, which the kernel kills when the actor's process dies: the other
-# program must not continue then, because the driver may restart the run.
+# Program that replaces itself with the node's program. When the actor's process dies, the kernel kills the node's
+# program, because the driver may restart the run.
 LEASH = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -95,7 +95,7 @@ class Node:
         return self.program.wait()
 
     def stop(self, signum: int) -> None:
-        """Send a signal to the program."""
+        """Send a signal to the program that the actor has started."""
         self.program.send_signal(signum)
 
     def answer(self) -> None:
@@ -104,7 +104,7 @@ class Node:
     def _environment(self, variables: dict[str, str]) -> dict[str, str]:
         """Return the environment variables for a program.
 
-        These are the variables of this process without those that match ``foreign``, and ``variables``.
+        The program gets ``variables``, and all variables of this process that do not match the patterns ``foreign``.
         """
         inherited = {
             name: value

@@ -1,4 +1,4 @@
-"""Use of the package's strategies in the workers of Ray Train, which assigns the ranks and the devices."""
+"""Use of the package's strategies in the workers of Ray Train. Ray Train assigns the ranks and the devices."""
 
 from typing import Any
 

@@ -8,7 +8,7 @@ from PIL import Image
 from cnnstrategies.data.decoding import decode
 from cnnstrategies.data.shards.jpeg import read_header, restart_interval
 
-ORIENTATION = 0x0112  # EXIF
+ORIENTATION = 0x0112  # Number of the EXIF tag for the orientation of an image.
 EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 
 
@@ -68,7 +68,7 @@ def encode(data: bytes, size: int | None, quality: int | None) -> Encoded:
         with Image.open(io.BytesIO(data)) as opened:
             extension = EXTENSIONS.get(opened.format or "")
             turned = opened.getexif().get(ORIENTATION, 1) != 1
-        if extension is None:  # BMP, TIFF or PNM. PNG is lossless and usually smaller.
+        if extension is None:  # BMP, TIFF and PNM files become PNG files, which are lossless and usually smaller.
             file = io.BytesIO()
             Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file, "PNG")
             return Encoded(file.getvalue(), "png", width, height, False)

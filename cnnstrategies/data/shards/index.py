@@ -24,7 +24,8 @@ REMEDY = "free some space, or give this user write permission, and run the same 
 FIELDS = ("shard", "offset", "length", "target", "width", "height", "plain", "name")
 Columns = dict[str, npt.NDArray[Any]]
 TAR_BLOCK = tarfile.BLOCKSIZE
-TAR_OWNER = slice(265, 281)  # Position of the packing id in a tar header: first 16 bytes of the owner name `uname`.
+# Byte offsets of the packing id in a tar header: the first 16 bytes of the owner name (field `uname`).
+TAR_OWNER = slice(265, 281)
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class Index:
         packing: Packing id: sixteen hexadecimal digits that identify one run of ``cnnstrategies pack``. Each tar entry
             of a shard has this id as its owner name.
         class_names: Name of each class.
-        parts: Packed images of each split, by the split's name.
-        damaged: Reason why an image was skipped because it could not be decoded, by the image's path.
+        parts: Packed images of each split; keys are the names of the splits.
+        damaged: Reasons why images could not be decoded and were skipped; keys are the paths of the images.
     """
 
     root: Path
@@ -79,7 +80,10 @@ class Index:
 
 
 def write_index(index: Index) -> None:
-    """Write the two files of an index: the columns, and a JSON file with the rest and the columns' checksum."""
+    """Write the two files of an index: one with the columns, and a JSON file with the rest of the index.
+
+    The JSON file also has the checksum of the file with the columns.
+    """
     columns = {f"{name}.{field}": part.columns[field] for name, part in index.parts.items() for field in FIELDS}
     packed = io.BytesIO()
     np.savez_compressed(packed, **columns)  # type: ignore[arg-type]  # numpy's keyword `allow_pickle` is not an array

@@ -23,7 +23,7 @@ from cnnstrategies.errors import ConfigurationError
 BASELINE = (0xC0, 0xC1)
 OTHER_FRAMES = {*range(0xC2, 0xD0)} - {0xC4, 0xC8, 0xCC}
 SCAN, RESTART_INTERVAL = 0xDA, 0xDD
-ALONE = {0x01, *range(0xD0, 0xD9)}  # Markers that are not followed by a segment.
+ALONE = {0x01, *range(0xD0, 0xD9)}  # Codes of the JPEG markers that are not followed by a segment.
 RESTARTS = [bytes((0xFF, 0xD0 + number)) for number in range(8)]
 END = b"\xff\xd9"
 # Number of pixels around a crop that are decoded as well. Decoders interpolate colours between neighbouring pixels, so
@@ -145,7 +145,7 @@ def cut(data: bytes, header: JpegHeader, left: int, top: int, right: int, bottom
         return Cut(data, 0, 0, header.width, header.height, True)  # The file is damaged. The decoder will report it.
     chosen = [place for row in range(first, last) for place in range(row * in_row + begin, row * in_row + end)]
     pieces = [_resized(data[: header.data], header, width, height)]
-    for place, restart in zip(chosen, itertools.cycle(RESTARTS)):  # Not strict, because the cycle is infinite.
+    for place, restart in zip(chosen, itertools.cycle(RESTARTS)):  # `strict` would fail, because the cycle is infinite.
         pieces += data[starts[place] : ends[place]], restart
     pieces[-1] = END
     return Cut(b"".join(pieces), x, y, width, height, True)

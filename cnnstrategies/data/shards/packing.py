@@ -54,7 +54,7 @@ class Written:
     Attributes:
         shard: Entry of the index for the shard.
         columns: Columns of the index for the shard's images, except the column ``shard``.
-        damaged: Reason why an image could not be decoded, by the image's path.
+        damaged: Reasons why images could not be decoded; keys are the paths of the images.
     """
 
     shard: ShardFile
@@ -148,11 +148,11 @@ def _write(
         folder: Folder of the shards.
         packing: Packing id, which each tar entry of the shards contains.
         options: Options for packing.
-        parts: Images of each shard, by the split's name.
+        parts: Images of each shard of each split; keys are the names of the splits.
         workers: Number of threads.
 
     Returns:
-        The results for each shard, by the split's name.
+        The results for each shard of each split; keys are the names of the splits.
     """
     stop = threading.Event()
     console = Console(stderr=True)

@@ -117,10 +117,10 @@ class ShardSource:
         self.decoder = decoder
         self.interpolation = interpolation
         self.decode_jpeg = find_decoder(decoder)
-        self.open_files: dict[int, io.FileIO] = {}  # Open shards, by index of the shard.
+        self.open_files: dict[int, io.FileIO] = {}  # Open shards; keys are the indices of the shards.
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for pickling, without open files: a spawned process opens the shards again."""
+        """Return the attributes for pickling, without open files, because a spawned process opens the shards again."""
         return {**vars(self), "open_files": {}}
 
     def __len__(self) -> int:
@@ -162,7 +162,7 @@ class ShardSource:
             ConfigurationError: The shard is truncated, or was not written together with the index.
         """
         shard, offset, length = self._place(number)
-        # The tar header before the file is read as well, because it contains the packing id.
+        # Read the tar header before the file as well, because the header contains the packing id.
         content = os.pread(self._file(shard), TAR_BLOCK + length, offset - TAR_BLOCK)
         if len(content) < TAR_BLOCK + length:
             raise ConfigurationError(

@@ -144,7 +144,7 @@ class Facts:
         load: Time that the data loader takes for one sample.
         link: Seconds of the gradients' all-reduce while nothing is computed. If gradients are accumulated, these
             seconds are divided by the number of accumulated batches.
-        gradient_bytes: Bytes of the gradients in the all-reduce, divided in the same way.
+        gradient_bytes: Bytes of the gradients in the all-reduce, also divided by the number of accumulated batches.
         larger: Seconds of forward, backward and update with a batch that is larger by the factor ``LARGER``.
         reads: Number of times in a step that a line of code makes the host wait for a value of the device. Keys name
             the lines.

@@ -99,7 +99,8 @@ class Training:
     def can_make_larger(self, larger: int) -> bool:
         """Return whether the ranks can make their batches larger by a factor.
 
-        A batch keeps its size if its class is the user's own. A comparison with itself would show noise only.
+        A batch keeps its size if its class is the user's own. Comparing such a training with itself would only show
+        noise.
         """
         return _samples_of_a_step(self.trial.ask({"steps": FEWEST_STEPS, "larger": larger})) > _samples_of_a_step(
             self._last
@@ -138,7 +139,7 @@ class Bench:
         facts: Facts that are known from the configuration.
         together: Whether all trainings may exist at the same time.
         ends: Time at which to stop, on the clock of ``time.monotonic``.
-        progress: Called with a short text that says what is measured next.
+        progress: Function that is called with a short text that says what is measured next.
 
     Attributes:
         trouble: Reasons why trainings failed. Keys are their numbers of devices.

@@ -123,8 +123,8 @@ def sentences(measurements: Measurements, why: Sequence[Reason]) -> list[str]:
         )
     for number, reason in enumerate(why, start=1):
         lines += [
-            f"{number}. {reason.cause[0].upper()}{reason.cause[1:]}: without this, about {reason.gain:.2f} times as "
-            "fast.",
+            f"{number}. {reason.cause[0].upper()}{reason.cause[1:]}: without this cause, training would be about "
+            f"{reason.gain:.2f} times as fast.",
             f"   Measured: {reason.evidence}.",
             f"   Remedy: {reason.remedy}.",
         ]

@@ -77,7 +77,7 @@ class Contest:
         together: Largest number of candidates whose processes may exist at once. The default runs in addition to them.
         deterministic: Whether two runs with the same settings have equal losses. If not, only the first loss is
             compared.
-        progress: Called with a short text that says what is measured next.
+        progress: Function that is called with a short text that says what is measured next.
         module: Name of the module whose function ``main`` the ranks run: `ONE_BATCH` or `AS_IN_TRAINING`.
 
     Attributes:
@@ -204,7 +204,7 @@ class Contest:
 
         Return None if no candidate is faster in new rounds.
 
-        New rounds are needed because all candidates look faster if the process of the default happens to be slow.
+        New rounds are needed because all candidates appear faster if the process of the default happens to be slow.
 
         Args:
             alive: The default and the candidates whose trials are still open.

@@ -98,7 +98,7 @@ class Stepper:
         # By a parameter's index: the gradient that was pushed in this step, and the gradient's write count at that
         # time.
         self._pushed: dict[int, tuple[Tensor, int]] = {}
-        # Hyper-parameters of the servers' optimizer, which is the outer optimizer in mode local.
+        # Hyperparameters of the servers' optimizer, which is the outer optimizer in mode local.
         self._options = [group.options for group in specification.groups]
         self._handles: list[Any] = []  # Handles of all hooks that this object has registered.
         if not sync_every and early:

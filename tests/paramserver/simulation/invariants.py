@@ -269,7 +269,7 @@ class Invariants:
 
     @property
     def _too_long(self) -> float:
-        """Duration of a cut, in seconds, from which on a process that is cut off from the start cannot register."""
+        """Shortest cut, in seconds, that keeps a process from registering if the cut begins at the start."""
         return self._settings.appear - self._settings.timeout / 2
 
     def _coordinator_was_unreachable(self) -> bool:
