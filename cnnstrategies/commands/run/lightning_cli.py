@@ -272,7 +272,9 @@ class CLI(LightningCLI):
         self._run(self.trainer.predict, **{**kwargs, "return_predictions": False})
 
     def _run(self, function: Callable[..., Any], **kwargs: Any) -> None:
-        """Run a function of the trainer, from the right checkpoint. If it fails, end all processes that it has started.
+        """Run a function of the trainer from the configured checkpoint.
+
+        If the function fails, end all processes that the function has started.
 
         Args:
             function: The trainer's function, such as ``fit``.

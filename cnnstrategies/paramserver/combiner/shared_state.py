@@ -182,7 +182,7 @@ class SharedMemory:
         size: Size in bytes.
 
     Attributes:
-        own: The memory.
+        content: The memory.
         where: Host name, process id and file descriptor, from which :func:`open_shared` opens the memory in the node's
             other processes.
     """
@@ -190,7 +190,7 @@ class SharedMemory:
     def __init__(self, size: int) -> None:
         self._file = os.memfd_create("combiner")
         os.truncate(self._file, size)
-        self.own = memoryview(mmap.mmap(self._file, size))
+        self.content = memoryview(mmap.mmap(self._file, size))
         self.where = [socket.gethostname(), os.getpid(), self._file]
 
     def opened(self) -> None:

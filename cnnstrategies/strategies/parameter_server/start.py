@@ -158,7 +158,7 @@ def combined_worker(
     where = strategy.gather(memory.where, "shared memory")
     first = this_rank // per_node * per_node
     ranks = [rank for rank in range(first, first + per_node) if rank in where and rank != this_rank]
-    shared = {this_rank: memory.own, **open_shared(ranks, where, size)}
+    shared = {this_rank: memory.content, **open_shared(ranks, where, size)}
     strategy.barrier("shared memory is open")
     memory.opened()
     states = {rank: SharedState(shared[rank], parameters) for rank in sorted(shared)}
