@@ -1,5 +1,6 @@
 """``verify``: train a module under a strategy and on one device with the same batches, and compare the two runs."""
 
+import inspect
 import itertools
 import multiprocessing
 import os
@@ -38,6 +39,10 @@ MANY_EPOCHS = 1000  # Lightning's default for `max_epochs`.
 FORKS = (
     "verify needs a strategy that can fork its processes, and this strategy cannot; use ddp, hybrid_pipeline or "
     "parameter_server"
+)
+FORK_OPTION = (
+    "verify needs a strategy that forks its processes; give the strategy start_method=fork, on the command line with "
+    "--trainer.strategy.start_method fork"
 )
 
 
@@ -112,11 +117,20 @@ def verify(
         recorder = Recorder(role, turned_off)
         fitting = Trainer(plugins=[*plugins, keeper], callbacks=[*kept_callbacks, recorder], **settings)
         if not alone and fitting.strategy.launcher is not None and not ranks_are_children(fitting.strategy.launcher):
-            raise ConfigurationError(f"strategy={type(fitting.strategy).__name__}: {FORKS}")
+            kind = type(fitting.strategy)
+            raise ConfigurationError(
+                f"strategy={kind.__name__}: {FORK_OPTION if accepts_start_method(kind) else FORKS}"
+            )
         with on_loopback(fitting.strategy):
             fitting.fit(module, **fit_arguments)
 
     return verdict_of(train)
+
+
+def accepts_start_method(kind: type) -> bool:
+    """Return whether a constructor of the strategy's class or of its base classes has the argument start_method."""
+    constructors = [vars(base)["__init__"] for base in kind.__mro__[:-1] if "__init__" in vars(base)]
+    return any("start_method" in inspect.signature(constructor).parameters for constructor in constructors)
 
 
 def forked(name: str) -> str:

@@ -117,11 +117,9 @@ def test_the_reference_has_every_command(monkeypatch):
 
 def test_a_command_is_added_as_the_page_says(monkeypatch, tmp_path, capsys):
     page = (ROOT / "docs/development/add-a-command.md").read_text()
-    declaration, code = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    declaration, code, *_ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     monkeypatch.setitem(COMMANDS, "count", None)  # Removed at the end.
     exec(compile(declaration, "options.py", "exec"), vars(options))
-    (tmp_path / "count.py").write_text(code)
-    monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
 
     def run(*words):
         with contextlib.suppress(SystemExit):
@@ -129,6 +127,10 @@ def test_a_command_is_added_as_the_page_says(monkeypatch, tmp_path, capsys):
         return " ".join("".join(capsys.readouterr()).split())
 
     Path("cats").mkdir()
+    missing = "cnnstrategies: error: count: write cnnstrategies/commands/count.py with main(options)"
+    assert run("cats") == missing
+    (tmp_path / "count.py").write_text(code)
+    monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
     for name in ("a.png", "b.png", "c.jpg"):
         Path("cats", name).touch()
     shown = run("--help")

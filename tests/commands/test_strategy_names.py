@@ -146,6 +146,36 @@ def test_options_that_belong_to_no_strategy_are_refused(capsys):
     assert "unknown key trainer.strategy.stage: hybrid_pipeline has no 'stage'; did you mean 'stages'?" in line
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (
+            ["--trainer.strategy=nowhere.NoisyStrategy"],
+            "cannot use 'nowhere.NoisyStrategy': No module named 'nowhere'; run the command from the directory of the "
+            "module's file",
+        ),
+        (
+            ["--trainer.strategy=noisy_ddp.Wrong", "--trainer.strategy.scale=2"],
+            "cannot use 'noisy_ddp.Wrong': module 'noisy_ddp' has no class 'Wrong'",
+        ),
+        (["--trainer.strategy.class_path=noisy_ddp.Other"], "'noisy_ddp.Other' is not a strategy"),
+        (["--trainer.strategy=needs_package.A"], "No module named 'not_installed'; install this module"),
+        (
+            ["--trainer.strategy=qqq"],
+            "unknown strategy 'qqq'; use one of: auto, ddp, fsdp, deepspeed, ddp_fp16, ddp_bf16, ddp_powersgd, "
+            "ddp_balanced, hybrid_pipeline, parameter_server, parameter_server_async, parameter_server_ssp; or an "
+            "import path",
+        ),
+    ],
+)
+def test_wrong_import_paths_and_names_of_strategies_are_refused(words, reason, capsys):
+    Path("noisy_ddp.py").write_text("class Other:\n    pass\n")
+    Path("needs_package.py").write_text("import not_installed\n")
+    line = refusal(capsys, *words)
+    assert line.startswith("cnnstrategies: error: trainer.strategy: ")
+    assert reason in line
+
+
 def test_a_saved_configuration_reproduces_the_run(monkeypatch, capsys):
     def printed(*words):
         monkeypatch.setattr(sys, "argv", ["", "fit", "--config=quickstart", *words, "--print_config"])

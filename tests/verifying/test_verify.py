@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -78,6 +79,7 @@ def test_strategies_are_forked_and_others_are_refused() -> None:
     ]
     with pytest.raises(ConfigurationError, match=r"strategy=fsdp: verify needs .* can fork its processes"):
         cnnstrategies.verify(Module(), Data(), "fsdp")
+    assert [runs.accepts_start_method(kind) for kind in (DDPStrategy, FSDPStrategy)] == [True, False]
 
 
 @pytest.mark.light

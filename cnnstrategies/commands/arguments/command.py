@@ -334,12 +334,28 @@ class Command:
         # Garbage collection during the imports would take a sixth of the start-up time and free nothing, because
         # imported objects live until the process ends.
         gc.disable()
-        module = importlib.import_module(f"cnnstrategies.commands.{self.module}")
+        module = self._import_module()
         gc.freeze()
         # Some extension modules, such as triton's, would otherwise report the frozen objects as leaks.
         atexit.register(gc.unfreeze)
         gc.enable()
         module.main(*main_arguments)
+
+    def _import_module(self) -> Any:
+        """Import the module that runs the command.
+
+        Raises:
+            ConfigurationError: The command is declared, but its module does not exist.
+        """
+        path = f"cnnstrategies.commands.{self.module}"
+        try:
+            return importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            if error.name != path:
+                raise
+            parameters = "options" if self.configuration is Configuration.NONE else "options, arguments"
+            file = f"{path.replace('.', '/')}.py"
+            raise ConfigurationError(f"{self.name}: write {file} with main({parameters})") from None
 
 
 def _value(option: Option, text: str | None, waiting: deque[str]) -> str:

@@ -10,12 +10,12 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from cnnstrategies.commands.arguments.keys import OF_CLASS, ROOTS, ConfiguredKey, accepted, configured_keys, misspelt
 from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.arguments.refuse import in_one_line
-from cnnstrategies.commands.run.strategy_names import explain_nested
+from cnnstrategies.commands.run.strategy_names import KEY, explain_nested, unknown
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import ROOT, is_now, renamed
 
@@ -43,10 +43,43 @@ def check_trainer_names(trainer: Any) -> None:
     Args:
         trainer: The configuration's section ``trainer``.
     """
-    names = {"strategy": ("auto", *StrategyRegistry.available_strategies()), "accelerator": ACCELERATORS}
-    for field, value in (("strategy", trainer.strategy), ("accelerator", trainer.accelerator)):
-        if isinstance(value, str) and value not in names[field] and re.fullmatch(r"\w+", value):
-            raise ConfigurationError(f"trainer.{field}: unknown {field} {value!r}{accepted(value, names[field])}")
+    strategy, accelerator = trainer.strategy, trainer.accelerator
+    names = ("auto", *StrategyRegistry.available_strategies())
+    if isinstance(strategy, str) and strategy not in names and re.fullmatch(r"\w+", strategy):
+        raise ConfigurationError(unknown(strategy))
+    if isinstance(accelerator, str) and accelerator not in ACCELERATORS and re.fullmatch(r"\w+", accelerator):
+        message = f"unknown accelerator {accelerator!r}{accepted(accelerator, ACCELERATORS)}"
+        raise ConfigurationError(f"trainer.accelerator: {message}")
+
+
+def check_strategy_class(keys: Sequence[ConfiguredKey]) -> None:
+    """Raise a ConfigurationError if the import path of a strategy does not name a strategy.
+
+    jsonargparse would take such an import path for a registered name, because ``trainer.strategy`` also accepts names.
+
+    Args:
+        keys: The keys of the configuration.
+    """
+    paths = [key.value for key in keys if key.path in (KEY, f"{KEY}.class_path")]
+    path = paths[-1] if paths else None
+    if not isinstance(path, str) or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", path):
+        return
+    target = located(path)
+    if isinstance(target, type) and not issubclass(target, Strategy):
+        raise ConfigurationError(f"{KEY}: {path!r} is not a strategy{OF_LIGHTNING}")
+    if target is not None:
+        return
+    module, _, name = path.rpartition(".")
+    try:
+        import_module(module)
+        reason = f"module {module!r} has no class {name!r}"
+    except ModuleNotFoundError as error:
+        in_path = f"{module}.".startswith(f"{error.name}.")
+        remedy = "run the command from the directory of the module's file" if in_path else "install this module"
+        reason = f"No module named {error.name!r}; {remedy}"
+    except Exception as error:
+        reason = f"{type(error).__name__}: {in_one_line(str(error))}"
+    raise ConfigurationError(f"{KEY}: cannot use {path!r}: {reason}")
 
 
 def located(name: Any) -> Any:

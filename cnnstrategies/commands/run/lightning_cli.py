@@ -29,6 +29,7 @@ from cnnstrategies.commands.run.errors import (
     check_functions,
     check_names,
     check_nulls,
+    check_strategy_class,
     check_trainer_names,
     located,
     none_given,
@@ -136,7 +137,11 @@ class CLI(LightningCLI):
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         # With allow_abbrev, argparse would accept --trainer.max_epoch as an abbreviation of --trainer.max_epochs.
-        return super().init_parser(**{**kwargs, "parser_mode": "omegaconf+", "allow_abbrev": False})
+        # With `python -m cnnstrategies`, the program's name would be __main__.py.
+        program = Path(sys.argv[0]).name.replace("__main__.py", "cnnstrategies")
+        return super().init_parser(
+            **{**kwargs, "parser_mode": "omegaconf+", "allow_abbrev": False, "prog": program or None}
+        )
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -147,6 +152,7 @@ class CLI(LightningCLI):
         arguments = sys.argv[1:] = with_help_of_class(sys.argv[1:])
         keys = configured_keys(arguments)
         check_recipe_names(keys)
+        check_strategy_class(keys)
         check_names(keys)
         check_nulls(keys)
         if leaves_out_classes(arguments):

@@ -13,16 +13,35 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 import cnnstrategies.strategies  # noqa: F401  # Registers this package's strategies by name.
 from cnnstrategies._jsonargparse_private import NestedArg, import_path, pass_values_through
-from cnnstrategies.commands.arguments.keys import ConfiguredKey, accepted
+from cnnstrategies.commands.arguments.keys import ConfiguredKey, closest
 from cnnstrategies.commands.arguments.recipes import names
 from cnnstrategies.errors import ConfigurationError
 
 KEY = "trainer.strategy"
+# Strategies of Lightning that the error message for an unknown strategy lists.
+COMMON_NAMES = ("auto", "ddp", "fsdp", "deepspeed")
+PACKAGE = "cnnstrategies"
 
 
 def is_registered(name: Any) -> bool:
     """Return whether a strategy is registered under a name."""
     return isinstance(name, str) and name in StrategyRegistry
+
+
+def unknown(name: str) -> str:
+    """Return the error message for a strategy's name that is not registered.
+
+    The message suggests the most similar of all names. If no name is similar, it lists the names of this package and
+    the common names of Lightning, without the variants for other start methods.
+    """
+    guess = closest(name, ["auto", *StrategyRegistry.available_strategies()])
+    own_names = [
+        key
+        for key, entry in StrategyRegistry.items()
+        if entry["strategy"].__module__.partition(".")[0] == PACKAGE and not key.endswith(("_spawn", "_fork"))
+    ]
+    choices = "" if guess != ";" else f" use one of: {', '.join((*COMMON_NAMES, *own_names))}; or an import path"
+    return f"{KEY}: unknown strategy {name!r}{guess}{choices}"
 
 
 def class_path_of(name: str) -> str:
@@ -117,7 +136,7 @@ def explain_nested(message: str, keys: Sequence[ConfiguredKey]) -> str | None:
     if not isinstance(name, str):
         name = "auto"
     if name not in ("auto", "null"):
-        return f"{KEY}: unknown strategy {name!r}{accepted(name, StrategyRegistry.available_strategies())}"
+        return unknown(name)
     return (
         f"{KEY}.{match[1]}: strategy {name!r} has no options; choose a strategy that has this option, as in --{KEY} "
         f"hybrid_pipeline --{KEY}.stages 2"
