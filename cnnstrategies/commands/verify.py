@@ -7,6 +7,7 @@ from typing_extensions import override
 
 from cnnstrategies.commands.arguments.options import VerifyOptions
 from cnnstrategies.commands.arguments.refuse import show
+from cnnstrategies.commands.run.errors import located, parameters_of
 from cnnstrategies.commands.run.lightning_cli import ModelAndData
 from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.verifying.runs import QUIET, TrainingError, forked, verify
@@ -23,7 +24,7 @@ class VerifiedCLI(ModelAndData):
         trainer = self.config.trainer
         if isinstance(trainer.strategy, str):
             trainer.strategy = forked(trainer.strategy)
-        elif "start_method" in trainer.strategy.get("init_args", {}):
+        elif "start_method" in parameters_of(located(trainer.strategy.class_path)):
             trainer.strategy.init_args.start_method = "fork"
 
 

@@ -40,6 +40,22 @@ def test_the_documented_strategy_trains_with_the_documented_command(run_cli, qui
     assert list(Path("runs").rglob("last.ckpt"))
 
 
+def test_the_documented_strategy_is_checked_with_the_documented_command(run_cli) -> None:
+    Path("sign_ddp.py").write_text(blocks("python")[0])
+    program, *words = shlex.split(blocks("bash")[1])
+    assert program == "cnnstrategies"
+    code, output = run_cli(*words)
+    assert (code, "NOT equal to one device" in output) == (1, True), output
+    assert "unlike one device: gradients are majority votes of signs" in output
+
+
+def test_the_documented_strategy_trains_without_options(run_cli, quick) -> None:
+    Path("sign_ddp.py").write_text(blocks("python")[0])
+    strategy = "--trainer.strategy=sign_ddp.SignDDPStrategy"
+    code, output = run_cli("fit", *quick, strategy, "--trainer.fast_dev_run=true", "--trainer.devices=1")
+    assert code == 0, output
+
+
 def test_the_documented_strategy_trains_in_python_under_its_registered_name() -> None:
     Path("sign_ddp.py").write_text(blocks("python")[0])
     sys.path.insert(0, ".")

@@ -61,8 +61,8 @@ def check_strategy_class(keys: Sequence[ConfiguredKey]) -> None:
         keys: The keys of the configuration.
     """
     paths = [key.value for key in keys if key.path in (KEY, f"{KEY}.class_path")]
-    path = paths[-1] if paths else None
-    if not isinstance(path, str) or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", path):
+    path = next((value for value in reversed(paths) if isinstance(value, str)), "")
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", path):
         return
     target = located(path)
     if isinstance(target, type) and not issubclass(target, Strategy):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -137,11 +138,7 @@ class CLI(LightningCLI):
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         # With allow_abbrev, argparse would accept --trainer.max_epoch as an abbreviation of --trainer.max_epochs.
-        # With `python -m cnnstrategies`, the program's name would be __main__.py.
-        program = Path(sys.argv[0]).name.replace("__main__.py", "cnnstrategies")
-        return super().init_parser(
-            **{**kwargs, "parser_mode": "omegaconf+", "allow_abbrev": False, "prog": program or None}
-        )
+        return super().init_parser(**{**kwargs, "parser_mode": "omegaconf+", "allow_abbrev": False})
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -167,6 +164,9 @@ class CLI(LightningCLI):
         command = self.config.get("subcommand")
         config = self.config[command] if command else self.config
         check_trainer_names(config.trainer)
+        if isinstance(config.trainer.strategy, str) and "." in config.trainer.strategy:
+            # jsonargparse keeps an import path without options as a text, and Lightning accepts only registered names.
+            config.trainer.strategy = Namespace(class_path=config.trainer.strategy, init_args=Namespace())
         check_functions(config.get("model"))
 
     def _built_alone(self, section: str) -> Any:

@@ -102,6 +102,11 @@ class ArgumentParser(LightningArgumentParser):
 
     _defaults_of = 0  # Number of options that the parser had when the defaults were cached; 0 if nothing is cached.
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # With `python -m cnnstrategies`, argparse would use the name of the file as the program's name.
+        self.prog = self.prog.replace("__main__.py", "cnnstrategies")
+
     @override
     def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
         if shows_tracebacks() and ex is not None:
