@@ -54,10 +54,10 @@ class Views(Bell):
 
     Args:
         newest: Function that returns the newest view and, if the run has ended, the error to raise; otherwise None.
-        on_news: Called each time that :meth:`current` returns a view for the first time.
+        on_news: Function that is called each time that :meth:`current` returns a view for the first time.
 
     Attributes:
-        seen: Number of the newest view that :meth:`current` has returned; -1 before the first.
+        seen: Number of the newest view that :meth:`current` has returned; -1 before the first view.
     """
 
     def __init__(self, newest: Callable[[], tuple[View, RunEnded | None]], on_news: Callable[[], None]) -> None:
@@ -91,7 +91,7 @@ class Views(Bell):
             timeout: Longest time to wait, in seconds.
 
         Raises:
-            TimeoutError: No such view arrived in time.
+            TimeoutError: No view with a number above `number` arrived in time.
             RunEnded: The run is over.
         """
         deadline = time.monotonic() + timeout
@@ -113,8 +113,8 @@ def unchanging(view: View) -> Views:
 class Membership:
     """A process's membership in a run, with a thread that runs the role :class:`Participant`.
 
-    A separate thread sends the heartbeats, so a process does not count as dead during a long computation. It counts as
-    dead after it was stopped or killed.
+    A separate thread sends the heartbeats, so a process does not count as dead during a long computation. The process
+    counts as dead if it is killed, or stopped for longer than the time-out.
 
     Args:
         address: This process's role and id, the coordinator's endpoint, and time-outs.
@@ -122,10 +122,10 @@ class Membership:
         keys: The run's CURVE keys; None without encryption.
 
     Attributes:
-        address: See above.
+        address: This process's role and id, the coordinator's endpoint, and time-outs.
         keys: This process's own CURVE keys; None without encryption. The process uses them for its connections, and the
             views contain the public key.
-        participant: The role.
+        participant: This process's role in the protocol with the coordinator.
         views: Source of views for the collectives. Other readers create their own with :meth:`source`.
     """
 

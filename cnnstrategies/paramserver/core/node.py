@@ -63,9 +63,9 @@ class Message(NamedTuple):
         return value
 
     def real(self, name: str) -> float:
-        """Return a field as a float. It must be a number of at least 0 or NaN, which norms and clipping factors can be.
+        """Return a field as a float. The field must be NaN or a number of at least 0; an integer must be below 2^63.
 
-        An integer must be below 2^63.
+        NaN is allowed, because norms and clipping factors can be NaN.
         """
         value = self.fields.get(name)
         if type(value) is int and 0 <= value < INTEGER_LIMIT:

@@ -45,7 +45,7 @@ class Asking:
     Args:
         peer: The process to which the requests are sent.
         common: Fields that every message to the peer contains.
-        most: Largest number of seconds between two probes.
+        most: Longest time between two probes, in seconds.
 
     Attributes:
         open: By request number: the requests whose replies have not arrived.
