@@ -85,8 +85,8 @@ class CoordinatorProcess:
     Attributes:
         settings: The coordinator's settings.
         key_file: Path of the file with the run's CURVE keys; None for no encryption.
-        directory: The run's directory for sockets and keys, which the coordinator removes if its parent process was
-            killed; None if another process removes it.
+        directory: Path of the run's directory for sockets and keys, which the coordinator removes if its parent process
+            was killed; None if another process removes this directory.
         journal: Path of the journal; None if a killed coordinator is not replaced.
         follows: Whether this coordinator replaces a killed coordinator, and continues its journal.
         starter: Process id of the parent process.

@@ -265,7 +265,7 @@ class Supervision:
         now = time.monotonic()
         if child.ended is None:
             if not child.restarts or now - self._heard_at < self.coordinator.timeout / 2:
-                return False  # The coordinator still replied a short time ago, so it has ended together with the run.
+                return False  # The coordinator replied a short time ago, so it has not died: the run has ended.
             child.ended = now
         return None if now - child.ended < self.coordinator.appear else False
 

@@ -144,7 +144,7 @@ class Dispatcher:
             number: Number of the epoch.
             processed: Number of samples that the worker has processed in this epoch. The worker processes its chunks in
                 the order of their assignment.
-            workers: Ids of the workers for which a chunk is reserved. Joiners are not among them.
+            workers: Ids of the original workers. A chunk is reserved for each original worker that has no chunk yet.
             ordinal: Number of the worker's request in this epoch. A repeated request gets the same reply.
 
         Returns:

@@ -406,8 +406,8 @@ class Roster:
             member: The removed member.
             how: Cause of the loss, for messages to the user.
             replaced: Whether another process may take the member's place.
-            seconds: Seconds to wait for the other process, or for a report that it will come; None to wait as long as
-                for the first process of a place.
+            seconds: Seconds to wait for the other process, or for a report that the other process will come; None to
+                wait as long as for the first process of a place.
         """
         peer = member.peer
         place = self._places[peer.role, peer.id]

@@ -38,5 +38,5 @@ class Address:
     incarnation: int = 0  # number of earlier processes with the same role and id
     heartbeat: float = 0.5  # seconds between two heartbeats
     timeout: float = 10.0  # seconds without a message after which the coordinator counts as dead
-    appear: float = 60.0  # seconds within which the coordinator must reply for the first time
+    appear: float = 60.0  # seconds within which the coordinator must send its first reply
     session: int = 0  # number of the session; see `CoordinatorSettings`

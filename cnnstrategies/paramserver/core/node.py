@@ -146,11 +146,11 @@ class Timer(NamedTuple):
 
 
 class Return(NamedTuple):
-    """Effect: return the result of a call to the role's own process.
+    """Effect: return the result of a call to the process that made the call.
 
     Attributes:
         call: Number of the call.
-        value: The result, or a text with the reason why the call failed.
+        value: The result, or an error message with the reason why the call failed.
     """
 
     call: int
@@ -174,7 +174,7 @@ Effects = list[Effect]
 
 
 class Call(NamedTuple):
-    """A request that a process makes to its own role. The effect :class:`Return` with the same number ends the call."""
+    """A request that a process makes to its own role. A :class:`Return` effect with the call's number ends the call."""
 
     number: int
     kind: str

@@ -78,7 +78,7 @@ class Senders:
     def shows_connection(self, header: Header, user: str) -> bool:
         """Return whether a message proves that the connection from its sender works.
 
-        A message can prove this even if :meth:`check` refuses it.
+        Even a message that :meth:`check` refuses can prove that the connection works.
 
         Args:
             header: Header of the message.
@@ -94,7 +94,7 @@ class Senders:
             header: Header of the message.
             user: Public key of the connection, if it is encrypted.
 
-        Returns whether the sender is a server and earlier messages from it were lost.
+        Returns whether the sender is a server, and earlier messages from this server were lost.
 
         Raises:
             InvalidMessageError: The sender is not a member or may not send this message, or the message is a replay.

@@ -165,16 +165,16 @@ class Server:
         return self._outbox.take()
 
     def on_time(self, now: float) -> Effects:
-        """Send heartbeats to workers and pings to servers if it is time, and end a roll call whose time is over.
+        """Send the heartbeats to workers and the pings to servers that are due, and end a roll call whose time is over.
 
-        A ping tells another server how many gaps this server has found in its messages. The ping's own number also
-        shows the other server whether it has missed the messages before the ping.
+        A ping tells another server how many gaps this server has found in the other server's messages. The ping's own
+        number also shows the other server whether it has missed messages before the ping.
         """
         self._note_time(now)
         if now - self._sent_heartbeats > self._heartbeat_seconds:
             self._sent_heartbeats = now
-            # While a worker sends a large amount of data, it receives replies to its other messages late. Heartbeats
-            # show the worker that this server is alive.
+            # While a worker sends a large amount of data, the replies to its other messages arrive late. Heartbeats
+            # show the worker in the meantime that this server is alive.
             for worker in self._heard_workers:
                 self._outbox.to_worker(worker, Kind.PING)
             self._heard_workers.clear()

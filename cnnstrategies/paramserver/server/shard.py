@@ -111,7 +111,7 @@ class Shard:
         Args:
             worker: Id of the worker.
             keys: Keys of the slices.
-            pull: The pull, which replaces an earlier pull of the worker.
+            pull: The pull, which replaces the worker's earlier pull of each of these slices.
         """
         for key in keys:
             self._pulls[key][worker] = pull
