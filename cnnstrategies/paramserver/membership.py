@@ -53,7 +53,8 @@ class Views(Bell):
     when :meth:`current` would return a view for the first time, and when the run has ended.
 
     Args:
-        newest: Function that returns the newest view and, if the run has ended, the error to raise; otherwise None.
+        newest: Function that returns a pair: the newest view, and the error to raise if the run has ended. The second
+            item is None while the run goes on.
         on_news: Function that is called each time that :meth:`current` returns a view for the first time.
 
     Attributes:
@@ -126,7 +127,7 @@ class Membership:
         keys: This process's own CURVE keys; None without encryption. The process uses them for its connections, and the
             views contain the public key.
         participant: This process's role in the protocol with the coordinator.
-        views: Source of views for the collectives. Other readers create their own with :meth:`source`.
+        views: Source of views for the collectives. Every other reader gets its own source from :meth:`source`.
     """
 
     def __init__(self, address: Address, endpoint: str = "", keys: KeyPair | None = None) -> None:
@@ -157,8 +158,9 @@ class Membership:
     def source(self) -> Views:
         """Create a source of views for a worker or server of the data plane.
 
-        After the first call, the process reports a view as seen to the coordinator when all readers created by this
-        method have seen it. Before the first call, only :attr:`views` counts.
+        After the first call, the process reports to the coordinator that it has seen a view once the readers of all
+        sources from this method have seen the view. Before the first call, the reader of :attr:`views` must have seen
+        the view.
         """
         with self._changed:
             self._sources.append(Views(self._newest, lambda: self._call(None)))
@@ -228,11 +230,11 @@ class Membership:
         return self.participant.signal or None
 
     def report_figures(self, figures: Callable[[], Mapping[str, float]]) -> None:
-        """Send this process's counters to the coordinator with each heartbeat.
+        """Send this process's figures to the coordinator with each heartbeat.
 
         Args:
-            figures: Function that returns the counters by name; see :data:`.status.FIGURES`. It is called in the
-                heartbeat thread.
+            figures: Function that returns the figures by name; see :func:`.status.figures_of`. The function is called
+                in the heartbeat thread.
         """
         self.participant.figures = figures
 

@@ -70,7 +70,7 @@ class _Result:
     view: int = 0
     frames: list[Buffer] = field(default_factory=list)
     admitted: list[int] = field(default_factory=list)
-    midway: int | None = None  # number of the last boundary, for workers that were admitted after it; None for others
+    midway: int | None = None  # number of the last boundary, if this result admits workers after that boundary
 
     def message(self, request: int, joined: bool) -> Message:
         fields = {"sequence": self.sequence, "ids": self.ids, "sizes": self.sizes, "joined": joined}
@@ -275,8 +275,8 @@ class Rounds:
     def _send(self, contribution: _Contribution, result: _Result, joined: bool) -> None:
         peer = contribution.peer
         last, *_ = self._sent.get(peer.id, (contribution,))
-        # The worker may have received a held result in another reply, and may have gone on to a later collective. The
-        # record of the later collective must then stay.
+        # If the worker has repeated its request, it may have received this result earlier, and may have gone on to a
+        # later collective. The record of the later collective must then not be replaced.
         if last.peer != peer or last.sequence <= contribution.sequence:
             self._sent[peer.id] = contribution, result, joined
         self._answer(peer, result.message(contribution.request, joined))
