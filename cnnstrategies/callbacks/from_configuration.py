@@ -66,8 +66,8 @@ class FromConfiguration(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning has created the optimizers and schedules, but has not yet loaded their state, so they have the
-        # values of the configuration.
+        # Lightning has created the optimizers and schedules, but has not yet loaded their state from the checkpoint.
+        # The options of the optimizers and schedules are therefore the configured options.
         self._idle = True
         self._fresh = _fresh(trainer)
         self._configured = _plain(self._fresh)
@@ -218,7 +218,10 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _advance(trainer: Trainer, config: LRSchedulerConfig, fresh: State, past: State) -> None:
-    """Restart a schedule and advance it to the run's step. The optimizer's options must already be as configured."""
+    """Restart a schedule and advance it to the run's step.
+
+    Call this after the optimizer's options have been set to their configured values.
+    """
     scheduler = config.scheduler
     if isinstance(scheduler, ReduceLROnPlateau):
         learned = {key: vars(scheduler)[key] for key in LEARNED}

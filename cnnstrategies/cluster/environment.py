@@ -53,7 +53,7 @@ class DoctorPlace:
         nodes: Number of nodes.
         local_rank: Rank of this process on its node.
         main_address: Address of the first node.
-        main_port: Port on the first node at which the processes meet.
+        main_port: Port on the first node to which the processes of the other nodes connect.
     """
 
     node: int

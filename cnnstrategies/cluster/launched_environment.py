@@ -1,4 +1,4 @@
-"""Cluster environment for launchers that set each rank's numbers in environment variables, such as mpirun."""
+"""Cluster environment for launchers, such as mpirun, that set each process's ranks in environment variables."""
 
 import os
 import socket

@@ -192,8 +192,8 @@ class ClusterOptions:
             servers run on the trainer's nodes.
         server_sbatch: Options of sbatch for the server nodes, such as ``--partition=cpu`` and ``--mem=32G``. Their
             default partition, account and time limit are those of the trainer's nodes.
-        kubernetes: Options for Kubernetes only. Of the other keys, Kubernetes reads job_name, folder, python, setup and
-            server_nodes.
+        kubernetes: Options for Kubernetes only. Jobs for Kubernetes also use the keys job_name, folder, python,
+            setup and server_nodes. They ignore the other keys of the section ``cluster``.
         ray: Options for Ray only.
 
     Raises:
@@ -270,7 +270,7 @@ class ClusterOptions:
 
 
 def _check_extra(name: str, line: str) -> None:
-    """Refuse an additional line for sbatch that is not an option, or whose option another key sets."""
+    """Refuse a line of additional options for sbatch if it is not an option, or if another key sets the option."""
     if not line.startswith("-") or "\n" in line:
         raise ConfigurationError(f"cluster.{name}: {line!r} is not an option of sbatch, such as --exclusive")
     for word in line.split():

@@ -120,7 +120,8 @@ def place(config: Any, name: str) -> None:
     folder = Path(str(config.trainer.default_root_dir or Path.cwd())) / name
     if loggers and _class(loggers[0]) in WITH_FOLDERS:
         arguments = loggers[0].init_args
-        # The loggers compute the path of their folder in the same way, so the checkpoints get into that folder.
+        # The loggers compute the paths of their folders in the same way, so the checkpoints are saved in the folder of
+        # the first logger.
         version = arguments["version"]
         if "://" in str(arguments["save_dir"]):  # The folder is a URL: ModelCheckpoint itself computes its path.
             return

@@ -118,7 +118,7 @@ class DealtBatches(DistributedSampler[Any]):
         Args:
             batch: Index of the batch in its epoch.
             batches: Number of batches in an epoch. The last step of an epoch may have fewer batches than other steps.
-            weighting: Weighting of the ranks' gradients by the strategy.
+            weighting: How the strategy weights the ranks' gradients when it combines them.
         """
         counts = self.counts(batch)
         step_counts = [self.counts(other) for other in self.step_of(batch) if other < batches]
@@ -129,7 +129,7 @@ class DealtBatches(DistributedSampler[Any]):
         return part * self.accumulated / sum(map(sum, step_counts))
 
     def rank_batches(self, order: Sequence[int], first: int = 0) -> Iterator[list[int]]:
-        """Yield the samples of this rank in each batch of an epoch.
+        """Yield, for each batch of an epoch, the indices of this rank's samples.
 
         Args:
             order: Order of the samples in the epoch.
@@ -191,7 +191,7 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
     pass. Each rank evaluates a contiguous range of the dataset, in order.
 
     The class derives from ``DistributedSampler``, so that Lightning does not replace the sampler, and from
-    ``SequentialSampler``, so that Lightning does not replace it with ``overfit_batches`` either.
+    ``SequentialSampler``, so that Lightning also does not replace the sampler when ``overfit_batches`` is set.
 
     Args:
         size: Number of samples in the dataset.

@@ -52,7 +52,7 @@ class Report:
         after: Figures of the quantised network.
         batch_size: Number of images in a batch of the time measurement.
         lowered: Whether the quantised network uses int8 kernels on this CPU.
-        metric: Name of the metric of quality.
+        metric: Name of the metric whose values are in ``Figures.quality``.
     """
 
     before: Figures
@@ -149,7 +149,7 @@ def load_quantized(path: str | Path, batch_size: int | None = None) -> nn.Module
     Args:
         path: Path of the ``.pt2`` file.
         batch_size: Fixed batch size of the int8 kernels; by default the batch size of the calibration. Smaller batches
-            are padded, and larger batches are split. It is ignored on CPUs other than x86.
+            are padded, and larger batches are split. This argument is ignored on CPUs other than x86.
 
     Returns:
         A module that maps images (N, C, H, W), with the size that was used in training, to logits (N, num_classes).

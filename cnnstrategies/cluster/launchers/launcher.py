@@ -22,7 +22,7 @@ class Restart(NamedTuple):
 
     Attributes:
         subject: Noun phrase for the restarted job, such as "a requeued job".
-        remedy: Advice how to turn restarts off, such as "set cluster.requeue to false".
+        remedy: Advice on how to turn restarts off, such as "set cluster.requeue to false".
     """
 
     subject: str
@@ -43,8 +43,8 @@ class Launcher(ABC):
         name: Short name for options and run names, such as ``slurm``. If the launcher accepts submissions,
             ``submit --to`` takes this name.
         title: Name for error messages, such as ``SLURM``.
-        precedence: Position in the order of launchers, which is different for each launcher: 10 torchrun, 20 and 30
-            mpirun, 40 Kubernetes, 50 Ray, 60 SLURM, 100 none.
+        precedence: Number by which the launchers are sorted; the lowest number comes first. Each launcher has a
+            different number: 10 torchrun, 20 and 30 mpirun, 40 Kubernetes, 50 Ray, 60 SLURM, 100 none.
         program: Name of the program that starts the ranks, such as ``srun``; None if Lightning starts the ranks.
         rank_variable: Name of the environment variable with the global rank.
         size_variable: Name of the environment variable with the world size.

@@ -99,8 +99,8 @@ class Driver:
         """
         self._ray = ray
         self._logs = [self.folder / f"node{number}.log" for number in range(self.nodes)]
-        # Size of the part of each log, in bytes, that must not be printed any more: the output of an earlier run, and
-        # the output that the driver has already printed.
+        # For each log: number of bytes at its start that must not be printed again. They are the output of an earlier
+        # run, and the output that the driver has already printed.
         self._printed = [log.stat().st_size if log.exists() else 0 for log in self._logs]
         self._signal: int | None = None
         most = self.max_restarts
@@ -135,7 +135,9 @@ class Driver:
             self._ray.util.remove_placement_group(group)
 
     def _place(self) -> Any:
-        """Wait for free nodes, and return a placement group with the requested resources; None after a signal.
+        """Wait for free nodes, and return a placement group with the requested resources.
+
+        The result is None if the driver has received a signal while it was waiting.
 
         Raises:
             ConfigurationError: There were not enough free nodes within ``wait`` seconds.

@@ -84,7 +84,10 @@ class Cut:
 
 
 def read_header(data: bytes) -> JpegHeader | None:
-    """Return the header of a JPEG file, or None if it is not a baseline JPEG with three components in one scan."""
+    """Return the header of a JPEG file.
+
+    The result is None if the file is not a baseline JPEG with three components in one scan.
+    """
     if data[:2] != b"\xff\xd8":
         return None
     at, interval, frame = 2, 0, 0
