@@ -19,8 +19,8 @@ from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.strategies.protocol import facts_of
 
 CHECK_SECONDS = 0.5  # Seconds between two exchanges of the flags that tell whether a rank has received a signal.
-# Largest number of steps by which a stop is postponed. If a run logs or validates after every step, waiting longer does
-# not help.
+# A stop is postponed by at most this many steps. If a run logs or validates after every step, waiting longer does not
+# help.
 MOST_POSTPONED = 3
 
 

@@ -42,7 +42,7 @@ class Parts:
     waiting: tuple[str, ...] = ("communication",)
 
     def of(self, action: str) -> str | None:
-        """Return the part to which the time of a profiler action belongs, or None if it belongs to no part."""
+        """Return the part of a step that contains a profiler action, or None if no part contains the action."""
         return self.actions.get(action.rpartition(".")[2])
 
 
@@ -50,7 +50,7 @@ BEFORE = {"data": "waiting for the loader", "transfer": "copy, batch hooks"}
 NETWORK = {"forward": "network, loss, metrics", "backward": "gradients"}
 AFTER = {"optimizer": "clipping, update", "other": "callbacks, logging", TOTAL: "end to end"}
 WHOLE_NETWORK = Parts({**BEFORE, **NETWORK, "communication": "all-reduce not hidden", **AFTER}, ACTIONS)
-# A pipeline runs its whole schedule within `training_step`, and reports the time of each task by itself.
+# A pipeline runs its whole schedule within `training_step`. The pipeline itself reports the time of each task.
 STAGES = Parts(
     {
         **BEFORE,

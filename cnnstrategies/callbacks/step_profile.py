@@ -82,7 +82,8 @@ class StepProfile(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._meter is not None and self._profiling():
-            # The time in which the loader starts its worker processes, before an epoch's first batch, counts as data.
+            # The loader starts its worker processes before an epoch's first batch. This time counts for the part
+            # `data`, so the measurement starts here.
             self._meter.run()
             self._meter.clock.begin("data")
             self._opening = True

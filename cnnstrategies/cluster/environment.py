@@ -22,7 +22,7 @@ def local_rank() -> int:
 
 
 def environment_plugins(plugins: list[Any], num_nodes: int = 1) -> list[ClusterEnvironment]:
-    """Return the cluster environment to add to ``trainer.plugins``, as a list, for the launcher of this process.
+    """Return a list with the cluster environment of this process's launcher, to be added to ``trainer.plugins``.
 
     The list is empty if Lightning itself chooses the right environment: without a launcher, under torchrun, and if the
     user's plugins include a cluster environment.

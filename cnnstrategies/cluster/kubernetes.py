@@ -73,7 +73,7 @@ def host(name: str, role: str, number: int) -> str:
 
 
 def objects(run: PodRun) -> list[Object]:
-    """Return the Kubernetes objects of a run, in the order in which to create them. The last object starts the run."""
+    """Return the Kubernetes objects of a run, in the order of their creation. The last object starts the run."""
     configuration = _object(run, "v1", "ConfigMap", immutable=True, data={"config.yaml": run.configuration})
     # The headless service gives the pods their host names. The pods need these names before they are ready, because
     # they connect to each other while they start.

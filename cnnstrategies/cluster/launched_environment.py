@@ -40,7 +40,7 @@ class LaunchedEnvironment(ClusterEnvironment):
     @staticmethod
     @override
     def detect() -> bool:
-        """Return False. The registry of launchers chooses this class, so Lightning must not choose it by itself."""
+        """Return False. The registry of launchers chooses this class, so Lightning must not detect it."""
         return False
 
     @property

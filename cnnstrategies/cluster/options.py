@@ -24,11 +24,11 @@ DECIDED = {
 }
 # Job names with which Lightning assumes an interactive shell and ignores SLURM's ranks.
 INTERACTIVE = ("bash", "interactive")
-# Seconds before the time limit at which a run that has not stopped is killed. This time is needed to end the processes
-# and to requeue the job.
+# A run that has not stopped is killed this many seconds before the time limit. The remaining time is needed to end the
+# processes and to requeue the job.
 MARGIN_SECONDS = 20
-# Seconds before the end of a pod's grace period at which a run that has not stopped is killed. This time is needed to
-# end the processes.
+# A run that has not stopped is killed this many seconds before the end of its pod's grace period. The remaining time is
+# needed to end the processes.
 POD_MARGIN_SECONDS = 10
 # Directories in pods that the package itself uses, so that users cannot mount volumes there.
 POD_FOLDERS = ("/dev/shm", "/run/cnnstrategies")
@@ -116,7 +116,7 @@ class KubernetesOptions:
 
     @property
     def grace(self) -> int:
-        """Seconds between SIGTERM and the time at which a run that has not stopped kills itself."""
+        """Number of seconds after SIGTERM until a run that has not stopped kills itself."""
         return self.whole_grace - POD_MARGIN_SECONDS
 
 
@@ -265,7 +265,7 @@ class ClusterOptions:
 
     @property
     def grace(self) -> int:
-        """Seconds between the warning signal and the time at which a run that has not stopped kills itself."""
+        """Number of seconds after the warning signal until a run that has not stopped kills itself."""
         return self.warning - MARGIN_SECONDS
 
 

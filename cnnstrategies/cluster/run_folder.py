@@ -37,8 +37,8 @@ NOT_HASHED = ("config", "ckpt_path", "run_name", "dry_run")  # Keys whose values
 MOST_CHARACTERS = 120  # Largest number of characters in a run's name.
 RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
-# Keys: loggers without a folder. Values: the argument with the id by which the logger continues a run, and the argument
-# with the name that the logger shows.
+# Keys: loggers without a folder. Values: names of two arguments of the logger. The first argument is the id of the
+# logged run, which a restarted run needs to continue it. The second argument is the name that the logger shows.
 IDS = {"WandbLogger": ("version", "name"), "MLFlowLogger": ("run_id", "run_name")}
 CSV = loggers_of_lightning.CSVLogger.__name__
 WITH_FOLDERS = (TensorBoardLogger.__name__, CSV, KeptCSVLogger.__name__)  # Loggers whose version is a folder's name.

@@ -34,7 +34,8 @@ class ImageDataModule(LightningDataModule):
         num_classes: Number of classes.
         class_names: Name of each class.
         image_shape: (C, H, W) of one image.
-        default_batch_size: ``batch_size`` if neither ``batch_size`` nor ``global_batch_size`` is set.
+        default_batch_size: Number of samples in a batch of each process if neither ``batch_size`` nor
+            ``global_batch_size`` is set.
         ignore_index: Value of mask pixels that the loss and the metrics ignore; None if the module has no masks.
         prefetch: Number of batches that each worker process prefetches.
         task: Learning task of the targets: ``classes``, ``multilabel`` or ``regression``.
@@ -322,7 +323,7 @@ def division(trainer: Trainer | None) -> tuple[int, int]:
 
 
 def deals_of(trainer: Trainer | None) -> Deals | None:
-    """Return the shares with which the trainer's strategy divides batches among the ranks.
+    """Return the ranks' shares, by which the trainer's strategy divides each batch.
 
     The result is None if all ranks have equal shares.
     """

@@ -110,10 +110,10 @@ class DealtBatches(DistributedSampler[Any]):
         return range(first, min(first + len(self._parts), len(self)))
 
     def weight(self, batch: int, batches: float, weighting: GradientWeighting) -> float:
-        """Return the factor by which this rank multiplies its mean loss of a batch.
+        """Return the factor for this rank's mean loss of a batch.
 
-        With this factor, the mean over the ranks and the accumulated batches equals the mean over all samples of the
-        step.
+        If every rank multiplies its mean losses by these factors, the mean over the ranks and the accumulated batches
+        equals the mean over all samples of the step.
 
         Args:
             batch: Index of the batch in its epoch.
@@ -150,7 +150,7 @@ class ShuffledBatches(DealtBatches):
     """
 
     def identity(self) -> dict[str, int]:
-        """Return the settings that determine, together with the epoch, which samples are in which global batch.
+        """Return the settings that, together with the epoch, determine the samples of each global batch.
 
         A run can resume within an epoch only if these settings have not changed.
         """
@@ -234,7 +234,7 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
 
 
 def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments with which a loader was built, except the dataset and the samplers."""
+    """Return the arguments that were used to build a loader, except the dataset and the samplers."""
     names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
     names += ["generator", "persistent_workers"]
     if loader.num_workers:

@@ -112,7 +112,7 @@ def save_program(program: "torch.export.ExportedProgram", path: Path) -> None:
 def int8_graph(
     network: nn.Module, datamodule: LightningDataModule, calibration_batches: int
 ) -> tuple["torch.export.ExportedProgram", "GraphModule", Tensor]:
-    """Return the exported graph of a network, the int8 graph, and the batch with which both graphs were exported.
+    """Return the exported graph of a network, the int8 graph, and the batch of images that was used for the export.
 
     Raises:
         ConfigurationError: There are no calibration batches, torchao is not installed, or torch cannot export the
@@ -184,8 +184,8 @@ class QuantizedNetwork(nn.Module):
 
             with torch.no_grad():
                 graph = lower_pt2e_quantized_to_x86(graph, (torch.zeros(batch_size, *image_shape),))
-            # The results of int8 kernels are in channels_last format, in which `view` may fail although it worked when
-            # the graph was traced. `reshape` copies the tensor if necessary.
+            # The results of int8 kernels are in channels_last format. For these tensors `view` may fail, although it
+            # worked when the graph was traced. `reshape` copies the tensor if necessary, so it replaces `view`.
             for node in graph.graph.nodes:
                 if node.target is torch.ops.aten.view.default:
                     node.target = torch.ops.aten.reshape.default

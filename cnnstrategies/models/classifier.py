@@ -126,7 +126,7 @@ class ImageClassifier(NetworkModule):
         )
 
     def check_data(self, datamodule: LightningDataModule | None) -> None:
-        """Refuse a data module whose number of classes or task differs from the model's, or that has masks."""
+        """Refuse a data module that has masks, or that does not have the model's number of classes and task."""
         super().check_data(datamodule)
         if isinstance(datamodule, ImageDataModule) and datamodule.task != self.task:
             raise ConfigurationError(

@@ -31,7 +31,7 @@ def worth_showing(names: Iterable[str]) -> list[str]:
 
 
 def not_logged(where: str, name: object, logged: Iterable[str]) -> str:
-    """Return the error message for an option whose value is not the name of a logged metric.
+    """Return the error message for an option that names a metric which the module does not log.
 
     Args:
         where: Name of the option.

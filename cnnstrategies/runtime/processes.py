@@ -141,7 +141,7 @@ def starter_variable(name: str) -> str | None:
 
 @contextlib.contextmanager
 def one_refusal() -> Iterator[None]:
-    """Set the environment variables with which the ranks of this machine agree on the rank that failed first.
+    """Set environment variables that the ranks of this machine need to find out which rank failed first.
 
     The ranks inherit the path of a symbolic link, which the first failing rank creates (see :func:`first_to_fail`),
     and the id of this process.
@@ -224,7 +224,7 @@ def cannot_be_sent(error: BaseException) -> bool:
 
 
 class _ThreadedSpawn(popen_spawn_posix.Popen):
-    """Spawned process to which a thread sends the pickled task."""
+    """Spawned process that gets its pickled task from a thread of the parent process."""
 
     _fds: list[int]
 

@@ -82,7 +82,7 @@ class Launcher(ABC):
         return self.detect(environ) and {self.rank_variable, self.local_rank_variable} <= environ.keys()
 
     def starts_nodes(self, environ: Environ) -> bool:
-        """Whether the launcher has started one process on each node, in which Lightning starts the ranks.
+        """Whether the launcher has started only one process on each node, so that Lightning starts the ranks.
 
         By default this is false.
         """
@@ -100,7 +100,9 @@ class Launcher(ABC):
         return LaunchedEnvironment(self)
 
     def script_environment(self, environ: Environ, num_nodes: int) -> "ClusterEnvironment | None":
-        """Return the cluster environment for a process that is a job's script, in which Lightning starts the ranks.
+        """Return the cluster environment for a run that a job's script has started without starting the ranks.
+
+        Lightning then starts the ranks.
 
         If the result is None, which is the default, Lightning chooses the environment.
 
