@@ -26,9 +26,9 @@ from cnnstrategies.errors import ConfigurationError
 
 Buffer = bytes | bytearray | memoryview
 
-MAX_STRUCTURE = 16 << 20  # largest number of bytes of JSON
-MAX_DEPTH = 40  # deepest nesting of a value
-WORD = 8  # number of bytes of a length in `to_bytes`
+MAX_STRUCTURE = 16 << 20  # largest size, in bytes, of the JSON with the structure of a value
+MAX_DEPTH = 40  # largest number of levels of nesting in a value
+WORD = 8  # number of bytes of each length in the byte strings of `to_bytes`
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -49,17 +49,20 @@ DTYPES = {
         torch.complex128,
     )
 }
-# By name: torch's dtypes and memory formats. torch compares these objects by identity, so they are not recreated.
+# By name: torch's dtypes and memory formats. torch compares these objects by identity, so decoding returns torch's own
+# objects.
 CONSTANTS = {
     str(constant): constant
     for constant in vars(torch).values()
     if isinstance(constant, torch.dtype | torch.memory_format)
 }
-CONTAINERS = (dict, list, tuple)  # An instance of a subclass is decoded as one of these, unless it is a record.
+# An instance of a subclass of these classes is decoded as an instance of the base class, unless it is a NamedTuple or a
+# registered pytree node.
+CONTAINERS = (dict, list, tuple)
 
 
 class CodecError(ConfigurationError):
-    """An error for a value that cannot be encoded, or for a message that cannot be decoded."""
+    """Error for a value that cannot be encoded, or for a message that cannot be decoded."""
 
 
 def encode(value: Any) -> list[Buffer]:
@@ -99,7 +102,7 @@ def decode(frames: Sequence[Any]) -> Any:
     """
     if not frames or len(frames[0]) > MAX_STRUCTURE:
         raise CodecError(
-            f"the first of a message's {len(frames)} frames is missing or has more than {MAX_STRUCTURE} bytes of JSON"
+            f"a message of {len(frames)} frames must begin with a frame of at most {MAX_STRUCTURE} bytes of JSON"
         )
     try:
         packed = json.loads(bytes(frames[0]))
@@ -174,7 +177,7 @@ def _pack_special(value: Any, buffers: list[Buffer], depth: int) -> Any:
         return ["n", _pack_array(value, buffers)]
     if isinstance(value, np.generic):
         return _pack(value.item(), buffers, depth + 1)
-    if isinstance(value, TreeSpec):  # Encode an example tree with this structure; the decoder takes its structure.
+    if isinstance(value, TreeSpec):  # Encode an example tree with this structure. The decoder returns its structure.
         return ["g", _pack(tree_unflatten(range(value.num_leaves), value), buffers, depth + 1)]
     if (record := _record(type(value))) is not None:
         return ["o", _name(type(value)), [_pack(part, buffers, depth + 1) for part in record.to_parts(value)]]
@@ -226,10 +229,11 @@ class _Record:
 
 
 def _record(cls: type) -> _Record | None:
-    """Return the conversion for a class; None if messages must not name the class."""
+    """Return the conversion for instances of a class. Return None if messages must not contain such instances."""
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return _Record(list, partial(_named_tuple, cls))
-    if cls in SUPPORTED_NODES and cls not in (*CONTAINERS, defaultdict):  # A defaultdict's factory is a function.
+    # A defaultdict is not a record, because its factory is a function, which cannot be encoded.
+    if cls in SUPPORTED_NODES and cls not in (*CONTAINERS, defaultdict):
         node = SUPPORTED_NODES[cls]
         return _Record(lambda value: list(node.flatten_fn(value)), lambda parts: node.unflatten_fn(*parts))
     if is_dataclass(cls) and not issubclass(cls, CONTAINERS):
@@ -323,13 +327,18 @@ def _unpack(packed: Any, buffers: Sequence[Any], depth: int) -> Any:
 
 def _unpack_tensor(buffers: Sequence[Any], index: Any, name: Any, shape: Any) -> Tensor:
     if type(index) is not int or not 0 <= index < len(buffers) or name not in DTYPES:
-        raise CodecError(f"a message with {len(buffers)} buffers contains tensor {index!r} of dtype {name!r}")
+        raise CodecError(
+            f"a tensor in a message has the buffer number {index!r} and the dtype {name!r}: the number must be below "
+            f"{len(buffers)}, and the dtype must be a common dtype of torch"
+        )
     if not all(type(size) is int and size >= 0 for size in shape):
         raise CodecError(f"a message contains a tensor of shape {shape!r}")
     dtype = DTYPES[name]
     count, buffer = math.prod(shape), buffers[index]
     if len(buffer) != count * dtype.itemsize:
-        raise CodecError(f"a message contains a tensor of shape {shape} and dtype {name} in {len(buffer)} bytes")
+        raise CodecError(
+            f"a tensor in a message has shape {shape} and dtype {name}, but its buffer has {len(buffer)} bytes"
+        )
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     raw = buffer if isinstance(buffer, Tensor) else torch.frombuffer(bytearray(buffer), dtype=torch.uint8)

@@ -32,7 +32,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 def renamed(kind: type | str, name: str) -> str | None:
-    """Return the new name of an option; None if the option has not been renamed.
+    """Return the new name of an option. Return None if the option has not been renamed.
 
     Args:
         kind: The class whose constructor has the option, or a subclass of that class; `ROOT` or `HOST` for keys that

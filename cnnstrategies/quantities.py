@@ -56,7 +56,7 @@ def seconds(value: Duration, name: str, least: float | None = None) -> float:
 
 
 def as_timedelta(value: Duration, name: str) -> timedelta:
-    """Parse a duration and return it as a timedelta, which torch and Lightning expect; see :func:`seconds`."""
+    """Parse a duration as :func:`seconds` does, and return it as a timedelta for torch and Lightning."""
     return timedelta(seconds=seconds(value, name))
 
 

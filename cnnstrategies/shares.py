@@ -123,7 +123,7 @@ class Proposal:
 def proposal(
     now: Sequence[int], seconds: Sequence[float], step: float, least: int = 0, most: float | Sequence[float] = inf
 ) -> Proposal | None:
-    """Propose shares with which a step is faster; None if the gain would not be larger than `GAIN`.
+    """Propose shares with which a step is faster. Return None if the gain would not be larger than `GAIN`.
 
     Both training and the planner use this function. With the best shares, all ranks finish their computation at the
     same time. Other work in a step, such as reducing gradients, does not depend on the shares (LB-BSP, Chen et al.,
@@ -146,7 +146,7 @@ def proposal(
 
 
 def worth(shares: Sequence[float], before: float, after: float, step: float) -> Proposal | None:
-    """Return new shares with their gain; None if the gain is not larger than `GAIN`.
+    """Return new shares with their gain. Return None if the gain is not larger than `GAIN`.
 
     Args:
         shares: The new shares.

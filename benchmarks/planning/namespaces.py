@@ -212,8 +212,8 @@ def fitted(results: Sequence[dict[str, Any]]) -> Numbers:
         ]
         numbers = min(
             tried,
-            key=lambda values: statistics.fmean(
-                abs(off) for each in results for off in errors(each, values, strategies)
+            key=lambda candidate: statistics.fmean(
+                abs(off) for each in results for off in errors(each, candidate, strategies)
             ),
         )
     return numbers

@@ -177,7 +177,7 @@ def _check_same(trainer: Trainer, states: Sequence[State]) -> None:
     for (optimizer, group), saved in zip(groups, saved_groups, strict=False):
         ours, theirs = set(optimizer.defaults) - set(saved), set(saved) - set(group) - {"initial_lr", "param_names"}
         # If only the optimizer or only the checkpoint has additional options, the checkpoint may come from another
-        # version of the same optimizer.
+        # version of the same optimizer, so it is not refused.
         if ours and theirs:
             path = str(trainer.ckpt_path)
             raise ConfigurationError(

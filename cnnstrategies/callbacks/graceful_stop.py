@@ -111,7 +111,7 @@ class GracefulStop(Callback):
         facts = facts_of(trainer.strategy)
         if not facts.steps_in_lockstep:
             # The ranks make their steps independently of each other, so they cannot exchange flags by a collective. The
-            # strategy itself makes them agree on a stop.
+            # strategy itself makes all ranks stop.
             stop = facts.agree_on_stop(self._received)
             if stop is not None:
                 self._stop(trainer, stop)

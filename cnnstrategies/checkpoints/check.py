@@ -77,7 +77,7 @@ def check_weights(
 
 def copy_without_contents(module: nn.Module) -> nn.Module:
     """Return a copy of a module with meta tensors, which have shapes and dtypes but do not use memory."""
-    # `deepcopy` looks up an object's id in its memo. If the memo has a copy of the object, `deepcopy` uses this copy.
+    # This is a memo for `deepcopy`. Keys: ids of the tensors. Values: the copies that `deepcopy` uses for the tensors.
     without_contents: dict[int, Any] = {
         **{id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()},
         **{id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()},

@@ -16,7 +16,10 @@ from cnnstrategies.quantities import seconds
 
 
 def main(options: DoctorOptions) -> None:
-    """Check all hosts of a launched job, or only this host. Exit with code 0 if there are no problems, else with 1."""
+    """Check all hosts of a launched job, or only this host.
+
+    Exit with code 0 if there are no problems, and otherwise with code 1.
+    """
     place = find_place()
     if place is not None and place.local_rank != 0:
         return

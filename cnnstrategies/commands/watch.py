@@ -142,7 +142,7 @@ class RunGoneError(Exception):
 
 
 def main(options: WatchOptions) -> None:
-    """Show a run's table until the run ends; with ``--once``, print the table once."""
+    """Show a table about a run until the run ends. With ``--once``, print the table once."""
     address = RunAddress.find(options.run)
     key_file = address.key_file if options.key_file is None else str(options.key_file)
     console = Console()

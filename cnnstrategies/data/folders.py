@@ -102,7 +102,7 @@ def _files(root: Path, at: str, left_out: Counter[str], above: tuple[tuple[int, 
     try:
         status = folder.stat()
         identity = status.st_dev, status.st_ino
-        if identity in above:  # A link to a folder above it would be followed without end.
+        if identity in above:  # A link leads back to this folder, which is already being searched.
             return
         with os.scandir(folder) as entries:
             for entry in entries:

@@ -139,7 +139,7 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
         if isinstance(sampler, ShuffledBatches):
             sampler.skip = self._already_served(sampler)
             self._served, self._epoch = sampler.skip, sampler.epoch
-        # Batches are counted here and not in the sampler, because the workers prefetch batches for the training loop.
+        # Batches are counted here and not in the sampler, which would also count batches that workers have prefetched.
         for batch in self._start_iterator():
             if isinstance(batch, ConfigurationError):
                 # Raising `batch` itself would create a reference cycle: its traceback refers to this frame, which
@@ -157,9 +157,9 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
         return {"epoch": self._epoch, "served": self._served, **identity}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Skip the batches that ``state_dict`` counts as served.
+        """Skip the batches that the loader had returned before ``state_dict`` was saved.
 
-        The batches are skipped only if the state was saved within the epoch that the loader returns next.
+        The batches are skipped only if the next epoch is the epoch in which ``state_dict`` was saved.
 
         Raises:
             ConfigurationError: The state was saved within an epoch with dynamic dispatch.

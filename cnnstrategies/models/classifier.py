@@ -156,7 +156,8 @@ class ImageClassifier(NetworkModule):
         """
         check_logits(outputs, len(targets), self.num_classes)
         main, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
-        # In a pipeline, the stage that computes the loss and the module may be on different devices.
+        # In a pipeline, the stage that computes the loss may be on a different device from the module, so the class
+        # weights are moved to the device of the logits.
         weights = None if self.class_weights is None else self.class_weights.to(main)
         loss = self.learning_task.loss(main, targets, weights, self.label_smoothing)
         for logits in auxiliary:

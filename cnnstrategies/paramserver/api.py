@@ -93,14 +93,14 @@ class Worker:
         self._ladder = ladder(specification)
         followed = specification.aggregates and specification.workers > 1
         self.chooser = CodecChooser(len(self._ladder), followed) if len(self._ladder) > 1 else None
-        self._step_began: float | None = None  # time at which the last step began
+        self._step_began: float | None = None  # time at which the last step began; None if the time is not measured
         self._follow()
 
     @property
     def codecs(self) -> Codecs:
         """The current compressions of pushes and pulls.
 
-        These are the specification's; or under ``auto`` the last choice, from which trial steps may differ.
+        The specification names them. Under ``auto``, they are the last choice, and trial steps may use other ones.
         """
         return self._ladder[self.chooser.chosen if self.chooser else 0]
 
@@ -111,11 +111,11 @@ class Worker:
 
     @property
     def counters(self) -> Counters:
-        """Counters of bytes, steps and waiting time."""
+        """Counters of this worker's traffic, steps and waiting time."""
         return self.role.counters
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
-        """Declare the parameters' current values the first values of the run.
+        """Declare the parameters' current values the initial values of the run.
 
         Every worker that takes part from the start of the run calls this method before :meth:`join`. The worker with
         the lowest id sends its values to the servers. If it dies before it has sent them, the next worker sends its
@@ -132,15 +132,15 @@ class Worker:
         """Register with the servers, which wait for each worker's registration. The worker does not join steps yet.
 
         Raises:
-            ServersUnreachableError: A server does not answer.
+            ServersUnreachableError: A server does not reply.
         """
         self._run(self.role.meet(time.monotonic()))
 
     def join(self, has: int | None = None) -> int:
-        """Take part in steps from the next step boundary on, and wait for the parameters.
+        """Take part in steps from the start of the next step on, and wait for the parameters.
 
         In modes with common steps, the other workers wait for this worker from the returned step on. If the servers
-        have no values yet, this method waits until a worker has sent them the first values.
+        have no values yet, this method waits until a worker has sent them the initial values.
 
         Args:
             has: A step whose gradients this worker already has; None if there is no such step. Pass it if all workers
@@ -155,14 +155,14 @@ class Worker:
         return self._run(self.role.join(time.monotonic(), has))
 
     def leave(self) -> None:
-        """Wait until all pulls are answered, then leave: the other workers no longer wait for this worker.
+        """Wait until all pulls have received replies, then leave. The other workers then do not wait for this worker.
 
         Raises the same errors as :meth:`wait`.
         """
         self._run(self.role.leave())
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
-        """Begin a step: its gradients are pushed next.
+        """Begin a step. The gradients that are pushed next belong to this step.
 
         Args:
             groups: The current hyperparameters of each parameter group, as
@@ -271,7 +271,7 @@ class Worker:
         self._links.close()
 
     def _run(self, procedure: Generator[Wait, None, Result]) -> Result:
-        """Run a procedure of the role to its end, and return its result."""
+        """Run a procedure of the role to its end, wait wherever it yields a wait, and return its result."""
         self.interrupt()
         self._follow()
         try:
@@ -291,7 +291,7 @@ class Worker:
         self._send()
 
     def _push_fetched(self, wait: bool = False) -> None:
-        """Push the gradients whose copies from the GPU are finished.
+        """Push the gradients that have been copied from the GPU to the host.
 
         Args:
             wait: Wait for all copies, and push all gradients.
@@ -306,7 +306,7 @@ class Worker:
                 self._staging.before_use(index)
 
     def _choose(self) -> None:
-        """Choose the compressions of the step that begins, from the time of earlier steps."""
+        """Choose the compressions for the step that begins, according to the measured times of earlier steps."""
         if self.chooser is not None:
             now = time.monotonic()
             if self.role.is_first:
@@ -317,7 +317,7 @@ class Worker:
             self._step_began = now
 
     def wait_for(self, wait: Wait) -> None:
-        """Handle messages and new views until a wait is over."""
+        """Handle messages and new views until a procedure's wait is over."""
         if not wait.waiting():
             return
         begun = time.monotonic()

@@ -1,4 +1,4 @@
-"""Barrier, broadcast, all-gather and all-reduce among the workers of a run, by way of the run's coordinator."""
+"""Barrier, broadcast, all-gather and all-reduce among the workers of a run, through the run's coordinator."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,11 +26,12 @@ class Gathered:
     """Result of a collective.
 
     Attributes:
-        values: By worker's id, the value of each worker that took part.
+        values: By worker id: the value of each worker that took part.
         joined: Whether this collective admitted this worker to a group that was already training.
         admitted: Ids of the workers that this collective admitted.
-        midway: Whether this worker was admitted after the other workers had left the boundary. They did not wait for
-            this worker there.
+        midway: Whether this worker was admitted after the last boundary, without waiting for the next one. The other
+            workers have then already left the boundary. (A boundary is a collective between two steps at which waiting
+            workers are admitted.)
     """
 
     values: dict[int, Any]
@@ -40,7 +41,7 @@ class Gathered:
 
     @property
     def leader(self) -> int:
-        """Lowest id among the workers that took part."""
+        """Lowest id among the workers that took part in the collective."""
         return min(self.values)
 
 
@@ -75,8 +76,8 @@ class Collectives:
     def start(self, midway: bool = False) -> Gathered:
         """Wait until all workers have finished their set-up and training begins.
 
-        A worker that is started after that is admitted at the next :meth:`boundary`, and gets the values of that
-        boundary.
+        A worker that is started later is admitted at the next :meth:`boundary`, and gets the values that the workers
+        gather there.
 
         Args:
             midway: Admit this worker without waiting for the next boundary. It takes chunks of the epoch that the other
@@ -85,14 +86,21 @@ class Collectives:
         return self._collect(None, "start", seal=True, **({MIDWAY: True} if midway else {}))
 
     def boundary(self, value: Any) -> Gathered:
-        """Gather the values of all workers, and admit the workers that are waiting in :meth:`start`.
+        """Gather the values of all workers, and admit the workers that wait in :meth:`start`. Call this between steps.
 
-        The admitted workers get the gathered values.
+        The admitted workers receive the gathered values as the result of :meth:`start`.
+
+        Args:
+            value: This worker's value.
         """
         return self._collect(value, "boundary", boundary=True)
 
     def barrier(self, name: str = "barrier") -> None:
-        """Wait until all workers have called this method."""
+        """Wait until all workers have called this method.
+
+        Args:
+            name: Name of the barrier. If the workers pass different names, all of them get an error.
+        """
         self._collect(None, name)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
@@ -130,14 +138,15 @@ class Collectives:
         self.membership.ask("put", {}, [specification.encode()])
 
     def get(self) -> str:
-        """Wait until the run's specification is published, and return it."""
+        """Wait until a worker has published the run's specification with :meth:`put`, and return it as JSON."""
         (text,) = self.membership.ask("get", {}).frames
         return bytes(text).decode()
 
     def begin_epoch(self, number: int, samples: int, chunk: int, done: str = "") -> int:
-        """Have the coordinator cut an epoch into chunks.
+        """Request that the coordinator cuts an epoch into chunks.
 
-        The arguments of the first worker's call apply to all workers; the coordinator ignores those of later calls.
+        The arguments of the first worker's call apply to all workers. The coordinator ignores the arguments of later
+        calls.
 
         Args:
             number: Number of the epoch.
@@ -160,7 +169,7 @@ class Collectives:
 
         Args:
             epoch: Number of the epoch.
-            processed: Number of positions of the epoch that this worker has processed.
+            processed: Number of samples that this worker has processed in this epoch.
 
         Returns:
             For worker 0 a bit mask in hexadecimal digits: bit i is set if chunk i is processed. For other workers an
@@ -174,11 +183,11 @@ class Collectives:
         return self.membership.ask("progress", {**fields, "tell": True}).string("done")
 
     def take(self, epoch: int, processed: int) -> Chunk:
-        """Get the next chunk of an epoch from the coordinator; the chunk is empty if no chunks are left.
+        """Request the next chunk of an epoch from the coordinator. The chunk is empty if no chunk is left.
 
         Args:
             epoch: Number of the epoch.
-            processed: Number of positions of the epoch that this worker has processed.
+            processed: Number of samples that this worker has processed in this epoch.
         """
         message = self.membership.ask("take", {"epoch": epoch, "processed": processed})
         return Chunk(message.integer("epoch"), message.integer("start"), message.integer("stop"))

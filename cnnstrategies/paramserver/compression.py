@@ -204,12 +204,12 @@ def payload_names(pulls: bool = False) -> tuple[str, ...]:
 
 
 def ddp_names() -> tuple[str, ...]:
-    """Return the names of the compressions that DDP can use."""
+    """Return the names of the registered compressions that DDP can use."""
     return tuple(name for name, compression in COMPRESSIONS.items() if compression.for_ddp)
 
 
 def payload_compression(name: str) -> PayloadCompression:
-    """Return the compression with this name; for ``auto`` the compression with which workers begin."""
+    """Return the compression with this name. For ``auto``, return the compression with which workers begin."""
     compression = COMPRESSIONS["none" if name == AUTO else name]
     assert isinstance(compression, PayloadCompression)
     return compression
@@ -249,7 +249,7 @@ def auto_ladder(itemsize: int, pulls: bool = False, lossy: bool = True) -> list[
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """Return a view of a contiguous CPU tensor's memory as bytes. The view keeps the memory alive."""
+    """Return a view of the bytes of a contiguous CPU tensor. The view keeps the tensor's storage alive."""
     import torch
 
     if tensor.dtype == torch.bfloat16:  # NumPy does not have this dtype.
@@ -258,7 +258,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def from_bytes(payload: memoryview, dtype: torch.dtype) -> Tensor:
-    """Return a one-dimensional tensor that is a view of a payload's memory."""
+    """Return a one-dimensional tensor of a dtype that shares the memory of a payload."""
     import torch
 
     if len(payload) == 0:
@@ -322,7 +322,10 @@ class Encoder:
         self.left_out: Tensor | None = None
 
     def encode(self, gradient: Tensor) -> Any:
-        """Encode a flat, contiguous gradient as a payload. Without compression the payload is the gradient's memory."""
+        """Encode a flat, contiguous gradient as a payload.
+
+        Without compression, the payload is a view of the gradient's bytes, without a copy.
+        """
         import torch
 
         if not self.compression.lossy:
@@ -358,7 +361,7 @@ def largest(magnitudes: Tensor, count: int) -> Tensor:
     return magnitudes.topk(count, sorted=False).indices.sort().values
 
 
-# The compressions, in the order in which help texts and error messages list their names.
+# The classes of compressions. Help texts and error messages list the names in the order of the classes.
 
 
 @register
@@ -396,7 +399,7 @@ class Rounded(PayloadCompression):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The torch dtype to which elements are rounded."""
+        """The torch dtype to which the elements of a tensor are rounded."""
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype_name)
@@ -417,7 +420,7 @@ class Rounded(PayloadCompression):
 
 @register
 class FP16(Rounded):
-    """Rounding to float16."""
+    """Rounding to float16, with which absolute values above 65504 cannot be sent."""
 
     name = "fp16"
     encoding = 2
@@ -434,7 +437,7 @@ class FP16(Rounded):
 
 @register
 class BF16(Rounded):
-    """Rounding to bfloat16."""
+    """Rounding to bfloat16, which has the range of float32 and a precision of 8 bits."""
 
     name = "bf16"
     encoding = 3
@@ -499,7 +502,7 @@ class TopK(PayloadCompression):
 
 @register
 class OneBit(PayloadCompression):
-    """One bit for each element: 1 if the element is positive.
+    """One bit for each element of a tensor: 1 if the element is positive, otherwise 0.
 
     The payload is two float32 numbers, followed by the bits. The first number is the mean of all elements that are not
     positive, the second is the mean of the positive elements.

@@ -19,7 +19,7 @@ from cnnstrategies.paramserver.core.view import RunEnded, View
 from cnnstrategies.paramserver.drivers.control import Line, Loop
 from cnnstrategies.paramserver.security import KeyPair, process_number
 
-WARN_SECONDS = 60.0  # A request without an answer is reported on stderr each time that this many seconds have passed.
+WARN_SECONDS = 60.0  # While a request has no reply, a warning is printed to stderr each time this many seconds pass.
 
 
 class Bell:
@@ -29,20 +29,20 @@ class Bell:
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
-        """Return the file descriptor."""
+        """Return the file descriptor, which is readable after :meth:`ring`."""
         return self._descriptor
 
     def ring(self) -> None:
-        """Make the descriptor readable."""
+        """Make the file descriptor readable. Any thread may call this method."""
         os.eventfd_write(self._descriptor, 1)
 
     def clear(self) -> None:
-        """Reset the descriptor, so that it is not readable until the next :meth:`ring`."""
+        """Reset the file descriptor, so that it is not readable until the next call of :meth:`ring`."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._descriptor)
 
     def close(self) -> None:
-        """Close the descriptor."""
+        """Close the file descriptor."""
         os.close(self._descriptor)
 
 
@@ -76,7 +76,7 @@ class Views(Bell):
         self.clear()
         view, ended = self._newest()
         if ended is not None:
-            self.ring()  # Keep the descriptor readable, so that later waits do not block.
+            self.ring()  # Keep the file descriptor readable, because later waits must also end at once.
             raise RunEnded(str(ended), ended.clean)
         if view.number > self.seen:
             self.seen = view.number
@@ -84,10 +84,10 @@ class Views(Bell):
         return view
 
     def wait_newer(self, number: int, timeout: float) -> View:
-        """Wait until the newest view's number is higher than `number`, and return that view.
+        """Wait until a view with a number above `number` has arrived, and return the newest view.
 
         Args:
-            number: Number of a view.
+            number: Number of the newest view that the caller has.
             timeout: Longest time to wait, in seconds.
 
         Raises:
@@ -113,8 +113,8 @@ def unchanging(view: View) -> Views:
 class Membership:
     """A process's membership in a run, with a thread that runs the role :class:`Participant`.
 
-    Because heartbeats come from a thread of their own, a process is not taken for dead during a long computation. It is
-    taken for dead when it is stopped or killed.
+    A separate thread sends the heartbeats, so a process does not count as dead during a long computation. It counts as
+    dead after it was stopped or killed.
 
     Args:
         address: This process's role and id, the coordinator's endpoint, and time-outs.
@@ -174,12 +174,12 @@ class Membership:
         """Wait until the coordinator has registered this process.
 
         Raises:
-            RunEnded: The coordinator does not answer, or does not expect this process.
+            RunEnded: The coordinator does not reply, or does not expect this process.
         """
         self.views.wait_newer(-1, self.address.appear + self.address.timeout)
 
     def ask(self, kind: str, fields: Mapping[str, object], frames: Sequence[Buffer] = ()) -> Message:
-        """Send a request to the coordinator, and wait for the answer.
+        """Send a request to the coordinator, and wait for the reply.
 
         Args:
             kind: Kind of the request.
@@ -215,7 +215,7 @@ class Membership:
         self._call(Call(0, "end", {"message": message, "clean": clean}))
 
     def stop_all(self, signal: int) -> None:
-        """Report to all processes of the run that this process has received a signal to stop. Do not wait for answers.
+        """Report to all processes of the run that this process has received a signal to stop. Do not wait for replies.
 
         Args:
             signal: Number of the signal.
@@ -248,12 +248,13 @@ class Membership:
         return self.participant.losses
 
     def close(self, leave: bool = True, done: Mapping[str, object] | None = None) -> None:
-        """Stop the thread.
+        """Stop the heartbeat thread.
 
         Args:
             leave: Whether to report to the coordinator first that this process leaves as planned.
-            done: This process's progress, which is reported when it leaves: ``epoch`` is the number of the epoch,
-                ``processed`` the number of positions of the epoch that it has processed. None without such progress.
+            done: This process's progress, which is reported when it leaves: ``epoch`` is the number of the epoch, and
+                ``processed`` the number of samples that the process has processed in this epoch. None if there is no
+                progress to report.
         """
         if self._closing:
             return
@@ -287,7 +288,7 @@ class Membership:
         with Line(self.address, self.participant.peer, self.keys, self._run_keys) as line:
             try:
                 self._serve(line)
-            except Exception as error:  # Any failure of this thread must end the process's main thread.
+            except Exception as error:  # If this thread fails for any reason, the main thread must also end.
                 traceback.print_exc()
                 reason = f"{self._name}: the heartbeat thread failed: {type(error).__name__}: {error}"
                 self._set_ended(End(reason, clean=False))

@@ -22,14 +22,14 @@ from cnnstrategies.paramserver.core.node import ControlError, End, Message
 
 MAGIC = b"CNPS"
 VERSION = 4
-LARGEST_JSON = 1 << 18  # bytes
+LARGEST_JSON = 1 << 18  # largest size, in bytes, of the JSON object in a message
 # Payloads up to this size are copied into libzmq: for small payloads a copy costs less than libzmq's release callback
 # into Python. Several of them may also be sent together in one frame.
 SMALL_BYTES = 1 << 18
 SERVER = 1 << 31  # The sender field of a server's message is the server's id plus this number.
 NO_STEP = (1 << 64) - 1  # step of a worker that has not joined
 LARGEST_NUMBER = 1 << 63  # Steps and versions are below this number.
-ALONE = 1.0  # mark of pulled values that are never the base of a difference; see `Header`
+ALONE = 1.0  # mark of pulled values to which no difference will be added; see `Header`
 
 _compact_json = json.JSONEncoder(separators=(",", ":")).encode
 _LAYOUT = struct.Struct("<4sBBBBIIIIIIQQQQd")
@@ -44,7 +44,7 @@ class Kind(IntEnum):
     WELCOME = (
         2  # server to worker: reply to HELLO with the worker's first step, or a request to repeat pushes and pulls
     )
-    VALUE = 4  # worker to server: a slice's optimizer state, followed by the slice's first values
+    VALUE = 4  # worker to server: a slice's optimizer state, followed by the slice's initial values
     BEGIN = 6  # worker to server: hyperparameters and weight of the step whose pushes follow
     PUSH = 7  # worker to server: the gradient of a slice
     PULL = 8  # worker to server: a request for slices, with the step whose values the worker needs
@@ -52,22 +52,25 @@ class Kind(IntEnum):
     STATUS = 12  # server to leader: its last decision and complete pushes, after a new view or lost messages
     VOTE = 13  # server to leader: the workers whose pushes for a step have all arrived
     DECIDE = 14  # leader to server: the workers whose gradients form the step
-    NORM = 15  # server to leader: squared norm of the mean gradient over the server's own slices
-    RELAY = 18  # primary to backup: an applied update, with its hyperparameters or the decision that it belongs to
+    NORM = 15  # server to leader: squared norm of the mean gradient over the slices whose primary the server is
+    RELAY = 18  # primary to backup: an applied update, with its hyperparameters or with the decision about its step
     ACKNOWLEDGE = 19  # backup to primary: the version of a slice that the backup has
-    COPY = 21  # primary to backup: a whole slice, as its first values or after the backup missed messages
-    PING = 22  # server to server: number of gaps in the receiver's messages; server to worker: a heartbeat
+    COPY = 21  # primary to backup: a whole slice, as its initial values or after the backup missed messages
+    PING = 22  # server to server: number of gaps found in the receiver's messages; server to worker: a heartbeat
 
 
 class Encoding(IntEnum):
-    """Encodings of payloads that the wire format itself defines. :func:`add_encoding` adds those of compressions."""
+    """Encodings of payloads that the wire format itself defines.
+
+    :func:`add_encoding` registers the encodings of compressions.
+    """
 
     NOTHING = 0  # no tensor: only JSON or an optimizer state; in a push: the slice has no gradient
     DENSE = 1  # not compressed, in the parameter's own dtype
     KEYS = 6  # uint32 keys of slices
 
 
-# A lookup in this dictionary takes a third of the time of `Kind(number)`.
+# By number: the kind. A lookup in this dictionary takes a third of the time of `Kind(number)`.
 _KIND_BY_NUMBER = {int(kind): kind for kind in Kind}
 _encodings = {int(Encoding.NOTHING), int(Encoding.KEYS)}
 
@@ -117,9 +120,9 @@ class Header(NamedTuple):
 
     1. `NO_STEP` from a worker that has not joined.
     2. Bit i is set if part i of the slice has no gradient.
-    3. Servers answer a pull for the current values at once. They answer any other pull when the values of `step` are
+    3. Servers reply at once to a pull of the current values. They reply to any other pull when the values of `step` are
        ready.
-    4. A server may answer a pull with a compressed difference from earlier values. The mark is an id of these earlier
+    4. A server may reply to a pull with a compressed difference from earlier values. The mark is an id of these earlier
        values: the worker may add a difference only to values with the same mark. 0 means that the worker has no such
        values. `ALONE` is the mark of values to which no difference will be added.
 
@@ -180,7 +183,7 @@ class Bounds:
 
 
 def length_in(data: bytes | memoryview) -> int:
-    """Return the length of the payload, in bytes, that the header at the start of a frame announces."""
+    """Return the length of the payload, in bytes, according to the header at the start of a frame."""
     return int(_LENGTH_FIELD.unpack_from(data)[0])
 
 
@@ -206,14 +209,14 @@ def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) 
     magic, version, kind_number, encoding, level, *numbers, weight = _LAYOUT.unpack(data)
     sender, incarnation, key, payload_length, meta, question, header_session, step, base, sequence = numbers
     if magic != MAGIC:
-        raise InvalidMessageError("not a message of cnnstrategies")
+        raise InvalidMessageError("the frame is not a message of cnnstrategies")
     if version != VERSION:
-        raise InvalidMessageError("a different version of the wire format")
+        raise InvalidMessageError("the message has a different version of the wire format")
     if header_session != session:
-        raise InvalidMessageError("a message of a different run")
+        raise InvalidMessageError("the message belongs to a different run")
     kind = _KIND_BY_NUMBER.get(kind_number)
     if kind is None or encoding not in _encodings:
-        raise InvalidMessageError("unknown kind or encoding")
+        raise InvalidMessageError("the kind or the encoding is unknown")
     if payload_length != length or length > bounds.payload or meta > min(length, LARGEST_JSON):
         raise InvalidMessageError("the length is wrong or too large")
     if key >= bounds.slices or not math.isfinite(weight) or weight < 0:
@@ -240,7 +243,7 @@ def unpack_json(payload: memoryview, header: Header) -> dict[str, Any]:
     try:
         values = json.loads(str(payload[: header.meta], "utf-8"))
     except (ValueError, RecursionError):
-        raise InvalidMessageError("the payload does not begin with JSON") from None
+        raise InvalidMessageError("the payload does not begin with valid JSON") from None
     if not isinstance(values, dict):
         raise InvalidMessageError("the JSON in the payload is not an object")
     return values

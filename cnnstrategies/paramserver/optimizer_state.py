@@ -105,12 +105,12 @@ def _cut_value(name: str, value: StateValue, part: Part, shape: tuple[int, ...])
 
 
 def pack_state(state: SliceState) -> bytes:
-    """Encode a slice's state as bytes. An empty state is encoded as an empty byte string."""
+    """Encode the optimizer's state of a slice as bytes. An empty state is encoded as an empty byte string."""
     return to_bytes(state) if any(state) else b""
 
 
 def unpack_state(raw: memoryview, slice_: Slice) -> SliceState:
-    """Decode a slice's state from bytes that :func:`pack_state` returned. The tensors are copies.
+    """Decode the optimizer's state of a slice from bytes that :func:`pack_state` returned. The tensors are copies.
 
     Raises:
         InvalidMessageError: The bytes are not a valid state of this slice.

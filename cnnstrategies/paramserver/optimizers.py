@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from cnnstrategies.errors import ConfigurationError
 
-# Optimizers that update each element only from that element's gradients. Parts of a tensor can be updated separately.
+# Optimizers that update each element from the gradients of this element only. With them, parts of a tensor can be
+# updated separately.
 _ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop",
 )  # fmt: skip
@@ -86,15 +87,15 @@ class FusedOptimizer:
         """Make one optimizer step for the parameters that have a gradient.
 
         Args:
-            gradients: Each of these parameters with its gradient.
+            gradients: Pairs of a parameter and its gradient.
             options: The group's current hyperparameters.
         """
         group = self.optimizer.param_groups[0]
         group.update((name, tupled(option)) for name, option in options.items())
         if self._is_fused:
             group["fused"] = True
-            # A fused step of SGD needs a momentum buffer for all of its parameters or for none, so parameters with
-            # their first gradient are updated separately.
+            # In a fused step of SGD, either all parameters or no parameters must have a momentum buffer. Therefore
+            # parameters that have a gradient for the first time are updated separately.
             state = self.optimizer.state
             first = [pair for pair in gradients if all(value is None for value in state.get(pair[0], {}).values())]
             if 0 < len(first) < len(gradients):
@@ -112,5 +113,5 @@ class FusedOptimizer:
 
 
 def tupled(option: Any) -> Any:
-    """Convert a list back to a tuple, because JSON has turned tuples such as ``betas`` into lists."""
+    """Return a hyperparameter that is a list as a tuple. JSON has turned tuples such as ``betas`` into lists."""
     return tuple(option) if isinstance(option, list) else option

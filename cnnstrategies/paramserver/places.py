@@ -16,10 +16,10 @@ from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.drivers.control import Line
 from cnnstrategies.paramserver.security import KeyPair, is_local, process_number
 
-NAME = "watch.json"  # name of the file with the address in a run's folder
-ANSWER_SECONDS = 2.0  # time-out of one request, after which it is repeated
-FIRST_SECONDS = 10.0  # default for the time without any answer after which `find_place` gives up
-PAUSE = 0.5  # seconds between two requests while all places are taken
+NAME = "watch.json"  # name of the file, in a run's folder, that contains the address of the run's coordinator
+ANSWER_SECONDS = 2.0  # seconds without a reply after which a request is repeated
+FIRST_SECONDS = 10.0  # seconds without any reply after which `find_place` gives up by default
+PAUSE = 0.5  # seconds between two requests while all places for joiners are taken
 OVER = "the run is over"
 
 
@@ -36,7 +36,10 @@ class RunAddress:
     key_file: str | None = None
 
     def save(self, folder: Path) -> None:
-        """Write the address to a file in a run's folder, replacing an existing one. Only the user can read the file."""
+        """Write the address to a file in a run's folder. An existing file is replaced.
+
+        Only the user can read the file.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         descriptor, scratch = tempfile.mkstemp(prefix=f".{NAME}-", dir=folder)
         with os.fdopen(descriptor, "w") as file:
@@ -83,7 +86,7 @@ class RunAddress:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the endpoint is ``ipc://`` and its socket file does not exist, so that the run has ended."""
+        """Whether the run has certainly ended: the endpoint is ``ipc://``, and its socket file does not exist."""
         path = self.coordinator.removeprefix("ipc://")
         return path != self.coordinator and not Path(path).exists()
 
@@ -103,15 +106,15 @@ class Watcher(Line):
         self._questions = 0
 
     def ask(self, seconds: float, kind: str = WATCH) -> Message | None:
-        """Send a request to the coordinator, and wait for the answer.
+        """Send a request to the coordinator, and wait for the reply.
 
         Args:
-            seconds: Longest time to wait for the answer.
+            seconds: Longest time to wait for the reply.
             kind: Kind of the request: `WATCH` for the run's status, `PLACE` for a place as a joiner; see
                 :mod:`.coordinator.status`.
 
         Returns:
-            The answer; None if it did not arrive in time.
+            The reply; None if it did not arrive in time.
         """
         self._questions += 1
         self.send(Message(kind, request=self._questions))

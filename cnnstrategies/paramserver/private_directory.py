@@ -115,7 +115,8 @@ def _remove_unused(path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path, ignore_errors=True)
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):  # These errors mean that another process holds the lock.
+        # With these two error numbers, another process holds the lock. Any other error is a failure.
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
             raise
     finally:
         os.close(lock)

@@ -167,7 +167,7 @@ class Gatekeeper:
         self._admitted = admitted
 
     def answer(self) -> None:
-        """Receive one request of libzmq, and answer it."""
+        """Receive one of libzmq's requests to admit a connection, and send the reply."""
         version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
         key = z85.encode(credentials[0]).decode("ascii") if mechanism == b"CURVE" and credentials else ""
         if key and self._admitted(key):

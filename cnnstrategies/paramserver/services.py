@@ -63,7 +63,7 @@ class Forked:
 
 
 def ending(code: int) -> str:
-    """Return a text that says how a process ended, from its exit code."""
+    """Return a text that says how a process with this exit code has ended, for an error message."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -94,7 +94,7 @@ class CoordinatorProcess:
     starter: int = field(default_factory=os.getpid)
 
     def run(self) -> None:
-        """Serve until the role ends, or until the parent process has ended."""
+        """Serve as the coordinator until the role ends, or until the parent process has ended."""
         journal = None if self.journal is None else JournalFile(Path(self.journal))
         with CoordinatorService(self.settings, load_keys(self.key_file), journal, self.follows) as coordinator:
             coordinator.run(lambda: os.getppid() != self.starter)
@@ -124,7 +124,7 @@ class ServerProcess:
     starter: int | None = None
 
     def run(self) -> None:
-        """Serve one run.
+        """Serve as a server of one run until the run has ended.
 
         Raises:
             RunEnded: The run cannot continue; the error message gives the reason.
@@ -133,7 +133,8 @@ class ServerProcess:
         """
         if self.starter is not None:
             end_with_parent(self.starter)
-        # Importing torch takes most of a program's start, and the coordinator does not need torch.
+        # torch is imported here and not at the top of the file, because the import takes most of the time to start a
+        # program, and the coordinator does not need torch.
         import torch
 
         from cnnstrategies.paramserver.drivers.server import ServerService
@@ -160,7 +161,7 @@ class ServerProcess:
             if not ended.clean:
                 raise
         except Exception as error:
-            # Report the failure from here. This process may have no supervision that would report it, and a server that
+            # Report the failure from here. There may be no supervision process that would report it, and a server that
             # leaves without a report counts as finished.
             reason = str(error) if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {error}"
             membership.end(f"server {self.address.id} failed: {reason}")
@@ -171,7 +172,7 @@ class ServerProcess:
 
 
 def load_keys(path: str | None) -> KeyPair | None:
-    """Load the run's keys from a file; return None if `path` is None, for a run without encryption."""
+    """Load the run's keys from a file. Return None if `path` is None, because the run is then not encrypted."""
     return None if path is None else KeyPair.load(path)
 
 
@@ -230,7 +231,8 @@ def serve(service: Service, dedicated: bool = False) -> int:
     except (ConfigurationError, OSError, zmq.ZMQError) as error:
         print(f"{type(service).__name__} cannot start: {error}", file=sys.stderr, flush=True)
         return 1
-    except Exception:  # An uncaught exception would end the interpreter regularly, which may wait for open sockets.
+    # After an uncaught exception, the interpreter could wait for open sockets at its end. So all exceptions are caught.
+    except Exception:
         traceback.print_exc()
         return 1
     return 0
@@ -253,8 +255,8 @@ def pass_on_termination(membership: Membership) -> None:
 def serve_and_exit(service: Service, dedicated: bool = False) -> NoReturn:
     """Run a service, and end the process; see :func:`serve`."""
     code = serve(service, dedicated)
-    # Nothing is left to clean up. A regular exit would print warnings of torch's libraries about memory that is not
-    # freed.
+    # The process has nothing left to clean up. With a regular exit, torch's libraries would print warnings about memory
+    # that is not freed.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

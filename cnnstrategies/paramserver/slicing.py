@@ -18,14 +18,14 @@ from cnnstrategies.paramserver.specification import DTYPES, Specification
 SHARED_BYTES = 1 << 18  # largest size, in bytes, of a slice with several parameters
 # Largest number of parameters in a slice. Messages have one bit for each parameter, in an integer below 2^63.
 MOST_SHARED = 63
-# A slice with several parameters must be small enough that each server could get this many slices of the same size.
+# A slice with several parameters must be so small that each server could have at least this many slices of this size.
 SLICES_OF_A_SERVER = 4
 MOST_STATES = 8  # largest number of state tensors that an optimizer keeps for a parameter, each of the parameter's size
 
 
 @dataclass(frozen=True)
 class Part:
-    """A range of elements of a flattened parameter, which belongs to a slice.
+    """A part of a slice: a range of elements of one flattened parameter.
 
     Attributes:
         parameter: Index of the parameter in `Specification.parameters`.
@@ -68,11 +68,11 @@ class Slice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor with the slice's values. It is flat if the slice has several parts."""
+        """Shape of the tensor with the slice's values. The tensor is one-dimensional if the slice has several parts."""
         return self.parts[0].shape if len(self.parts) == 1 else (self.numel,)
 
     def views(self, values: Tensor) -> list[Tensor]:
-        """Return a view for each part, in the part's shape, of a tensor with the slice's values."""
+        """Return a view of each part in the part's shape, from a tensor with the slice's values."""
         flat = values.view(-1).split_with_sizes(self.sizes)
         return [piece.view(part.shape) for piece, part in zip(flat, self.parts, strict=True)]
 
@@ -117,7 +117,8 @@ def _contents_of_slices(specification: Specification) -> list[tuple[list[Part], 
     shared_bytes = _shared_bytes(specification)
     group_of = {index: number for number, group in enumerate(specification.groups) for index in group.parameters}
     contents: list[tuple[list[Part], torch.dtype]] = []
-    # By parameter group and dtype: parts of the last slice for small parameters, and its size in bytes.
+    # By parameter group and dtype: parts of the slice to which the next small parameter is added, and size of the slice
+    # in bytes.
     filled: dict[tuple[int, torch.dtype], tuple[list[Part], int]] = {}
     for index, parameter in enumerate(specification.parameters):
         dtype = DTYPES[parameter.dtype]

@@ -15,12 +15,12 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.compression import AUTO, may_be_lossy, payload_names
 from cnnstrategies.paramserver.messages import InvalidMessageError
 
-Options = list[dict[str, Any]]  # For each parameter group: hyper-parameters by name.
+Options = list[dict[str, Any]]  # For each parameter group: a dictionary from names to values of the hyperparameters.
 Mode = Literal["sync", "async", "ssp", "local"]
 if TYPE_CHECKING:
     PushCompression = str
     PullCompression = str
-else:  # The command line's help lists these names, and its parser refuses other names.
+else:  # The type lists all names, so that the command line's help shows them and its parser refuses other names.
     PushCompression = Literal[(*payload_names(), AUTO)]
     PullCompression = Literal[(*payload_names(pulls=True), AUTO)]
 
@@ -29,7 +29,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """Name, shape and dtype of a parameter."""
+    """Name, shape and dtype of a trained parameter of the network."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Group:
 
     Attributes:
         parameters: Indices into `Specification.parameters`, in the order in which the optimizer holds the parameters.
-        options: By name: the group's hyper-parameters at the start of the run.
+        options: By name: the group's hyperparameters at the start of the run.
     """
 
     parameters: tuple[int, ...]
@@ -99,13 +99,16 @@ class RunOptions:
 
     @property
     def pulls_changes(self) -> bool:
-        """Whether workers may pull compressed differences (changes) instead of values; see :mod:`.server.store`."""
+        """Whether workers may pull changes instead of values: compressed differences from the values that they hold.
+
+        See :mod:`.server.store`.
+        """
         if self.pull_compression == AUTO:
             return self.aggregates
         return may_be_lossy(self.pull_compression)
 
     def _mistakes(self) -> Iterator[str]:
-        """Yield an error message for each mistake in the options. The error message contains the remedy."""
+        """Yield an error message for each mistake in the options. The error message says what the user must change."""
         yield from unknown_choices(
             self, {"mode": Mode, "compression": PushCompression, "pull_compression": PullCompression}
         )
@@ -165,7 +168,7 @@ class Specification(RunOptions):
 
     @property
     def itemsize(self) -> int:
-        """Size of an element, in bytes, in the parameters' largest dtype."""
+        """Number of bytes per element of the largest dtype among the parameters' dtypes."""
         return max((DTYPES[parameter.dtype].itemsize for parameter in self.parameters), default=1)
 
     @property
@@ -192,7 +195,7 @@ class Specification(RunOptions):
     def of(
         cls, named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer, workers: int, **options: Any
     ) -> "Specification":
-        """Return the specification for an optimizer, with the current hyper-parameters.
+        """Return the specification for an optimizer, with the current hyperparameters.
 
         Args:
             named_parameters: Names and parameters, as ``network.named_parameters()`` returns them. Parameters that the
@@ -202,7 +205,7 @@ class Specification(RunOptions):
             options: By name: other attributes of the specification.
 
         Raises:
-            ConfigurationError: A hyper-parameter cannot be sent to the servers, the optimizer holds a parameter that is
+            ConfigurationError: A hyperparameter cannot be sent to the servers, the optimizer holds a parameter that is
                 not among the named parameters, or an attribute is out of range.
         """
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -222,7 +225,7 @@ class Specification(RunOptions):
         return cls(infos, f"{kind.__module__}.{kind.__qualname__}", tuple(groups), workers, **options)
 
     def to_json(self) -> str:
-        """Return this specification as a JSON text."""
+        """Return this specification as a JSON text, from which :meth:`from_json` returns an equal specification."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -311,10 +314,10 @@ def too_small(options: object, least: Mapping[str, int]) -> Iterator[str]:
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the hyper-parameters of each parameter group by name, as values that JSON can represent.
+    """Return the hyperparameters of each parameter group by name, as values that JSON can represent.
 
     Raises:
-        ConfigurationError: A hyper-parameter is not a number, a string, None or a list of such values.
+        ConfigurationError: A hyperparameter is not a number, a string, None or a list of such values.
     """
     return [
         {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
@@ -330,7 +333,7 @@ def _plain(name: str, value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ConfigurationError(
-        f"the optimizer's hyper-parameter {name}={value!r} cannot be sent to the servers: use a number, a string or a "
+        f"the optimizer's hyperparameter {name}={value!r} cannot be sent to the servers: use a number, a string or a "
         "list of these"
     )
 
@@ -339,33 +342,33 @@ LARGEST_OPTION = 1e30
 
 
 def check_options(options: Any, groups: Sequence[Group]) -> Options:
-    """Check the hyper-parameters in a message, and return them.
+    """Check the hyperparameters in a message, and return them.
 
     Args:
         options: Contents of the message, which may be anything that JSON can represent.
         groups: The run's parameter groups.
 
     Raises:
-        InvalidMessageError: The names or the types of the hyper-parameters are not those of the parameter groups.
+        InvalidMessageError: The names or the types of the hyperparameters are not those of the parameter groups.
     """
     if not _can_replace(options, [group.options for group in groups]):
-        raise InvalidMessageError("hyper-parameters that do not fit the run's parameter groups")
+        raise InvalidMessageError("the hyperparameters do not fit the run's parameter groups")
     checked: Options = options
     return checked
 
 
 def check_before_sending(options: Sequence[Mapping[str, Any]], groups: Sequence[Group], step: int) -> None:
-    """Check a worker's hyper-parameters before they are sent.
+    """Check a worker's hyperparameters before they are sent.
 
-    Without this check the servers would drop the messages with invalid hyper-parameters, and the step would never end.
+    Without this check the servers would drop the messages with invalid hyperparameters, and the step would never end.
 
     Args:
-        options: The hyper-parameters of each parameter group by name.
-        groups: The parameter groups, with the hyper-parameters at the start of the run.
+        options: The hyperparameters of each parameter group by name.
+        groups: The parameter groups, with the hyperparameters at the start of the run.
         step: Number of the step, for the error message.
 
     Raises:
-        ConfigurationError: A hyper-parameter has another type than at the start of the run, or is not finite.
+        ConfigurationError: A hyperparameter has another type than at the start of the run, or is not finite.
     """
     for number, (values, group) in enumerate(zip(options, groups, strict=True)):
         for name, first in group.options.items():
@@ -373,13 +376,13 @@ def check_before_sending(options: Sequence[Mapping[str, Any]], groups: Sequence[
             if not _can_replace(option, first):
                 raise ConfigurationError(
                     f"step {step}: the servers cannot use {name}={values[name]} of parameter group {number}, which was "
-                    f"{first} at the start, because hyper-parameters can only change to finite numbers: check the "
+                    f"{first} at the start, because hyperparameters can only change to finite numbers: check the "
                     f"schedule of {name}"
                 )
 
 
 def _can_replace(value: Any, first: Any) -> bool:
-    """Return whether a hyper-parameter may change from its first value to another value.
+    """Return whether a hyperparameter may change from its first value to another value.
 
     Numbers may change to other finite numbers. Lists must keep their length, and dictionaries their keys. Other values
     must stay equal.

@@ -20,10 +20,10 @@ from cnnstrategies.paramserver.services import Handle, ending
 from cnnstrategies.runtime.processes import is_stopped
 
 COORDINATOR = "coordinator"
-POLL = 0.02  # seconds between two checks of the processes
-ASK_EVERY = 1.0  # seconds between two requests for the run's status
-ANSWER_SECONDS = 0.5  # longest time to wait for an answer of the coordinator
-GRACE = 5.0  # seconds that a process gets to end by itself, before it is killed
+POLL = 0.02  # seconds between two checks of the supervised processes
+ASK_EVERY = 1.0  # seconds between two requests to the coordinator for the run's status
+ANSWER_SECONDS = 0.5  # longest time, in seconds, to wait for a reply from the coordinator
+GRACE = 5.0  # seconds within which a process may end by itself before it is killed
 
 
 @dataclass
@@ -60,11 +60,11 @@ class Watched:
 
     @property
     def member(self) -> tuple[str, int, int]:
-        """Role, id and incarnation, by which the coordinator identifies the process."""
+        """Role, id and incarnation, with which the coordinator identifies the process."""
         return self.role, self.id, self.incarnation
 
     def end_silent(self) -> None:
-        """Kill the process because it is stopped or sends no heartbeats, and keep this as the reason."""
+        """Kill the process because it is stopped or sends no heartbeats, and set :attr:`reason`."""
         silence = f"was stopped, as by SIGSTOP, for {self.stopped:.0f} s" if self.stopped else "sent no heartbeat"
         self.reason = self.reason or f"{silence}, and is ended"
         self.stopped = 0.0
@@ -101,8 +101,9 @@ class Supervision:
         self.deaths: list[str] = []
         self._asked_at = self._heard_at = self._looked_at = time.monotonic()
         self._ended_at: float | None = None
-        self._over = False  # whether the coordinator's session is over
-        self._missed: set[tuple[str, int, int]] = set()  # members from which the coordinator received no heartbeats
+        self._over = False  # whether the coordinator has reported that its session is over
+        # Role, id and incarnation of the members that the coordinator has removed because it received no heartbeats.
+        self._missed: set[tuple[str, int, int]] = set()
         self._stopping = False
         self._own_keys = None if keys is None else KeyPair.create()
         self._peer = Peer(coordinator.role, coordinator.id, 0, process_number(self._own_keys))
@@ -121,7 +122,7 @@ class Supervision:
 
     @property
     def workers(self) -> list[Watched]:
-        """The supervised workers."""
+        """The workers among the supervised processes."""
         return [child for child in self.watched if child.role == WORKER]
 
     def _running(self, *roles: str) -> list[Watched]:
@@ -171,14 +172,15 @@ class Supervision:
         self._stopping = True
         for child in self._running():
             if child.reason or is_stopped(child.handle.pid):
-                child.end_silent()  # A stopped process would not end by itself.
+                child.end_silent()  # A stopped process cannot end by itself, so it is killed.
                 self.deaths.append(f"{child} {child.reason}")
                 print(self.deaths[-1], file=sys.stderr, flush=True)
         heard = time.monotonic()
         while not (at_once or self._over or self._ended_at is not None):
             if self.ask():
                 heard = time.monotonic()
-            # Give up at once if there is no live coordinator on this node. A live coordinator may only be slow.
+            # If no live coordinator is on this node, give up at once. A live coordinator may only be slow, so wait
+            # for its reply until the time-out.
             elif not self._coordinator_lives() or time.monotonic() - heard > self.coordinator.timeout:
                 break
             time.sleep(POLL)
@@ -207,11 +209,11 @@ class Supervision:
             return
         cut_off = self._was_cut_off(child, code)
         if cut_off is None:
-            return  # A later check decides.
+            return  # The cause of the end is not known yet, so a later check decides.
         killed = code < 0 or cut_off
         if code < 0 and child.role == WORKER and not self._over:
             self.ask()
-        # When a worker has finished, the other workers no longer admit a new one.
+        # Once a worker has finished, the other workers do not admit new workers, so a worker need not be replaced.
         finished = any(worker.code == 0 for worker in self.workers)
         over = (child.role == WORKER and (self._over or finished)) or (child.role == COORDINATOR and self._over)
         replaced = killed and child.restarts > 0 and self._ended_at is None and not over
@@ -219,22 +221,25 @@ class Supervision:
         death = f"{child} {how}"
         if killed or child.role != WORKER:
             self.deaths.append(death)
-        if killed:  # A process that ends by itself prints the reason itself.
+        if killed:  # A process that ends by itself prints the reason itself, so nothing is printed here.
             consequence = "it is started again" if replaced else "it is not replaced"
             if child.restarts and self._over:
                 consequence += ": restarts are possible only in the first session of a run"
             print(f"{death}; {consequence}", file=sys.stderr, flush=True)
         if child.role == COORDINATOR:
-            if not (replaced or self._over):  # The replacement of a coordinator continues the run from the journal.
+            if not (replaced or self._over):  # If the coordinator is replaced, the run continues from the journal.
                 self._run_ends()
         elif self._over:
             if child is self.workers[0]:
-                self._run_ends()  # The first worker is the parent of the current session's coordinator and servers.
+                # The first worker has started the coordinator and the servers of the current session, which therefore
+                # end with this worker.
+                self._run_ends()
         elif killed:
             fields = {"role": child.role, "id": child.id, "incarnation": child.incarnation, "process": child.handle.pid}
             self.send("died", {**fields, "how": how, "replaced": replaced})
         elif code < 128:
-            # Exit codes from 128 on are not errors: the user stopped the run with signal number `code - 128`.
+            # Exit codes from 128 on are not reported as errors, because the user has stopped the run with a signal (the
+            # signal's number is `code - 128`).
             self.send("end", {"message": death, "clean": False})
         if replaced:
             child.restarts -= 1
@@ -249,10 +254,8 @@ class Supervision:
     def _was_cut_off(self, child: Watched, code: int) -> bool | None:
         """Return whether a process ended by itself because it had lost the connection to the coordinator.
 
-        That is so if the coordinator received no heartbeats of this process before its end.
-
-        Returns:
-            None if the coordinator cannot be reached, so that a later call must decide.
+        This is the case if the coordinator received no heartbeats from the process before the process ended. Return
+        None if the coordinator cannot be reached now. A later call must then decide.
         """
         if not 0 < code < 128 or child.role == COORDINATOR or self._over or self._ended_at is not None:
             return False
@@ -261,7 +264,7 @@ class Supervision:
         now = time.monotonic()
         if child.ended is None:
             if not child.restarts or now - self._heard_at < self.coordinator.timeout / 2:
-                return False  # The coordinator answered until just now, so it has ended together with the run.
+                return False  # The coordinator still replied a short time ago, so it has ended together with the run.
             child.ended = now
         return None if now - child.ended < self.coordinator.appear else False
 
@@ -278,12 +281,14 @@ class Supervision:
             now: The time, in seconds.
         """
         # Count at most one second per check, because this process may also have been stopped, for example by Ctrl-Z.
+        # A pause of this process must not count as a pause of its child processes.
         passed, self._looked_at = min(now - self._looked_at, 1.0), now
         for child in self._running():
             child.stopped = child.stopped + passed if is_stopped(child.handle.pid) else 0.0
             limit = self.coordinator.timeout
             if child.role == COORDINATOR and child.restarts:
-                limit /= 2  # The coordinator must be killed and restarted before the members' time-out has passed.
+                # The coordinator must be killed and restarted before the members count it as dead.
+                limit /= 2
             if child.stopped > limit:
                 child.end_silent()
 
@@ -310,7 +315,7 @@ class Supervision:
         Members on this node that send no heartbeats are killed.
 
         Returns:
-            Whether the coordinator has answered.
+            Whether the coordinator has replied.
         """
         answer = self.send("status")
         if answer is None:
@@ -330,17 +335,17 @@ class Supervision:
         return True
 
     def send(self, kind: str, fields: Mapping[str, object] | None = None) -> Message | None:
-        """Send a request to the coordinator over a new connection, and wait briefly for the answer.
+        """Send a request to the coordinator over a new connection, and wait for the reply for `ANSWER_SECONDS`.
 
-        Each call also repeats the earlier requests that have no answer yet, so that a coordinator that was too busy to
-        answer still receives the reports of all deaths.
+        Each call also repeats the earlier requests that have no reply yet. A coordinator that was too busy to reply
+        thus still receives the reports of all deaths.
 
         Args:
             kind: Kind of the request.
             fields: Fields of the request.
 
         Returns:
-            The answer; None if it did not arrive in time.
+            The reply; None if it did not arrive in time.
         """
         number = next(self._numbers)
         answers: dict[int, Message | str] = {}

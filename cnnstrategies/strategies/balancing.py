@@ -41,7 +41,9 @@ def propose(
 
 
 def fitting(held: int, device: torch.device) -> float:
-    """Estimate how many samples or microbatches fit into the memory of a device at once; infinite on a CPU.
+    """Estimate how many samples or microbatches fit into the memory of a device at once.
+
+    On a CPU the result is infinite.
 
     The estimate assumes that the memory in use grows in proportion to the number of samples. Call this between two
     steps, when no activations are allocated.

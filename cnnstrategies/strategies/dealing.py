@@ -93,7 +93,7 @@ class Dealing:
             callbacks.append(Balance(self.deals, [self.stopwatch], gather()))
 
     def loader(self, dataloader: object) -> object:
-        """Return a loader of the same dataset whose batches are divided by shares; see :func:`by_shares`."""
+        """Return a loader of the same dataset whose batches are divided by shares, as :func:`by_shares` describes."""
         module = self._strategy.lightning_module
         assert module is not None
         return by_shares(dataloader, module.trainer, self.deals)

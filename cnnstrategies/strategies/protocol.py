@@ -71,7 +71,9 @@ class StrategyFacts:
         return attributes.get("strategy_name") or min(registered, key=len, default=kind.__name__)
 
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
-        """Return the strategy's rows of the start panel, as pairs of a name and a text; by default none.
+        """Return the strategy's rows of the start panel, as pairs of a name and a text.
+
+        By default there are no rows.
 
         Args:
             batch_size: Number of samples in a batch of one process; None if the number is not known.
@@ -99,7 +101,9 @@ class StrategyFacts:
 
     @property
     def environment(self) -> ClusterEnvironment | None:
-        """Lightning's cluster environment, which describes the run's processes; None for a strategy of one process.
+        """Lightning's cluster environment, which describes the run's processes.
+
+        The value is None for a strategy that trains with a single process.
 
         The cluster code uses it to connect the hosts, and to check the number of processes that were started.
         """
@@ -124,19 +128,24 @@ class StrategyFacts:
     # Checks by the command ``submit``
 
     def check_job(self, module: LightningModule, processes: int) -> None:
-        """Check whether the strategy can train a module on a number of processes; by default accept all modules.
+        """Check whether the strategy can train a module on a number of processes.
+
+        By default all modules are accepted.
 
         Raises:
             ConfigurationError: The strategy cannot train the module on this number of processes.
         """
 
     def loading_processes(self, processes: int) -> int:
-        """Return the number of processes that load data in a run of `processes` processes; by default all of them."""
+        """Return the number of processes that load data, in a run of `processes` processes.
+
+        By default all processes load data.
+        """
         return processes
 
     @property
     def server_options(self) -> "ParameterServerOptions | None":
-        """Options of the parameter servers; None for a strategy without servers."""
+        """Options of the parameter servers. The value is None for a strategy without servers."""
         return None
 
     # Network and data
@@ -156,12 +165,18 @@ class StrategyFacts:
 
     @property
     def parameters_per_device(self) -> Sequence[int] | None:
-        """Number of parameters on each device, if the devices hold different parameters; None otherwise."""
+        """Number of parameters on each device.
+
+        The value is None unless devices hold different parameters.
+        """
         return None
 
     @property
     def batch_shares(self) -> "Deals | None":
-        """The shares by which data modules divide global batches among the ranks; None for equal shares."""
+        """Shares by which data modules divide global batches among the ranks.
+
+        The value is None if all ranks get equal shares.
+        """
         return None
 
     @property
@@ -185,17 +200,26 @@ class StrategyFacts:
 
     @property
     def pipeline(self) -> "Pipeline | None":
-        """The pipeline engine that runs the network's stages; None for a strategy without stages, or before `setup`."""
+        """The pipeline engine that runs the network's stages.
+
+        The value is None for a strategy without stages, and before `setup`.
+        """
         return None
 
     @property
     def traffic(self) -> "Counters | None":
-        """Counters of this worker's bytes, steps and time of waiting for servers; None for a run without servers."""
+        """Counters of this worker's bytes and steps, and of its time of waiting for servers.
+
+        The value is None for a run without servers.
+        """
         return None
 
     @property
     def membership(self) -> "Membership | None":
-        """This worker's membership of a run with servers; None for other strategies, and while no session is open."""
+        """This worker's membership of a run with servers.
+
+        The value is None for other strategies, and while no session is open.
+        """
         return None
 
     @property
@@ -223,7 +247,9 @@ class StrategyFacts:
     # Stopping of the run
 
     def requested_stop(self) -> int | None:
-        """Return a stop signal that another process of the run, such as a server, has received; None if there is none.
+        """Return a stop signal that another process of the run, such as a server, has received.
+
+        Return None if no other process has received a stop signal.
 
         If the result is a signal on one rank, all ranks must return this signal sooner or later. The callback
         ``GracefulStop`` calls this method after steps.

@@ -125,7 +125,7 @@ class Servers:
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        """Hyper-parameters of every step, one dictionary for each parameter group."""
+        """Hyperparameters of every step, one dictionary for each parameter group."""
         return [group.options for group in self.specification.groups]
 
     def send(
@@ -147,7 +147,7 @@ class Servers:
         self.send(Kind.HELLO, pack_keys([]), contents, worker, step=step, base=base, encoding=Encoding.KEYS)
 
     def initialise(self) -> None:
-        """Send zeros as the first values of all slices."""
+        """Send zeros as the initial values of all slices."""
         for slice_ in self.slices:
             self._send_slice(Kind.VALUE, slice_.key, 0.0, slice_.servers)
 

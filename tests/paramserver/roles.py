@@ -163,7 +163,7 @@ class Roles:
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        """Hyper-parameters of a step, one dictionary for each parameter group."""
+        """Hyperparameters of a step, one dictionary for each parameter group."""
         return [dict(group.options) for group in self.specification.groups]
 
     def train(self, work: Callable[..., Any], *args: Any) -> list[Any]:
@@ -222,7 +222,7 @@ class PlainRoles(Roles):
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        """Hyper-parameters of a step, one dictionary for each parameter group."""
+        """Hyperparameters of a step, one dictionary for each parameter group."""
         return hyperparameters(self.optimizer)
 
 

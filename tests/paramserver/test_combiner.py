@@ -28,7 +28,7 @@ def test_workers_notice_their_own_removal_and_a_leader_that_went_back() -> None:
     assert worker.join() == 7
     assert parameters[0].tolist() == [1.0, 1.0]
     alive.discard(2)
-    with pytest.raises(RemovedError, match="worker 2 was taken for dead"):
+    with pytest.raises(RemovedError, match="worker 2 counts as dead"):
         worker.begin_step((), 1)
     alive.symmetric_difference_update({0, 2})
     shared_states[1].lead(5)

@@ -104,7 +104,7 @@ def test_a_push_is_dropped_until_the_workers_earlier_pushes_have_arrived(mode: d
     """Check a server that has just started, and a worker that leaves and comes back."""
     run = fresh(specify(PLAIN, 1, **mode), workers=())
     dropped = run.roles[0].dropped
-    reason = "a push of a worker whose pushes of earlier steps have not arrived"
+    reason = "the worker's pushes of earlier steps have not arrived"
     run.push(0)
     assert run.versions(0) == {0}
     assert dropped[reason] == len(run.slices)
@@ -130,7 +130,7 @@ def test_values_come_in_the_encoding_that_the_worker_asks_for(mode: Any) -> None
     assert got == [BF16.encoding, Encoding.DENSE, FP16.encoding, BF16.encoding, Encoding.DENSE]
     for base in (TopK.encoding << 1, OneBit.encoding << 1, Encoding.KEYS << 1, 1 << 20):
         pull(run, 0, base, keys=[0])
-    assert run.roles[0].dropped["a pull in an encoding that this run does not use for pulls"] == 4
+    assert run.roles[0].dropped["the pull requests an encoding that this run does not use for pulls"] == 4
 
 
 def test_message_numbers_outlive_a_connection_and_begin_again_with_a_new_server() -> None:

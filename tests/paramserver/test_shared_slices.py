@@ -86,7 +86,7 @@ def test_a_parameter_is_left_unchanged_only_if_no_worker_has_a_gradient() -> Non
     assert pushes.absent(shared.key, workers) == 0b010, "a worker that pushes nothing has no gradient of any part"
     assert pushes.absent(shared.key, workers[:1]) == 0b011, "pushes of workers outside the step do not count"
     for wrong in (0b1111, 0b10000, -1):
-        with pytest.raises(InvalidMessageError, match="the bits for parts without gradient do not fit the slice"):
+        with pytest.raises(InvalidMessageError, match="the bits that mark parts without a gradient do not fit"):
             Pushes().add(workers[0], shared, payload, Encoding.DENSE, wrong)
 
 

@@ -50,7 +50,8 @@ class Kubernetes(Launcher):
         host_name, number = environ.get("HOSTNAME", ""), environ.get("JOB_COMPLETION_INDEX")
         if number is None or not host_name.endswith(f"-{number}"):
             return None
-        # A TrainJob adds `-node-0` to its name, for its only replicated job `node`.
+        # The name of a TrainJob's Job is the TrainJob's name with the suffix `-node-0`, because its only replicated job
+        # is called `node`.
         job = re.sub(r"-node-0$", "", host_name.removesuffix(f"-{number}"))
         return f"kubernetes_{job}"
 

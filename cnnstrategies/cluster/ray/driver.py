@@ -99,7 +99,8 @@ class Driver:
         """
         self._ray = ray
         self._logs = [self.folder / f"node{number}.log" for number in range(self.nodes)]
-        # Number of bytes of each log that were already there or that the driver has printed.
+        # Size of the part of each log, in bytes, that must not be printed any more: the output of an earlier run, and
+        # the output that the driver has already printed.
         self._printed = [log.stat().st_size if log.exists() else 0 for log in self._logs]
         self._signal: int | None = None
         most = self.max_restarts

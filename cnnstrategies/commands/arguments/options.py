@@ -184,7 +184,7 @@ class PlanOptions:
     timetable: Path | None = None
 
     def samples_of_a_step(self, devices: int) -> int | None:
-        """Return the number of samples in a step over all devices; None if no option sets it."""
+        """Return the number of samples in a step over all devices. Return None if no option sets this number."""
         if self.batch_size is not None and self.batch_per_device is not None:
             raise ConfigurationError("batch_size and batch_per_device set the same number: leave one of them out")
         return self.batch_size if self.batch_per_device is None else self.batch_per_device * devices

@@ -87,7 +87,9 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
 def _samples(
     data: LightningDataModule, options: PlanOptions, devices: int, loading: int, accumulated: int
 ) -> int | None:
-    """Return the number of samples in a step over all devices; None if neither the options nor the data set it.
+    """Return the number of samples in a step over all devices.
+
+    Return None if neither the options nor the data module set this number.
 
     Afterwards the data module's batch size is the batch size of one process. Usually a trainer divides the global batch
     among the processes, but no trainer runs here.
@@ -137,7 +139,9 @@ def _states(model: LightningModule, options: PlanOptions) -> int:
 
 
 def _request(strategy: Any) -> LayoutRequest | None:
-    """Return the layout options of the strategy ``hybrid_pipeline`` in a configuration; None for other strategies.
+    """Return the layout options of the strategy ``hybrid_pipeline`` in a configuration.
+
+    Return None for all other strategies.
 
     Args:
         strategy: The configuration's value of ``trainer.strategy``. Options that it leaves out have their defaults.

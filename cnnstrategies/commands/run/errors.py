@@ -50,7 +50,9 @@ def check_trainer_names(trainer: Any) -> None:
 
 
 def located(name: Any) -> Any:
-    """Return the class, function or other object that a name in a configuration refers to; None if there is none.
+    """Return the class, function or other object that a name in a configuration refers to.
+
+    Return None if there is no object with this name.
 
     Args:
         name: An import path, the name of a class in `HOMES`, or the registered name of a strategy.

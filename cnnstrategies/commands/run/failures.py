@@ -132,7 +132,9 @@ def _in_other_words(message: str) -> str | None:
 
 
 def refusal_in(traceback: str) -> str | None:
-    """Return an error message of one line for the last error in a traceback; None if the user needs the traceback.
+    """Return an error message of one line for the last error in a traceback.
+
+    Return None if the user needs the traceback itself.
 
     Args:
         traceback: Text of the traceback from a spawned or forked rank.

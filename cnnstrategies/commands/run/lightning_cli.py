@@ -174,7 +174,7 @@ class CLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Do nothing, so that the model is built from the configuration only.
 
-        Lightning's method would replace the model's configuration by the hyper-parameters in the checkpoint, without a
+        Lightning's method would replace the model's configuration by the hyperparameters in the checkpoint, without a
         message, even if the user has set them on the command line. The method's name is private, and
         `tests/test_lightning_private.py` tests that it exists.
         """
@@ -272,7 +272,9 @@ class CLI(LightningCLI):
         self._run(self.trainer.predict, **{**kwargs, "return_predictions": False})
 
     def _run(self, function: Callable[..., Any], **kwargs: Any) -> None:
-        """Run a function of the trainer, from the right checkpoint. If it fails, end all processes that it has started.
+        """Run a function of the trainer from the configured checkpoint.
+
+        If the function fails, end all processes that the function has started.
 
         Args:
             function: The trainer's function, such as ``fit``.

@@ -31,7 +31,7 @@ FOUND = "CNNSTRATEGIES_CHECKPOINT"
 def checkpoint_of(
     trainer: Trainer, ckpt_path: Path | str | None, training: bool, name: str | None
 ) -> Path | str | None:
-    """Return the checkpoint to load; None if no checkpoint is loaded.
+    """Return the checkpoint to load, or None if no checkpoint is to be loaded.
 
     ``last`` and ``best`` are replaced by a file. A restarted run uses its own last checkpoint. A rank that another rank
     has started as a program uses the checkpoint that the starting rank has chosen, because the started rank may be

@@ -252,7 +252,7 @@ def part_of_hook(action: str, default_callbacks: Set[str]) -> str | None:
 
 
 class HostReads(OperationMode):  # type: ignore[no-untyped-call]
-    """Mode that counts how often the host reads the value of a tensor, and so waits for the device.
+    """Mode of torch that counts how often the host reads a tensor's value, because each read waits for the device.
 
     Attributes:
         places: Number of reads for each line of code, by ``file:line``.

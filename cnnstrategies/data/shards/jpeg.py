@@ -209,8 +209,8 @@ def _simplejpeg(jpeg: Cut, scale: int) -> Tensor:
     height, width = -(-jpeg.height // scale), -(-jpeg.width // scale)
     least = {"min_height": height, "min_width": width, "min_factor": scale} if scale > 1 else {}
     try:
-        # If the file has more data after the last unit, the decoder warns, and `strict` would turn the warning into an
-        # error.
+        # If the file has more data after the last unit, the decoder warns. `strict` would turn the warning into an
+        # error, so it is set only for files without such data.
         return torch.from_numpy(simplejpeg.decode_jpeg(jpeg.data, strict=jpeg.exact, **least))
     except ValueError as error:
         raise BrokenImageError(str(error)) from error

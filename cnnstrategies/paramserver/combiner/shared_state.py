@@ -13,9 +13,9 @@ from torch import Tensor
 from cnnstrategies.errors import ConfigurationError
 
 NEVER = -1
-_ALIGNED = 64  # bytes of a cache line
-_LED, _BEGUN, _ENDED = range(3)  # indices of the worker's own marks, which do not belong to a parameter
-_HEAD = 3  # number of the worker's own marks
+_ALIGNED = 64  # Gradients and values begin at multiples of this number of bytes, the size of a cache line.
+_LED, _BEGUN, _ENDED = range(3)  # indices of the marks that belong to the worker as a whole, not to a parameter
+_HEAD = 3  # number of the marks that belong to the worker as a whole
 _lock = threading.Lock()
 
 
@@ -53,16 +53,16 @@ class SharedState:
                 area.append(flat.view(parameter.shape))
                 place += _padded(parameter.nbytes)
 
-    # Gradients of this worker
+    # The gradients of this worker
 
     @property
     def begun(self) -> int:
-        """Last step that this worker has begun; :data:`NEVER` before its first step."""
+        """Number of the last step that this worker has begun; :data:`NEVER` before its first step."""
         return self._read(_BEGUN)
 
     @property
     def ended(self) -> int:
-        """Last step whose gradients are all published; :data:`NEVER` before the end of the first step."""
+        """Number of the last step whose gradients are all published; :data:`NEVER` before the end of the first step."""
         return self._read(_ENDED)
 
     @property
@@ -71,7 +71,7 @@ class SharedState:
         return float(self._samples[0])
 
     def begin(self, step: int, samples: float) -> None:
-        """Begin a step: the gradients published from now on belong to it.
+        """Begin a step. The gradients that are published from now on belong to this step.
 
         Args:
             step: Number of the step.
@@ -81,27 +81,33 @@ class SharedState:
         self._write(_BEGUN, step)
 
     def publish_gradient(self, index: int, gradient: Tensor, step: int) -> None:
-        """Publish a parameter's gradient of the step that was begun last."""
+        """Publish a parameter's gradient for the other workers of the node.
+
+        Args:
+            index: Index of the parameter.
+            gradient: The gradient.
+            step: Number of the step that was begun last.
+        """
         self.gradients[index].copy_(gradient)
         fence()
         self._gradient_steps[index] = step + 1
 
     def has_gradient(self, index: int, step: int) -> bool:
-        """Return whether this worker has published a parameter's gradient of a step."""
+        """Return whether this worker has published the gradient of a parameter for a step."""
         if self._gradient_steps[index] != step + 1:
             return False
         fence()
         return True
 
     def end(self, step: int) -> None:
-        """End a step: parameters whose gradients were not published have no gradient in this step."""
+        """End a step. Parameters whose gradients were not published have no gradient in this step."""
         self._write(_ENDED, step)
 
     # Values, if this worker leads its node
 
     @property
     def led(self) -> int:
-        """Step with which this worker began to lead; :data:`NEVER` if it does not lead."""
+        """Number of the step with which this worker began to lead the node; :data:`NEVER` if it is not the leader."""
         return self._read(_LED)
 
     def lead(self, step: int) -> None:
@@ -113,13 +119,19 @@ class SharedState:
         self._write(_LED, step)
 
     def publish_value(self, index: int, value: Tensor, mark: int) -> None:
-        """Publish a parameter's value, with a mark that says to which step the value belongs."""
+        """Publish a parameter's value for the other workers of the node.
+
+        Args:
+            index: Index of the parameter.
+            value: The value.
+            mark: Number that shows to which step the value belongs; see :attr:`.CombinedWorker._mark`.
+        """
         self.values[index].copy_(value)
         fence()
         self._value_marks[index] = mark + 1
 
     def has_value(self, index: int, mark: int) -> bool:
-        """Return whether a parameter's value is published with this mark or a larger one."""
+        """Return whether a parameter's value is published with the mark `mark` or a larger mark."""
         if self._value_marks[index] <= mark:
             return False
         fence()
@@ -170,7 +182,7 @@ class SharedMemory:
         size: Size in bytes.
 
     Attributes:
-        own: The memory.
+        content: The memory.
         where: Host name, process id and file descriptor, from which :func:`open_shared` opens the memory in the node's
             other processes.
     """
@@ -178,11 +190,14 @@ class SharedMemory:
     def __init__(self, size: int) -> None:
         self._file = os.memfd_create("combiner")
         os.truncate(self._file, size)
-        self.own = memoryview(mmap.mmap(self._file, size))
+        self.content = memoryview(mmap.mmap(self._file, size))
         self.where = [socket.gethostname(), os.getpid(), self._file]
 
     def opened(self) -> None:
-        """Close the file descriptor. Call this when all other workers have opened the memory, which stays mapped."""
+        """Close the file descriptor of the memory. The memory stays mapped.
+
+        Call this when all other workers of the node have opened the memory.
+        """
         os.close(self._file)
 
 

@@ -58,23 +58,29 @@ class CombinedWorker:
         self._pause = pause
         self._codecs = codecs
         self._engine: Worker | None = None
-        self._leader: int | None = None  # rank of the worker from whose shared state values are taken
-        self._value_marks = [NEVER] * len(parameters)  # By parameter: the mark of its value in this worker.
-        self._exact = False  # whether to wait for the servers' own values, which are not rounded by a compression
+        # Rank of the leader whose published values this worker takes; None before a leader is known.
+        self._leader: int | None = None
+        self._value_marks = [NEVER] * len(parameters)  # By parameter index: mark of the parameter's value.
+        self._exact = False  # whether to wait for the servers' exact values, which no compression has rounded
         self._first_state: tuple[Mapping[str, Any] | None] | None = None
-        self._batches_to_skip = 0  # number of batches that belong to steps made without this node
+        self._batches_to_skip = 0  # number of batches to skip, because their steps were made without this node
         self._groups: Sequence[Mapping[str, Any]] = ()
         # By rank: number of samples in the current step; None until all workers of the node have begun the step.
         self._weights: dict[int, float] | None = None
-        self._open: dict[int, None] = {}  # indices of the parameters that this leader still has to push, in order
-        self._sums: list[Tensor | None] = [None] * len(parameters)  # By parameter: buffer for the mean gradient.
+        # Indices of the parameters whose mean gradients this leader still has to push, in the order of the pushes.
+        self._open: dict[int, None] = {}
+        # By parameter index: buffer for the mean gradient; None before the buffer is needed.
+        self._sums: list[Tensor | None] = [None] * len(parameters)
         self._staging = staging_for(parameters)
         self._counters = Counters()
         self._waited = 0.0  # seconds spent waiting for other workers of the node
 
     @property
     def leader(self) -> int | None:
-        """Rank of the leader whose values this worker takes. After a change of the leader, a step may be skipped."""
+        """Rank of the leader whose values this worker takes; None before a leader is known.
+
+        If the leader changes, the batches of some steps may have to be skipped.
+        """
         return self._leader
 
     @property
@@ -84,7 +90,7 @@ class CombinedWorker:
 
     @property
     def counters(self) -> Counters:
-        """Bytes, steps and times of this worker. Bytes are 0 unless this worker leads."""
+        """Counters of this worker's traffic, steps and waiting time. Only a leader has traffic with the servers."""
         counters = self._counters
         counters.seconds_waited = self._waited
         if self._engine is not None:
@@ -111,8 +117,8 @@ class CombinedWorker:
         """
         self._follow_leader()
         if self._engine is None:
-            # Servers wait some seconds for a HELLO of each worker. In addition, a worker that cannot reach the servers
-            # should report the error now, and not when it becomes leader.
+            # Servers wait some seconds for a HELLO from each worker, so this worker connects to them once. If it cannot
+            # reach the servers, it thus reports the error now, and not when it becomes the leader.
             visitor = self._connect(lambda index, value: None)
             visitor.meet()
             visitor.close()
@@ -137,13 +143,14 @@ class CombinedWorker:
         return skipped
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
-        """Begin a step: its gradients are pushed next.
+        """Begin a step. The gradients that are pushed next belong to this step.
 
         Args:
             groups: Hyperparameters of each parameter group.
             samples: Number of samples in this worker's batch.
         """
-        # This also raises an error in a worker that was taken for dead, even if the worker need not wait.
+        # This call also raises the error in a worker that counts as dead. `wait_all` alone would not raise it if all
+        # parameters are up to date.
         self._follow_leader()
         self.wait_all()
         if self._batches_to_skip:
@@ -157,7 +164,12 @@ class CombinedWorker:
             self._push_means(self._engine)
 
     def push(self, index: int, gradient: Tensor) -> None:
-        """Publish a parameter's gradient in shared memory; the leader pushes the mean of the node's gradients."""
+        """Publish a parameter's gradient in shared memory. The leader pushes the mean of the node's gradients.
+
+        Args:
+            index: Index of the parameter.
+            gradient: The gradient.
+        """
         if self._batches_to_skip:
             return
         if self._staging is None:
@@ -173,7 +185,7 @@ class CombinedWorker:
             self._push_means(self._engine)
 
     def _publish_fetched(self, wait: bool = False) -> None:
-        """Publish the gradients whose copies from the GPU are finished.
+        """Publish the gradients that have been copied from the GPU to the host.
 
         Args:
             wait: Wait for all copies, and publish all gradients.
@@ -183,7 +195,7 @@ class CombinedWorker:
                 self._publish(index, gradient)
 
     def end_step(self) -> None:
-        """Finish the step: parameters that were not pushed have no gradient."""
+        """End the step. Parameters whose gradients were not pushed have no gradient in this step."""
         self._counters.steps += 1
         if self._batches_to_skip:
             self._batches_to_skip -= 1
@@ -237,7 +249,7 @@ class CombinedWorker:
         published = {rank: weight for rank, weight in weights.items() if self._states[rank].has_gradient(index, step)}
         if not published:
             return None
-        # A live worker without a gradient counts as a gradient of zeros, as the servers count it.
+        # If a live worker has no gradient, its gradient counts as zeros in the mean, as in the servers' mean.
         total = sum(weight for rank, weight in weights.items() if rank in alive or rank in published)
         parts = [(weight, self._states[rank].gradients[index]) for rank, weight in sorted(published.items())]
         if parts[0][0] == total:
@@ -268,7 +280,7 @@ class CombinedWorker:
         Raises:
             ServersUnreachableError: The leader has received nothing from the servers within the time-out, or the
                 servers have lost steps.
-            RemovedError: This worker was taken for dead.
+            RemovedError: The coordinator counts this worker as dead.
         """
         while self._engine is None and self._value_marks[index] < self._mark:
             if not self._take(index):
@@ -281,7 +293,7 @@ class CombinedWorker:
 
     def wait_all(self) -> None:
         """Wait until all parameters are up to date. Raises the same errors as :meth:`wait`."""
-        # If the leader changes during the wait, the marks change too, and all values must be awaited again.
+        # If the leader changes during the wait, the marks also change, so the loop waits for all values again.
         while self._engine is None and min(self._value_marks, default=self._mark) < self._mark:
             for index in range(len(self._parameters)):
                 self.wait(index)
@@ -305,21 +317,24 @@ class CombinedWorker:
         return self._engine.optimizer_state()
 
     def interrupt(self) -> None:
-        """Report that something other than training happens before the next step, so that its time is not measured."""
+        """Report that something other than training happens before the next step, such as validation.
+
+        The time of this step is then not used to choose compressions under ``auto``.
+        """
         if self._engine is not None:
             self._engine.interrupt()
 
     def close(self) -> None:
-        """Close the connection to the servers, if this worker has one."""
+        """Close the connection to the servers. A worker that is not the leader has no connection."""
         if self._engine is not None:
             self._engine.close()
 
     @property
     def _mark(self) -> int:
-        """Mark of the values to wait for.
+        """Mark of the values for which this worker must wait.
 
-        The mark is twice the step for values that a compression may have rounded, and 1 more for the servers' own
-        values.
+        Values that a compression may have rounded have twice the number of their step as their mark. The mark of the
+        servers' exact values is larger by 1.
         """
         return 2 * self.step + self._exact
 
@@ -347,15 +362,15 @@ class CombinedWorker:
     # The leader
 
     def _follow_leader(self) -> None:
-        """Determine the node's leader, and become leader if it is this worker.
+        """Determine the node's leader. If this worker must lead now, become the leader.
 
         Raises:
-            RemovedError: This worker was taken for dead.
-            ServersUnreachableError: The servers do not answer, or have lost steps.
+            RemovedError: The coordinator counts this worker as dead.
+            ServersUnreachableError: The servers do not reply, or have lost steps.
         """
         alive = self._alive()
         if self._rank not in alive:
-            raise RemovedError(f"worker {self._rank} was taken for dead: it must join again as a new incarnation")
+            raise RemovedError(f"worker {self._rank} counts as dead: it must join again as a new incarnation")
         leader = min(rank for rank in self._states if rank in alive)
         if leader == self._leader:
             return
@@ -369,7 +384,7 @@ class CombinedWorker:
         """Become the node's leader: connect to the servers, and finish the last leader's step if necessary."""
         self._leader, self._exact = self._rank, True
         if self._staging is not None:
-            self._staging.settle()  # From now on, the connection copies values to the GPU.
+            self._staging.settle()  # Wait for all copies to the GPU, because the connection makes them from now on.
         self._engine = self._connect(self._on_arrival)
         if self._first_state is not None and not self.step:
             self._engine.initialise(*self._first_state)
@@ -402,6 +417,6 @@ class CombinedWorker:
             )
 
     def _on_arrival(self, index: int, value: Tensor) -> None:
-        """Publish a parameter's new value from the servers for the node's other workers."""
+        """Publish a parameter's new value, which has arrived from the servers, for the node's other workers."""
         assert self._engine is not None
         self._own_state.publish_value(index, value, 2 * self._engine.step + self._exact)

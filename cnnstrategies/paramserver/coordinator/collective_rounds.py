@@ -2,7 +2,7 @@
 
 Here a collective is an operation of the workers through the coordinator: each worker contributes a value, and receives
 the values of all workers. Collectives are numbered. A collective is complete once every worker of the group has
-contributed.
+contributed. A boundary is a collective between two steps at which the workers that wait for admission enter the group.
 """
 
 import math
@@ -16,16 +16,17 @@ from cnnstrategies.paramserver.coordinator.settings import WORKER
 from cnnstrategies.paramserver.core.node import Buffer, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
 
-# Name of the collective that follows a boundary that has admitted workers. The admitted workers begin with it.
+# Name of the collective that all workers call directly after a boundary at which workers were admitted. It is the first
+# collective of the admitted workers.
 ADMITTED = "admitted"
-# Field of messages. In a request: whether the worker may be admitted between two boundaries. In the reply to a worker
-# that was admitted between two boundaries: number of the last boundary's collective.
+# Name of a field of messages. In a request, the field says whether the worker may be admitted between two boundaries.
+# In the reply to a worker that was admitted between two boundaries, it is the number of the last boundary.
 MIDWAY = "midway"
 UNEVEN = (
     "one worker has finished an epoch or its training while another worker continues; give all workers the same number "
     "of batches, and stop all workers at the same step (trainer.should_stop)"
 )
-MOST_NAMED = 4  # largest number of members that a message names one by one
+MOST_NAMED = 4  # largest number of members that an error message names one by one
 
 
 class CollectiveWait(NamedTuple):
@@ -68,7 +69,7 @@ class _Result:
     view: int = 0
     frames: list[Buffer] = field(default_factory=list)
     admitted: list[int] = field(default_factory=list)
-    midway: int | None = None  # for workers admitted between two boundaries: number of the last boundary's collective
+    midway: int | None = None  # number of the last boundary, for workers that were admitted after it; None for others
 
     def message(self, request: int, joined: bool) -> Message:
         fields = {"sequence": self.sequence, "ids": self.ids, "sizes": self.sizes, "joined": joined}
@@ -108,17 +109,21 @@ class Rounds:
         self._dispatcher = dispatcher
         self._answer = answer
         self.sequence = 0
-        self._log: dict[int, _Result] = {}  # By number: results of the collectives before the end of the set-up.
-        self._pending: dict[int, _Contribution] = {}  # By worker: contributions to the current collective.
-        self._flags: tuple[bool, bool] = (False, False)  # whether the current collective has `seal` and `boundary`
-        self._joiners: dict[int, _Contribution] = {}  # By worker: contributions of workers that wait for admission.
-        self._boundary: _Result | None = None  # result of the last boundary
+        # By number of the collective: results of the collectives before the end of the set-up.
+        self._log: dict[int, _Result] = {}
+        # By worker id: the worker's contribution to the current collective.
+        self._pending: dict[int, _Contribution] = {}
+        # Whether the current collective has the flag `seal`, and whether it has the flag `boundary`.
+        self._flags: tuple[bool, bool] = (False, False)
+        # By worker id: the contribution of each worker that waits for admission.
+        self._joiners: dict[int, _Contribution] = {}
+        self._boundary: _Result | None = None  # result of the last boundary; None before the first boundary
         self._operation = ""  # name of the last complete collective
-        # Results that wait until all servers have seen a view. For each result: the contributions to which it is the
-        # reply, each with whether its worker is newly admitted.
+        # Results that must not be sent before all servers have seen the result's view. Each result comes with the
+        # contributions that it answers, and for each contribution with whether its worker is newly admitted.
         self._held_results: list[tuple[_Result, list[tuple[_Contribution, bool]]]] = []
-        # By worker: its last contribution, the result that was sent, and whether the worker was newly admitted. A
-        # worker that repeats the request gets the same result again.
+        # By worker id: the worker's last contribution, the result that was sent to the worker, and whether the worker
+        # was newly admitted. A worker that repeats the request gets the same result again.
         self._sent: dict[int, tuple[_Contribution, _Result, bool]] = {}
 
     def collect(self, member: Member, message: Message) -> str | None:
@@ -128,7 +133,7 @@ class Rounds:
             member: The worker.
             message: The worker's request.
 
-        Returns the reason why the run cannot go on; None if it can.
+        Returns an error message if the run cannot go on. Returns None if it can.
 
         Raises:
             ControlError: A field of the request is missing or invalid.
@@ -139,7 +144,7 @@ class Rounds:
         midway = message.fields.get(MIDWAY) is True
         contribution = _Contribution(peer, message.request, sequence, operation, message.frames, midway)
         if sequence < member.last_collective:
-            return None  # This is a late copy of an old request: the worker has received the result.
+            return None  # This is a late copy of an old request. The worker already has the result, so nothing is sent.
         member.last_collective = sequence
         if identity in self._sent:
             last, result, joined = self._sent[identity]
@@ -168,7 +173,10 @@ class Rounds:
         return None
 
     def go_on(self) -> None:
-        """Complete the current collective, admit workers and send results, as far as the membership now allows it."""
+        """Act on a change of the membership, or of the views that servers have seen.
+
+        Complete the current collective, admit waiting workers and send held results, if this is now possible.
+        """
         self._complete()
         self._admit_midway()
         held, self._held_results = self._held_results, []
@@ -177,7 +185,10 @@ class Rounds:
 
     @property
     def over(self) -> str | None:
-        """Error message if workers wait for admission, but no worker is left in the group; None otherwise."""
+        """Error message for the end of the run, if workers wait for admission but the group has no workers left.
+
+        The value is None as long as the run can go on.
+        """
         if self._joiners and not self._roster.group:
             names = ", ".join(_workers(self._joiners))
             return f"training is over: no worker is left that could admit {names}"
@@ -190,7 +201,10 @@ class Rounds:
         self._sent.pop(worker, None)
 
     def _complete(self) -> None:
-        """Complete the current collective if all workers of the group have contributed."""
+        """Complete the current collective if all workers of the group have contributed to it.
+
+        A boundary is not completed while worker 0 is lost.
+        """
         roster = self._roster
         if len(self._pending) < max(1, len(roster.group)) or not roster.group <= self._pending.keys():
             return
@@ -222,11 +236,12 @@ class Rounds:
         self._send_when_seen(result, replies)
 
     def _admit_midway(self) -> None:
-        """Admit workers between two boundaries if the conditions in this class's docstring hold."""
+        """Admit workers between two boundaries, if the conditions in the docstring of :class:`Rounds` are met."""
         boundary, roster = self._boundary, self._roster
         if not self._joiners or boundary is None or self._pending or self._held_results:
             return
-        # If the boundary admitted workers, the collective `ADMITTED` follows and must be complete.
+        # If workers were admitted at the boundary, the collective `ADMITTED` follows the boundary, and must be complete
+        # before other workers are admitted.
         since = self.sequence - 1 - boundary.sequence
         if since != bool(boundary.admitted) or (since and self._operation != ADMITTED):
             return
@@ -258,8 +273,8 @@ class Rounds:
     def _send(self, contribution: _Contribution, result: _Result, joined: bool) -> None:
         peer = contribution.peer
         last, *_ = self._sent.get(peer.id, (contribution,))
-        # A held result may be sent after the worker has received it in another reply, and has gone on to a later
-        # collective.
+        # The worker may have received a held result in another reply, and may have gone on to a later collective. The
+        # record of the later collective must then stay.
         if last.peer != peer or last.sequence <= contribution.sequence:
             self._sent[peer.id] = contribution, result, joined
         self._answer(peer, result.message(contribution.request, joined))
@@ -273,13 +288,13 @@ class Rounds:
 
     @property
     def _awaited_writer(self) -> list[int]:
-        """A list with worker 0 if it is lost and not back yet; otherwise an empty list."""
+        """A list with the id of worker 0 if this worker is lost and was not replaced yet; otherwise an empty list."""
         present = self._roster.group | self._joiners.keys()
         return [] if WRITER in present or self._roster.has_left(WRITER) else [WRITER]
 
     @property
     def waits(self) -> list[CollectiveWait]:
-        """The current waits of workers for other workers or for servers."""
+        """The waits of workers, in collectives or for admission, with the workers or servers for which they wait."""
         group = _workers(self._roster.group)
         waits = []
         if self._pending:
@@ -297,7 +312,7 @@ class Rounds:
         return waits
 
     def deadlock(self) -> list[CollectiveWait]:
-        """Return two waits that block each other; an empty list if there is no deadlock.
+        """Return two waits that block each other. Return an empty list if there is no deadlock.
 
         In a deadlock some workers wait in a collective for the other workers, and these need pushes of the waiting
         workers before they can finish their step and reach the collective.

@@ -30,9 +30,9 @@ from cnnstrategies.paramserver.core.node import Buffer, ControlError, Effects, E
 from cnnstrategies.paramserver.core.requests import DONE, PROBE, REFUSED, UNKNOWN, Answering
 
 TICK = "tick"
-# Fields of a handler's reply; None if the reply is sent later.
+# Result of a method that handles a request: fields of the reply by name; None if the reply is sent later.
 Fields = Mapping[str, object] | None
-# Fraction of the time-out. If this much time passes without an event, the coordinator's process was stopped meanwhile.
+# If no event occurs for longer than this fraction of the time-out, the coordinator's process was stopped in that time.
 STOPPED_FRACTION = 0.25
 
 
@@ -40,12 +40,13 @@ class Coordinator:
     """The role of the coordinator. It serves registrations, views, collectives and chunks of samples for one session.
 
     Attributes:
-        answering: The requests that members have sent.
+        answering: The requests that members have sent, and their replies.
         roster: The members of the run.
-        dispatcher: The chunks of samples.
-        rounds: The collectives.
+        dispatcher: The assignment of chunks of samples to workers.
+        rounds: The collectives of the workers.
         ended: The message with which the run has ended; None before the end.
-        signal: Number of the signal that a member has received, after which all members must stop; 0 before.
+        signal: Number of the first signal that a member has received, after which all members must stop; 0 if no member
+            has received a signal.
         specification: The run's specification, as JSON in one frame; None before the first worker has sent it.
     """
 
@@ -62,15 +63,18 @@ class Coordinator:
         self.ended: Message | None = None
         self.signal = 0
         self.specification: Sequence[Buffer] | None = None
-        self._awaiting_specification: dict[Peer, int] = {}  # By member: number of its request for the specification.
+        # By member that waits for the specification: number of its request.
+        self._awaiting_specification: dict[Peer, int] = {}
         self._deadlock: list[CollectiveWait] = []
         self._deadlock_since = 0.0
-        # The view that all servers must see before a result can be sent, and the time since which the result waits.
+        # Number of the view that all servers must see before a collective's result can be sent (0 if no result waits),
+        # and the time since which the result waits.
         self._view, self._view_since = 0, 0.0
-        self._stopping: float | None = None  # time at which a supervision requested the end
-        # By node: number that identifies the node's supervision.
+        self._stopping: float | None = None  # time at which a supervision process requested the end; None before
+        # By number of the node: random number that identifies the node's supervision process.
         self._supervisions = {0: settings.supervisor} if settings.supervisor else {}
-        # By kind of message: the handler. A process may send these messages after its registration.
+        # By kind of request: the method that handles it. Servers and workers may send these requests after their
+        # registration.
         common_handlers: dict[str, Callable[[float, Member, Message], Fields]] = {
             "leave": self._leave,
             "get": self._get,
@@ -105,7 +109,10 @@ class Coordinator:
         return [Timer(TICK, now + self._tick)]
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
-        """Act on a message from a watcher, or on a message that belongs to this session."""
+        """Act on a message from a watcher, or on a message that belongs to this session.
+
+        Messages of other sessions are dropped. If this session is over, a message of a later session ends this role.
+        """
         if sender.role == status.WATCHER:
             awake_time = now - self._stopped_seconds
             waits = [*self.rounds.waits, *self.rounds.deadlock()[1:]]
@@ -208,14 +215,15 @@ class Coordinator:
             self._finish(": ".join(["no worker can go on", "; ".join(map(str, deadlock)), UNEVEN]))
 
     def _after_change(self, now: float) -> None:
-        """Continue the collectives after an event. If a supervision has requested the end, end this role when possible.
+        """Continue the collectives after an event, and end this role if a supervision process has requested the end.
 
-        The role can end once all members are gone.
+        The role ends once all members are gone, and no process is expected that has never registered. After the
+        time-out, the role no longer waits for expected processes.
         """
         if self._stopping is not None and not self.roster.members:
             late = now - self._stopping > self._settings.timeout
             if late or not self.roster.missing():
-                self._effects.append(End("a supervision requested the end", clean=True))
+                self._effects.append(End("a supervision process requested the end", clean=True))
         if self.ended is None:
             self.rounds.go_on()
             if (reason := self.rounds.over) is not None:
@@ -225,14 +233,18 @@ class Coordinator:
 
     def _hello(self, now: float, sender: Peer, message: Message) -> None:
         if self.roster.gone.get(sender):
-            return  # This is a late copy of the registration of a process that has left already.
+            return  # This is a late copy of a registration whose process has left, so no reply is needed.
         if (end := self._end_for(sender)) is not None:
             self._send(sender, Message(REFUSED, end, request=message.request))
         elif self.roster.admit(now, sender, message):
             self._send(sender, Message(DONE, self.roster.view_message.fields, request=message.request))
 
     def _refuse(self, sender: Peer, message: Message) -> None:
-        """Tell a process that is not a member why it cannot take part, if the run is over or does not admit it."""
+        """Act on a message from a process that is not a member.
+
+        Send the `ended` message with the reason, if the run has ended or refuses the process. A process that has left
+        may repeat its request to leave, and then gets the reply again.
+        """
         if self.roster.gone.get(sender):
             if message.kind == "leave":
                 self._send(sender, Message(DONE, request=message.request))
@@ -241,7 +253,11 @@ class Coordinator:
             self._send(sender, Message("ended", end))
 
     def _end_for(self, sender: Peer) -> Fields:
-        """Return the fields of the message that ends a process that is not a member; None if it may register."""
+        """Return the fields of the `ended` message for a process that is not a member.
+
+        Such a process gets this message if it was refused, or if the run has ended. Return None if the process may
+        register.
+        """
         refusal = self.roster.refusal(sender)
         if refusal is not None:
             return {"message": refusal, "clean": False}
@@ -278,7 +294,7 @@ class Coordinator:
                 self._finish("the session is over: every worker has left", clean=True)
 
     def _forget(self, member: Member) -> None:
-        """Drop the requests and contributions of a process that is no longer a member."""
+        """Drop the requests and the contributions to collectives of a process that is no longer a member."""
         self.answering.forget(member.peer)
         self._awaiting_specification.pop(member.peer, None)
         if member.peer.role == WORKER:
@@ -287,7 +303,8 @@ class Coordinator:
                 self._leave_group(member.peer.id)
 
     def _leave_group(self, worker: int) -> None:
-        # This also concerns workers outside the group: a worker may take chunks before it is admitted.
+        # A worker may take chunks before it is admitted to the group, so the chunks of workers outside the group must
+        # also be assigned to other workers.
         self.dispatcher.lose(worker)
         if worker in self.roster.group:
             self.roster.group.discard(worker)
@@ -302,7 +319,10 @@ class Coordinator:
         return None
 
     def _put(self, now: float, member: Member, message: Message) -> Fields:
-        """Keep the specification if it is the first one, and send the kept one to the members that wait for it."""
+        """Keep the specification in the message, unless an earlier specification is kept already.
+
+        Send the kept specification to the members that wait for one.
+        """
         if self.specification is None:
             self.specification = message.frames
         for peer, request in self._awaiting_specification.items():
@@ -338,7 +358,10 @@ class Coordinator:
         return {"done": self.dispatcher.progress(number)} if message.flag("tell") else {}
 
     def _signal(self, now: float, member: Member, message: Message) -> Fields:
-        """Tell all members to stop because one member has received a signal. Only the first signal is passed on."""
+        """Tell all members to stop, because a member has received a signal.
+
+        If several members have received signals, the number of the first signal is sent.
+        """
         self.signal = self.signal or message.integer("signal")
         self.roster.tell_all(self._stopping_message())
         return {}
@@ -346,17 +369,17 @@ class Coordinator:
     def _stopping_message(self) -> Message:
         return Message("stopping", {"signal": self.signal})
 
-    # Messages from supervisions
+    # Messages from supervision processes
 
     def _handle_supervision(self, now: float, sender: Peer, message: Message) -> None:
-        # The supervision that started this process is known. For every other node, the first process that sends a
-        # message in the name of the node's supervision is accepted as its supervision.
+        # The number of the supervision process that started this coordinator is known. For every other node, the first
+        # process that sends a message as the node's supervision process is accepted, and all others are refused.
         known = self._supervisions.setdefault(sender.id, sender.process) if sender.id < self._settings.nodes else -1
         if known != sender.process:
-            raise ControlError(f"{message.kind}: the sender is not the supervision of node {sender.id}")
+            raise ControlError(f"{message.kind}: the sender is not the supervision process of node {sender.id}")
         handler = self._supervision_handlers.get(message.kind)
         if handler is None:
-            raise ControlError(f"a supervision must not send the request {message.kind!r}")
+            raise ControlError(f"a supervision process must not send the request {message.kind!r}")
         self._send(sender, Message(DONE, handler(now, sender, message) or {}, request=message.request))
 
     def _died(self, now: float, sender: Peer, message: Message) -> Fields:
@@ -376,7 +399,7 @@ class Coordinator:
         return {"silent": self.roster.silent, "ended": None if self.ended is None else dict(self.ended.fields)}
 
     def _stop(self, now: float, sender: Peer, message: Message) -> Fields:
-        """End the run for a supervision that has ended the members of its node.
+        """End the run at the request of a supervision process, which has already ended the members of its node.
 
         This role ends once the members on other nodes have confirmed the end, or after the time-out.
         """
@@ -402,7 +425,12 @@ class Coordinator:
         return self._end(now, member.peer, message)
 
     def _finish(self, text: str, clean: bool = False) -> None:
-        """End the run, and tell all members the reason. If the run has ended before, nothing changes."""
+        """End the run, and send the reason to all members. If the run has already ended, nothing changes.
+
+        Args:
+            text: Reason of the end, for the user.
+            clean: Whether the run ends as planned.
+        """
         if self.ended is None:
             self.ended = Message("ended", {"message": text, "clean": clean})
             self.roster.tell_all(self.ended)

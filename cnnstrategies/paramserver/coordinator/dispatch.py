@@ -36,10 +36,10 @@ class Share:
 
     Attributes:
         held: Assigned chunks that are not processed yet, in the order of their assignment.
-        finished: Number of positions in the chunks that are processed.
-        taken: Number of positions in all assigned chunks.
-        last_ordinal: Number of the worker's last request; -1 before the first request.
-        last_answer: The chunk in the reply to the last request. It is empty if no samples were left.
+        finished: Number of samples in the chunks that the worker has processed.
+        taken: Number of samples in all chunks that were assigned to the worker.
+        last_ordinal: Number of the worker's last request for a chunk of this epoch; -1 before the first request.
+        last_answer: The chunk in the reply to the worker's last request. The chunk is empty if no samples were left.
     """
 
     held: deque[Chunk] = field(default_factory=deque)
@@ -49,17 +49,22 @@ class Share:
     last_answer: Chunk | None = None
 
     def advance(self, processed: int) -> None:
-        """Note the total number of positions that the worker has processed in this epoch."""
+        """Record how many samples of this epoch the worker has processed, and drop the chunks that are finished.
+
+        Args:
+            processed: Total number of samples that the worker has processed in this epoch.
+        """
         while self.held and self.finished + len(self.held[0]) <= processed:
             self.finished += len(self.held.popleft())
 
 
 @dataclass
 class Epoch:
-    """The chunks of one epoch.
+    """The chunks of one epoch, and the workers to which they were assigned.
 
     Attributes:
-        waiting: Chunks that are not assigned to a worker. They may belong to an earlier epoch.
+        waiting: Chunks that are not assigned to a worker. They may also be chunks of an earlier epoch, whose worker has
+            died or left.
         samples: Number of samples in the epoch.
         chunk: Number of samples in a chunk; the epoch's last chunk may be smaller.
         shares: By worker: the chunks that were assigned to the worker.
@@ -92,7 +97,8 @@ class Dispatcher:
 
     def __init__(self) -> None:
         self._epochs: dict[int, Epoch] = {}
-        self._boundary_epoch: int | None = None  # The epoch that began at the workers' last boundary.
+        # Number of the epoch that began at the last boundary; None before the first boundary.
+        self._boundary_epoch: int | None = None
 
     def begin(self, number: int, samples: int, chunk: int, done: str = "") -> int:
         """Begin an epoch: cut it into chunks. If another worker has begun the epoch before, nothing changes.
@@ -112,7 +118,7 @@ class Dispatcher:
         if number in self._epochs:
             return self._epochs[number].samples
         # A worker that was started again may begin an epoch that is over, because it does not know the epoch of the
-        # other workers yet.
+        # other workers yet. The call then has no effect.
         if chunk < 1 or samples > chunk * MOST_CHUNKS or number < max(self._epochs, default=number):
             return 0
         skipped = set(done_chunks(done))
@@ -136,8 +142,8 @@ class Dispatcher:
         Args:
             worker: Id of the worker that requests a chunk.
             number: Number of the epoch.
-            processed: Number of positions that the worker has processed in this epoch. It processes its chunks in the
-                order of their assignment.
+            processed: Number of samples that the worker has processed in this epoch. The worker processes its chunks in
+                the order of their assignment.
             workers: Ids of the workers for which a chunk is reserved. Joiners are not among them.
             ordinal: Number of the worker's request in this epoch. A repeated request gets the same reply.
 
@@ -186,12 +192,12 @@ class Dispatcher:
         return f"{int(bits or '0', 2):x}"
 
     def processed(self, worker: int, number: int, processed: int) -> None:
-        """Note the total number of positions of an epoch that a worker has processed.
+        """Record how many samples of an epoch a worker has processed.
 
         Args:
             worker: Id of the worker.
             number: Number of the epoch.
-            processed: Number of processed positions.
+            processed: Total number of samples that the worker has processed in this epoch.
         """
         epoch = self._epochs.get(number)
         if epoch is not None and worker in epoch.shares:
@@ -201,19 +207,23 @@ class Dispatcher:
         """Take back a worker's unprocessed chunks of all epochs before epoch `before`.
 
         A worker that was started again may request chunks of an earlier epoch before it knows the epoch of the other
-        workers. It does not process these chunks.
+        workers. The worker does not process these chunks.
         """
         for number in [number for number in self._epochs if number < before]:
             self._take_back(self._epochs[number].shares.pop(worker, Share()))
 
     def mark_boundary(self) -> None:
-        """Note that all workers have just met at a boundary, and now begin the newest epoch."""
+        """Record that a boundary is complete, and that all workers of the group now begin the newest epoch.
+
+        A boundary is a collective between two steps at which waiting workers are admitted.
+        """
         self._boundary_epoch = max(self._epochs, default=None)
 
     def may_join(self, worker: int) -> bool:
-        """Return whether an original worker that was started again may be admitted before the next boundary.
+        """Return whether an original worker that was started again may be admitted at once.
 
-        This is not possible after another worker has begun the next epoch. It is also not possible if the worker has
+        Otherwise the worker must wait for the next boundary (a collective between two steps at which waiting workers
+        are admitted). This is the case if another worker has already begun the next epoch, or if the worker has
         requested a chunk of the current epoch and received the reply that no samples are left.
         """
         if self._boundary_epoch is None or self._boundary_epoch != max(self._epochs):
@@ -222,11 +232,11 @@ class Dispatcher:
         return worker not in epoch.shares or self._has_samples(epoch, worker)
 
     def can_spare(self, workers: Collection[int], others: bool) -> bool:
-        """Return whether enough chunks of the newest epoch are left for workers without chunks.
+        """Return whether each worker that has no chunk of the newest epoch yet can still get one.
 
         Args:
             workers: Ids of the workers that must each get at least one chunk.
-            others: Whether one more chunk must be left, for joiners.
+            others: Whether one more chunk must be left for a joiner.
         """
         if not self._epochs:
             return False
@@ -234,7 +244,10 @@ class Dispatcher:
         return len(epoch.waiting) >= others + sum(1 for worker in workers if not self._has_samples(epoch, worker))
 
     def lose(self, worker: int) -> None:
-        """Take back the unprocessed chunks of a worker that has died or left. They are assigned before other chunks."""
+        """Take back the unprocessed chunks of a worker that has died or left.
+
+        These chunks are assigned to other workers before all remaining chunks.
+        """
         for epoch in reversed(self._epochs.values()):
             share = epoch.shares.pop(worker, None)
             if share is not None:

@@ -22,23 +22,27 @@ from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.status import WATCHER
 from cnnstrategies.paramserver.core.node import ControlError, Effects, Message, Peer
 
-# Number of records after which the coordinator's state replaces them. A process reads this many in half a second.
+# Number of records after which the coordinator's state replaces them. A process needs about half a second to read that
+# many records.
 MOST_RECORDS = 10_000
 MOST_BYTES = 1 << 26  # size of the records, in bytes, after which the coordinator's state replaces them
-HEAD = struct.Struct("<II")  # length in bytes and CRC-32 of the record's body, which follows
+HEAD = struct.Struct("<II")  # header of a record: length in bytes and CRC-32 of the body, which follows the header
 
 
 class JournalStore(Protocol):
     """The file or other store that contains a journal."""
 
     def read(self) -> bytes:
-        """Return the whole contents."""
+        """Return the whole contents of the journal."""
 
     def append(self, record: bytes) -> None:
-        """Add a record at the end."""
+        """Add a record at the end of the journal."""
 
     def replace(self, contents: bytes) -> None:
-        """Replace the contents atomically. If the process is killed, the store has the old or the new contents."""
+        """Replace the contents of the journal atomically.
+
+        If the process is killed meanwhile, the store has either the old or the new contents.
+        """
 
 
 class Journaled:
@@ -65,7 +69,7 @@ class Journaled:
         for record, end in _records(contents):
             self._records, whole = self._records + 1, end
             self._read(record)
-        store.replace(contents[:whole])  # The next record must not follow half a record.
+        store.replace(contents[:whole])  # Remove an incomplete record at the end, which a later record must not follow.
 
     def start(self, now: float) -> Effects:
         """Write the time to the journal, and call :meth:`.Coordinator.start`."""
@@ -74,8 +78,8 @@ class Journaled:
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
         """Write a message to the journal, and call :meth:`.Coordinator.on_message`."""
-        if sender.role != WATCHER:  # A watcher's message does not change the coordinator's state.
-            # Pickling tuples takes a tenth of the time that pickling `Peer` and `Message` takes.
+        if sender.role != WATCHER:  # A watcher's message does not change the coordinator's state, so it is not written.
+            # Tuples are written because they are pickled ten times as fast as `Peer` and `Message`.
             self._write((now, tuple(sender), tuple(message)))
         return self.coordinator.on_message(now, sender, message)
 
@@ -104,7 +108,7 @@ class Journaled:
             case (now, str(name)):
                 self.coordinator.on_timer(now, name)
             case (now, sender, message):
-                with contextlib.suppress(ControlError):  # The earlier process raised the same error.
+                with contextlib.suppress(ControlError):  # The earlier process raised the same error, and went on.
                     self.coordinator.on_message(now, Peer(*sender), Message(*message))
 
 

@@ -10,10 +10,10 @@ from cnnstrategies.paramserver.core.view import View
 
 COORDINATOR = Peer("coordinator", 0)
 BEAT = "beat"
-VIEW = 0  # Call number of a `Return` that announces a new view. Calls have other numbers.
-# Fraction of the time-out. If a heartbeat's timer is late by more, this process was stopped meanwhile.
+VIEW = 0  # A `Return` with this call number contains a new view. Calls have other numbers.
+# If the timer for a heartbeat is late by more than this fraction of the time-out, this process was stopped meanwhile.
 STOPPED_FRACTION = 0.25
-# Fraction of the time-out. A process that leaves waits this long for the coordinator's reply.
+# A process that leaves waits for the coordinator's reply for this fraction of the time-out.
 LEAVING_FRACTION = 0.5
 LEFT_UNHEARD = "this process has left without a reply from the coordinator, which may have ended before"
 
@@ -33,7 +33,8 @@ class Participant:
         peer: Identity of this process in messages.
         view: The newest view; None before the coordinator has accepted the registration.
         ended: The effect with which this role has ended; None before the end.
-        signal: Number of the signal that a member has received, after which all members must stop; 0 before.
+        signal: Number of the signal that a member has received, after which all members must stop; 0 if no member has
+            received a signal.
         seen: Number of the newest view on which this process acts.
         figures: Function that returns this process's figures; see :func:`.status.figures_of`.
         losses: Number of processes that the run has lost, according to the coordinator's last message.
@@ -84,8 +85,9 @@ class Participant:
             return self._asking.on_timer(now)
         late = now - self._next_beat
         if late > STOPPED_FRACTION * self._address.timeout:
-            # This process was stopped, so the time of the pause does not count as silence of the coordinator. Messages
-            # that arrived during the pause may have been read just now, hence the minimum.
+            # This process was stopped, so the time of the pause does not count as silence of the coordinator. If a
+            # message that arrived during the pause was read before this timer, `heard` is already the current time, and
+            # must not become later than that.
             self.heard = min(now, self.heard + late)
         leaving = any(request.message.kind == "leave" for request in self._asking.open.values())
         if leaving and now - self.heard > LEAVING_FRACTION * self._address.timeout:
@@ -178,7 +180,7 @@ class Participant:
 
 
 class Reporter:
-    """The role of a supervision in the protocol with the coordinator.
+    """The role of a supervision process in the protocol with the coordinator.
 
     Each call makes the role send a request of the call's kind to the coordinator.
     """
@@ -198,11 +200,14 @@ class Reporter:
         return effects if request is None else [*effects, Return(request.call, message)]
 
     def on_timer(self, now: float, name: str) -> Effects:
-        """Send a probe if requests are open."""
+        """Send a probe for the open requests. If all requests have replies, nothing is sent."""
         return self._asking.on_timer(now)
 
     def on_call(self, now: float, call: Call) -> Effects:
-        """Send a request to the coordinator. A new request for the status replaces an open one."""
+        """Send a request to the coordinator.
+
+        A new request for the run's status replaces an earlier request for the status that has no reply yet.
+        """
         if call.kind == "status":
             self._asking.drop("status")
         return self._asking.ask(now, call.kind, call.fields, call.frames, call.number)

@@ -13,8 +13,10 @@ from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 
 WRITER = 0  # id of the worker that writes checkpoints and logs; the run ends if it is lost and not replaced
-CONFIRM_SECONDS = 5.0  # seconds within which a supervision must report whether a silent member is replaced
-PATIENCE = 6  # number of time-outs after which a live server must have seen a view for which a result waits
+CONFIRM_SECONDS = 5.0  # seconds within which a supervision process must report whether it replaces a silent member
+# If the result of a collective waits until all servers have seen a view, a server that has not seen the view after this
+# many time-outs is removed, although it sends heartbeats.
+PATIENCE = 6
 MOST_FAULTS = 50  # largest number of faults in the history
 LONGEST = 300  # largest number of characters in a fault's description
 
@@ -81,11 +83,16 @@ class History:
         self.restarts = 0
 
     def note(self, now: float, text: str) -> None:
-        """Add a fault."""
+        """Add a fault to the history. If the history is full, the oldest fault is dropped.
+
+        Args:
+            now: The current time.
+            text: Description of the fault.
+        """
         self.faults.append((now, text[:LONGEST]))
 
     def note_restart(self, now: float) -> None:
-        """Note that this coordinator continues after its earlier process was killed."""
+        """Record that this coordinator continues from the journal, because its earlier process was killed."""
         self.losses += 1
         self.restarts += 1
         self.note(now, "the coordinator was started again")
@@ -99,7 +106,7 @@ class _Place:
         member: The process that has the place; None if the place is free.
         appeared: Whether the coordinator no longer waits for the place's first process.
         incarnation: Lowest incarnation that may register.
-        lost: Lowest incarnation that is not counted as lost yet.
+        lost: Lowest incarnation whose loss is not in the history yet. The loss of each process is counted once.
         promise: Time by which another process must take the place, and the error message with which the run ends
             otherwise; None if the run does not wait for a process.
     """
@@ -125,8 +132,8 @@ class Roster:
         group: Ids of the workers that take part in collectives. At first these are all original workers.
         sealed: Whether training has begun. Views contain no workers before.
         lost_servers: Ids of the servers that have died and were not replaced.
-        silent: Role, id and incarnation of each member that was removed after a long silence. The supervisions end
-            these processes.
+        silent: Role, id and incarnation of each member that was removed after a long silence. The supervision processes
+            end these members' processes.
         history: The last faults.
         view_message: Message with the current view. All members get the same object, so that it is encoded only once.
         gone: By former member: whether it left on purpose. For each place of a joiner only the last process is kept.
@@ -153,7 +160,8 @@ class Roster:
         places = [(SERVER, server) for server in range(settings.servers)]
         places += [(WORKER, worker) for worker in range(settings.workers + settings.max_joiners)]
         self._places = {place: _Place() for place in places}
-        # Members that were removed after the end of the run because they were silent. They may still ask why it ended.
+        # Members that were removed after the end of the run because they were silent. They are not refused as dead, so
+        # that they receive the reason of the end if they send a message later.
         self._silent_at_end: set[Peer] = set()
         self._view = View(0, (), ())
         self.view_message = self._make_view_message()
@@ -166,17 +174,23 @@ class Roster:
         return [place.member for place in self._places.values() if place.member is not None]
 
     def member_at(self, role: str, identity: int) -> Member | None:
-        """Return the member with a role and an id, whatever its incarnation; None if the place is free or unknown."""
+        """Return the member that has the place of a role and an id, whatever its incarnation.
+
+        Return None if the place is free, or if the run does not have a place with this role and id.
+        """
         place = self._places.get((role, identity))
         return None if place is None else place.member
 
     def find(self, peer: Peer) -> Member | None:
-        """Return the member whose role, id, incarnation and random number are those of a process; None otherwise."""
+        """Return the member that is exactly this process: role, id, incarnation and random number are equal.
+
+        Return None if the process is not a member.
+        """
         member = self.member_at(peer.role, peer.id)
         return member if member is not None and member.peer == peer else None
 
     def is_joiners_place(self, role: str, identity: int) -> bool:
-        """Return whether a place is reserved for joiners. The run does not wait for joiners."""
+        """Return whether the place of a role and an id is reserved for joiners. The run does not wait for joiners."""
         return role == WORKER and identity >= self._settings.workers
 
     @property
@@ -195,7 +209,7 @@ class Roster:
         return None
 
     def missing(self) -> list[str]:
-        """Return the names of the members for whose first process the coordinator still waits."""
+        """Return the names of the servers and original workers for whose first process the coordinator still waits."""
         absent = [
             (role, identity)
             for (role, identity), place in self._places.items()
@@ -204,11 +218,11 @@ class Roster:
         return [f"{role} {identity}" for role, identity in sorted(absent, key=lambda place: place[0] == SERVER)]
 
     def has_left(self, worker: int) -> bool:
-        """Return whether a worker has left on purpose."""
+        """Return whether a worker has left on purpose. A worker that has died or is still a member has not left."""
         return any(left and peer[:2] == (WORKER, worker) for peer, left in self.gone.items())
 
     def stop_expecting(self, role: str, identity: int) -> None:
-        """No longer wait for the first process of a place."""
+        """Record that the coordinator no longer waits for the first process with a role and an id."""
         if place := self._places.get((role, identity)):
             place.appeared = True
 
@@ -232,7 +246,10 @@ class Roster:
     # Registration
 
     def refusal(self, peer: Peer) -> str | None:
-        """Return the error message for a process that cannot become a member; None if it can."""
+        """Return the error message for a process that may not become a member.
+
+        Return None if the process may become a member, or is a member already.
+        """
         settings, place = self._settings, self._places.get((peer.role, peer.id))
         if place is None:
             joiners = f", and {settings.max_joiners} places for workers that join" if settings.max_joiners else ""
@@ -323,7 +340,7 @@ class Roster:
                 self._finish(place.promise[1])
 
     def died(self, now: float, member: Member, how: str, replaced: bool, over: bool = False) -> None:
-        """Act on a supervision's report that a process has died.
+        """Act on a supervision process's report that a process has died.
 
         The process may have died before it registered, or may have been removed from the members already.
 
@@ -331,12 +348,12 @@ class Roster:
             now: The current time.
             member: The process.
             how: Cause of the death, for messages to the user.
-            replaced: Whether the supervision starts another process in its place.
+            replaced: Whether the supervision process starts another process in the place of the dead one.
             over: Whether the run is over. The process is then removed without further consequences.
         """
         place = self._places.get((member.peer.role, member.peer.id))
         if place is None or member.peer.incarnation < place.incarnation:
-            return  # This death was reported before, or a later incarnation has the place.
+            return  # This death was reported before, or a later incarnation has the place, so nothing must be done.
         place.incarnation = member.peer.incarnation + 1
         place.appeared |= not replaced
         known = place.member
@@ -368,11 +385,12 @@ class Roster:
 
     def _remove_silent(self, now: float, member: Member, how: str) -> None:
         self.remove(member)
-        if not self.is_joiners_place(*member.peer[:2]):  # Joiners are not started by a supervision.
+        if not self.is_joiners_place(*member.peer[:2]):  # No supervision process has started a joiner or can end it.
             self.silent.append([*member.peer[:3]])
         self._forget(member)
-        # The supervisions request the list of silent members, end these processes, and report whether they replace
-        # them. If no report arrives in this time, the supervision itself may be gone.
+        # The supervision processes request the list of silent members, end the processes of these members, and report
+        # whether they replace them. If no report arrives in this time, the supervision process itself may be gone, so
+        # the coordinator does not wait longer.
         confirmed = min(self._settings.timeout, CONFIRM_SECONDS)
         self._decide_without(now, member, how, replaced=self._settings.supervised, seconds=confirmed)
 
@@ -406,7 +424,14 @@ class Roster:
             self._finish(f"{member} {how}, and no worker is left")
 
     def _without_server(self, member: Member, how: str) -> str | None:
-        """Return the error message if the run cannot go on without a server; None if other servers hold its slices."""
+        """Count a server as lost. Return an error message if the run cannot go on without the server.
+
+        Return None if other servers hold the slices of the server.
+
+        Args:
+            member: The server.
+            how: Cause of the loss, for the error message.
+        """
         self.lost_servers.add(member.peer.id)
         if self._has_copies:
             self.publish()
@@ -414,7 +439,12 @@ class Roster:
         return f"{member} {how}: its parameters are lost; with replication: 2 a run survives this"
 
     def _without_worker(self, member: Member, how: str) -> str | None:
-        """Return the error message if the run cannot go on without a worker; None if it can."""
+        """Return an error message if the run cannot go on without a worker. Return None if it can.
+
+        Args:
+            member: The worker.
+            how: Cause of the loss, for the error message.
+        """
         if self.is_joiners_place(*member.peer[:2]):
             return None
         if not self.sealed:
@@ -459,7 +489,7 @@ class Roster:
             self._send(member.peer, message)
 
     def not_seen(self, number: int) -> list[str]:
-        """Return the names of the servers that do not yet act on a view.
+        """Return the names of the servers that have not reported to act on a view or on a newer one.
 
         Lost servers are left out if other servers hold their slices.
 

@@ -17,11 +17,11 @@ class CoordinatorSettings:
     timeout: float = 10.0  # seconds without a message after which a member counts as dead
     appear: float = 600.0  # seconds within which each member, and each replacement of a member, must register
     survivable: int = 0  # number of servers that may be lost without losing a slice
-    supervised: bool = False  # whether supervisions may replace silent processes, and then report this
+    supervised: bool = False  # whether supervision processes may replace silent processes, and report the replacements
     # Number of this session among the sessions in sequence at this endpoint. Messages of other sessions are dropped.
     session: int = 0
-    nodes: int = 1  # number of nodes; each node has a supervision
-    # Number that identifies the supervision that has started the coordinator; 0 without such a supervision.
+    nodes: int = 1  # number of nodes; each node has one supervision process
+    # Number that identifies the supervision process that has started the coordinator; 0 if there is no such process.
     supervisor: int = field(default=0, repr=False)
     # Number of workers that may join during training. Their ids come after the ids of the original workers.
     max_joiners: int = 0

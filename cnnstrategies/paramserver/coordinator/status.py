@@ -11,8 +11,8 @@ from cnnstrategies.paramserver.coordinator.settings import WORKER, CoordinatorSe
 from cnnstrategies.paramserver.core.node import INTEGER_LIMIT, ControlError, Message
 from cnnstrategies.paramserver.core.requests import DONE
 
-WATCHER = "watcher"  # role of a process that is not a member
-# Kinds of a watcher's questions: WATCH asks for the state of the run, PLACE for a free worker id for a joiner.
+WATCHER = "watcher"  # role of a process that asks the coordinator for the state of the run, but is not a member
+# Kinds of a watcher's requests. WATCH asks for the state of the run, and PLACE asks for a free worker id for a joiner.
 WATCH, PLACE = "watch", "place"
 # Names of the figures that members report with their heartbeats; see `figures_of`.
 FIGURES = ("step", "samples", "sent", "received", "waited", "staleness", "pushed", "needs")
@@ -64,7 +64,7 @@ def _run(
                 "process": member.process,
                 "host": member.host,
                 "silent": now - member.seen,
-                # A worker that has registered, but is not admitted to the group yet, does not take part in steps.
+                # A registered worker that is not admitted to the group yet does not take part in steps.
                 "takes_part": member.peer.role != WORKER or member.peer.id in roster.group,
                 "measured": member.measured - roster.began,
                 "figures": dict(member.figures),

@@ -13,7 +13,7 @@ INTEGER_LIMIT = 1 << 63  # Integers in messages are below this number.
 
 
 class ControlError(ValueError):
-    """A malformed message: a field is missing or invalid, or the sender may not send messages of this kind."""
+    """Error for a malformed message: a field is missing or invalid, or the sender may not send this kind of message."""
 
 
 class Peer(NamedTuple):
@@ -63,7 +63,10 @@ class Message(NamedTuple):
         return value
 
     def real(self, name: str) -> float:
-        """Return a field that must be NaN or a number of at least 0: norms and clipping factors can be NaN."""
+        """Return a field as a float. It must be a number of at least 0 or NaN, which norms and clipping factors can be.
+
+        An integer must be below 2^63.
+        """
         value = self.fields.get(name)
         if type(value) is int and 0 <= value < INTEGER_LIMIT:
             return float(value)
@@ -79,7 +82,7 @@ class Message(NamedTuple):
         return value
 
     def flag(self, name: str) -> bool:
-        """Return whether a field is present and true."""
+        """Return whether a field has the value true. A missing field counts as false."""
         return self.fields.get(name) is True
 
     def integers(self, name: str) -> list[int]:
@@ -158,7 +161,7 @@ class End(NamedTuple):
     """Effect: end the role. The role does not return effects after this one.
 
     Attributes:
-        reason: Why the role ends, for the user.
+        reason: The reason why the role ends, as a text for the user.
         clean: Whether the role ends as planned.
     """
 
@@ -183,21 +186,27 @@ class Role(Protocol):
     """A state machine whose methods return without waiting. Times are in seconds on a monotonic clock."""
 
     def start(self, now: float) -> Effects:
-        """Return the first effects, before any message or timer."""
+        """Start the role, and return its first effects.
+
+        The driver calls this before it passes on any message or timer.
+        """
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
-        """Act on a message.
+        """Act on a message, and return the effects.
 
         Raises:
             ControlError: The message is malformed. The role is in the same state as before.
         """
 
     def on_timer(self, now: float, name: str) -> Effects:
-        """Act on a timer. The call may come later than the timer's time, but never earlier."""
+        """Act on a timer that has expired, and return the effects.
+
+        The driver may call this later than the time for which the timer was set, but never earlier.
+        """
 
 
 class CalledRole(Role, Protocol):
     """A role that also receives calls from its own process."""
 
     def on_call(self, now: float, call: Call) -> Effects:
-        """Act on a call from this process."""
+        """Act on a call from the role's own process, and return the effects."""

@@ -16,10 +16,11 @@ from cnnstrategies.paramserver.core.node import Buffer, Effects, Message, Peer, 
 DONE, REFUSED, UNKNOWN, PROBE = "done", "refused", "unknown", "probe"
 REPLIES = frozenset((DONE, REFUSED, UNKNOWN))
 TIMER = "requests"
-LEAST_SECONDS, MOST_SECONDS = 0.05, 1.0  # smallest and largest time between two probes
-ROUND_TRIPS = 4  # number of round trip times between a request and the first probe
-SMALL_ANSWER = 1 << 16  # largest total size, in bytes, of the frames of a small reply
-# Number of probes during which a large reply counts as still on its way. It doubles each time the reply is sent again.
+LEAST_SECONDS, MOST_SECONDS = 0.05, 1.0  # shortest and longest time between two probes
+ROUND_TRIPS = 4  # time between a request and the first probe, as a multiple of the connection's round-trip time
+SMALL_ANSWER = 1 << 16  # A reply is small if the total size of its frames, in bytes, is not above this limit.
+# Number of probes during which a large reply counts as still on its way to the asking process. Each time the reply is
+# sent again, the number doubles.
 PATIENCE = 4
 
 
@@ -39,7 +40,7 @@ class Request:
 
 
 class Asking:
-    """The asking side of the requests to one peer.
+    """The requests of this process to one peer, with their numbering, the probes and the repetition of lost requests.
 
     Args:
         peer: The process to which the requests are sent.
@@ -47,7 +48,7 @@ class Asking:
         most: Largest number of seconds between two probes.
 
     Attributes:
-        open: By number: the requests whose replies have not arrived.
+        open: By request number: the requests whose replies have not arrived.
     """
 
     def __init__(self, peer: Peer, common: Mapping[str, Any], most: float = MOST_SECONDS) -> None:
@@ -84,7 +85,11 @@ class Asking:
         return [Send(self.peer, message), Timer(TIMER, now + self._interval)]
 
     def on_reply(self, now: float, message: Message) -> tuple[Request | None, Effects]:
-        """Act on a reply. Return the request to which it is the reply (None if the request is over) and the effects."""
+        """Act on a reply from the peer. Return the open request to which the message replies, and the effects.
+
+        The request is None if it has already received a reply or was dropped, or if the peer asks this side to send
+        lost requests again.
+        """
         if message.kind == UNKNOWN:
             requested = [self.open[number].message for number in message.integers("ids") if number in self.open]
             return None, [Send(self.peer, request_message) for request_message in requested]
@@ -108,7 +113,7 @@ class Asking:
         return [Send(self.peer, request.message) for _, request in sorted(self.open.items())]
 
     def drop(self, kind: str) -> None:
-        """Forget the open requests of a kind, so that their replies are ignored."""
+        """Forget the open requests of a kind. Replies to these requests are then ignored."""
         self.open = {number: request for number, request in self.open.items() if request.message.kind != kind}
 
 
@@ -143,14 +148,24 @@ class _Side:
     large: dict[int, LargeReply] = field(default_factory=dict)
 
     def raise_floor(self, floor: int) -> None:
-        """Forget all requests below a new floor."""
+        """Raise the floor to `floor`, and forget the peer's requests with lower numbers.
+
+        The peer has the replies to these requests. If `floor` is not above the current floor, nothing changes.
+        """
         if floor > self.floor:
             self.floor = floor
             self.held = {number for number in self.held if number >= floor}
             self.large = {number: reply for number, reply in self.large.items() if number >= floor}
 
     def may_be_in_flight(self, number: int) -> bool:
-        """Return whether a large reply to a request may still be on its way. Call this once for each probe."""
+        """Return whether the large reply to a request may still be on its way to the peer.
+
+        Return False if the reply is small or was not sent. Each call counts as one probe, so call this exactly once for
+        each probe that contains the request.
+
+        Args:
+            number: Number of the request.
+        """
         reply = self.large.get(number)
         if reply is None or reply.left == 0:
             return False
@@ -159,7 +174,7 @@ class _Side:
 
 
 class Answering:
-    """The answering side of the requests from any number of peers.
+    """The requests that this process has received from any number of peers, and their replies.
 
     The state of a peer is kept until :meth:`forget` is called for the peer.
     """
@@ -168,7 +183,7 @@ class Answering:
         self._sides: dict[Peer, _Side] = {}
 
     def accept(self, sender: Peer, message: Message) -> bool:
-        """Note that a request has arrived. Return whether the caller must handle the request.
+        """Record that a request has arrived. Return whether the caller must handle the request.
 
         A request must not be handled if the peer already has the reply, or if the reply is still being prepared.
 
@@ -185,7 +200,7 @@ class Answering:
         return True
 
     def answer(self, peer: Peer, reply: Message) -> Effects:
-        """Send the reply to an accepted request."""
+        """Send the reply to a request for which :meth:`accept` has returned True."""
         side = self._sides.get(peer)
         if side is not None:
             side.held.discard(reply.request)
@@ -196,9 +211,9 @@ class Answering:
         return [Send(peer, reply)]
 
     def probe(self, sender: Peer, message: Message) -> Effects:
-        """Act on a probe: ask the peer to send again the open requests that this side does not know.
+        """Act on a probe: ask the peer to repeat the open requests that never arrived, or whose replies may be lost.
 
-        A request whose reply was sent also counts as unknown, unless the reply is large and may still be on its way.
+        A reply that was sent may be lost, unless the reply is large and may still be on its way.
         """
         numbers, floor = message.integers("ids"), message.integer("floor")
         side = self._sides.get(sender, _Side())
@@ -208,10 +223,10 @@ class Answering:
         return [Send(sender, Message(UNKNOWN, {"ids": unknown}))] if unknown else []
 
     def forget(self, peer: Peer) -> None:
-        """Drop the state of a peer that is no longer a member."""
+        """Drop the numbers of a peer's requests and replies, because the peer is no longer a member."""
         self._sides.pop(peer, None)
 
     @property
     def entries(self) -> int:
-        """Number of peers, unanswered requests and large replies that this side keeps."""
+        """Number of entries that this object keeps: peers, requests without a reply, and large replies."""
         return sum(1 + len(side.held) + len(side.large) for side in self._sides.values())

@@ -50,8 +50,8 @@ class View:
         servers: The live servers, in the order of their ids.
         workers: The live workers, in the order of their ids; empty before training begins.
         lost: Ids of the dead servers whose slices are still held by live servers.
-        begun: Number of the view with which training began; 0 before. All servers of that view count as equally old,
-            because none of them held values before.
+        begun: Number of the view with which training began; 0 before training begins. All servers of that view count
+            as equally old, because none of them held values before.
     """
 
     number: int
@@ -61,12 +61,15 @@ class View:
     begun: int = 0
 
     def age(self, server: ServerInfo) -> int:
-        """Return the number of the first view in which a server may hold values. Older servers have lower numbers."""
+        """Return the number of the first view in which a server may hold values.
+
+        The server with the lowest number is the oldest server.
+        """
         return max(server.since, self.begun)
 
     @property
     def incarnations(self) -> dict[int, int]:
-        """The workers' incarnations, by worker id."""
+        """By worker id: incarnation of each worker in this view."""
         return {worker.id: worker.incarnation for worker in self.workers}
 
     def as_dict(self) -> dict[str, Any]:

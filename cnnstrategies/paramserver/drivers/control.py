@@ -39,7 +39,7 @@ from cnnstrategies.paramserver.security import PROOF_BYTES, KeyPair, fingerprint
 
 TAG = b"CNNPS4"
 MAX_HEADER = 1 << 20
-LARGEST_MESSAGE = 1 << 30  # bytes; libzmq closes a connection that announces a larger message
+LARGEST_MESSAGE = 1 << 30  # largest size of a message in bytes; libzmq closes a connection that announces a larger one
 RECONNECT_MS = 20
 ROLES = ("worker", "server", "supervision", "coordinator", "watcher")
 COORDINATOR = Peer("coordinator", 0)  # sender of the coordinator's messages
@@ -139,15 +139,15 @@ class Line:
         self._socket.connect(address.coordinator)
 
     def send(self, message: Message) -> None:
-        """Send a message. If the connection is not established yet, the message is sent as soon as it is."""
+        """Send a message to the coordinator, as soon as the connection is established."""
         sockets.send(self._socket, encode(self._peer, message, self._proof))
 
     def receive(self, seconds: float, wake: int | None = None) -> list[tuple[Peer, Message]]:
-        """Return the messages that have arrived, with their senders. Frames that are not valid messages are dropped.
+        """Return the messages that have arrived, each with its sender. Frames that are not valid messages are dropped.
 
         Args:
             seconds: Longest time to wait for the first message.
-            wake: File descriptor that ends the wait when it becomes readable; None for no file descriptor.
+            wake: File descriptor that ends the wait when it becomes readable; None if only a message ends the wait.
         """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -161,7 +161,7 @@ class Line:
         return received
 
     def close(self) -> None:
-        """Close the connection. Messages that are not sent yet get another 0.2 s."""
+        """Close the connection. Messages that are not sent within another 0.2 s are lost."""
         self._socket.close()
         self._context.term()
 
@@ -198,7 +198,7 @@ class Loop:
         self._timers: dict[str, float] = {}
 
     def start(self) -> None:
-        """Start the role."""
+        """Start the role, and carry out its first effects."""
         self.act(self.role.start(time.monotonic()))
 
     def message(self, sender: Peer, message: Message) -> None:
@@ -210,7 +210,7 @@ class Loop:
         self.act(self.role.on_message(time.monotonic(), sender, message))
 
     def hear(self, received: Iterable[tuple[Peer, Message]]) -> None:
-        """Pass messages and all expired timers to the role. Messages that are not valid are dropped."""
+        """Pass messages to the role, then all expired timers. Messages that are not valid are dropped."""
         for sender, message in received:
             with contextlib.suppress(ControlError):
                 self.message(sender, message)
@@ -224,7 +224,7 @@ class Loop:
             self.act(self.role.on_timer(now, name))
 
     def until_next(self, most: float) -> float:
-        """Return the seconds until the next timer expires, limited to `most`."""
+        """Return the number of seconds until the next timer expires, but at most `most`."""
         return max(0.0, min(min(self._timers.values(), default=float("inf")) - time.monotonic(), most))
 
     def act(self, effects: Effects) -> None:

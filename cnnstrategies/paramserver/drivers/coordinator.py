@@ -19,9 +19,9 @@ from cnnstrategies.paramserver.drivers.control import COORDINATOR, LARGEST_MESSA
 from cnnstrategies.paramserver.drivers.sockets import allow_files, key_of, secure, take
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 
-BIND_SECONDS = 60.0  # time for which binding is retried while an earlier session's coordinator uses the endpoint
-LONGEST_WAIT = 0.1  # longest time in seconds between two checks whether the parent process is alive
-AT_ONCE = 200  # largest number of messages between two checks of the timers
+BIND_SECONDS = 60.0  # time for which binding is retried while the coordinator of an earlier session uses the endpoint
+LONGEST_WAIT = 0.1  # longest time, in seconds, between two checks whether the parent process is alive
+AT_ONCE = 200  # largest number of messages that are handled between two checks of the timers
 
 
 class CoordinatorService:
@@ -72,7 +72,7 @@ class CoordinatorService:
         self.loop.start()
 
     def _bind(self, settings: CoordinatorSettings, seconds: float) -> None:
-        """Bind the socket; if the endpoint is in use, retry for some seconds.
+        """Bind the socket to the endpoint. If the endpoint is in use, try again for `seconds` seconds.
 
         An earlier session's coordinator closes its socket when a worker of this session connects to that coordinator.
         """
@@ -124,7 +124,12 @@ class CoordinatorService:
             self.loop.fire()
 
     def _handle(self, route: bytes, frame: zmq.Frame) -> None:
-        """Handle one message. A message that is not valid, or fails authentication, is dropped and counted."""
+        """Handle one message. Drop and count the message if it is not valid, or if its sender is not authenticated.
+
+        Args:
+            route: Route of the connection on which the message arrived.
+            frame: Frame with the message.
+        """
         try:
             if self._keys is None:
                 sender, message = parse(frame.buffer)
@@ -140,12 +145,13 @@ class CoordinatorService:
             self.dropped += 1
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Send a message to a process. Nothing is sent to a process that has not sent a message before."""
+        """Send a message to a process. The message is dropped if the process has never sent a message."""
         route = self.routes.get(peer)
         if route is None:
             return
         if self._encoded[0] is not message:
-            self._encoded = message, encode(COORDINATOR, message)  # A view is encoded once and sent to all processes.
+            # The encoded message is kept, because the same view is sent to all processes.
+            self._encoded = message, encode(COORDINATOR, message)
         self._socket.send_multipart([route, self._encoded[1]], copy=False)
 
     def _end(self, end: End) -> None:
@@ -196,11 +202,11 @@ class JournalFile:
         self._file = -1
 
     def read(self) -> bytes:
-        """Return the contents of the file."""
+        """Return the contents of the journal's file."""
         return self._path.read_bytes()
 
     def append(self, record: bytes) -> None:
-        """Append a record to the file. Nothing happens if the file was removed after a failed write."""
+        """Append a record to the journal's file. Nothing happens if the file was removed after a failed write."""
         if self._file < 0:
             return
         try:
@@ -209,7 +215,7 @@ class JournalFile:
             self._remove(error)
 
     def replace(self, contents: bytes) -> None:
-        """Replace the contents of the file atomically: a new file is written completely, then renamed."""
+        """Replace the contents of the journal's file atomically: a new file is written completely, then renamed."""
         new = self._path.with_suffix(".new")
         self._close()
         try:

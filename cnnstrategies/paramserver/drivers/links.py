@@ -75,14 +75,14 @@ class Links:
         self._may_have_new_view = True
 
     def new_view(self) -> View | None:
-        """Return the newest view; None if no view has arrived since the last call."""
+        """Return the newest view. Return None if no view has arrived since the last call."""
         if not self._may_have_new_view:
             return None
         self._may_have_new_view = False
         return self._views.current()
 
     def connect(self, view: View) -> None:
-        """Connect to the servers of a view, and close the connections to servers that are not in it."""
+        """Connect to the servers of a view, and close the connections to servers that are not in the view."""
         infos = {server.id: server for server in view.servers}
         for server, link in list(self._links.items()):
             if infos.get(server) != link.info:
@@ -105,7 +105,7 @@ class Links:
         socket.close(linger=0)
 
     def send(self, parcels: Iterable[Parcel]) -> None:
-        """Send messages to servers."""
+        """Send messages to servers of the view to which this worker is connected."""
         for to, header, payload, wait in parcels:
             assert isinstance(to, int)
             self._links[to].bundle.send(header, payload, wait)
@@ -135,7 +135,12 @@ class Links:
             yield self._arrived.popleft()
 
     def _read(self, server: int, inbox: Inbox) -> None:
-        """Read all messages that have arrived from a server, and keep the valid new ones."""
+        """Read all messages that have arrived from a server, and keep those that are valid and new.
+
+        Args:
+            server: Id of the server.
+            inbox: Receiver of the server's messages.
+        """
         while True:
             try:
                 messages = inbox.receive()

@@ -43,8 +43,8 @@ from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.runtime.allocation import keep_freed_memory
 
 _LOG = logging.getLogger(__name__)
-MESSAGES_AT_ONCE = 32  # number of messages between two checks for new views and unfinished work
-WORK_SECONDS = 0.002  # time spent updating slices between two checks for messages
+MESSAGES_AT_ONCE = 32  # largest number of messages that are handled before new views and unfinished work are checked
+WORK_SECONDS = 0.002  # seconds that are spent on updates of slices between two checks for messages
 
 
 class ServerService:
@@ -102,7 +102,7 @@ class ServerService:
         self._bundles: dict[int | bytes, Bundle] = {}
         store = Store(specification, [slice_ for slice_ in slices if id in slice_.servers])
         self.role = Server(specification, id, store, encrypted)
-        self._sent = self._received = 0  # bytes
+        self._sent = self._received = 0  # number of bytes that the server has sent, and that it has received
         self._stopping = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -122,7 +122,8 @@ class ServerService:
         try:
             while not self._stopping.is_set():
                 ready = dict(poller.poll(0 if role.busy else int(1000 * PING_SECONDS)))
-                # Handle new views first, because messages are dropped if the current view does not contain the sender.
+                # Handle new views before messages, because a message is dropped if its sender is not in the current
+                # view.
                 if descriptor in ready:
                     self._follow(self._views.current())
                 if self._gatekeeper is not None and self._gatekeeper.socket in ready:
@@ -166,7 +167,7 @@ class ServerService:
     # Membership
 
     def _admitted(self, key: str) -> bool:
-        """Return whether a key belongs to a member.
+        """Return whether the public key of a connection belongs to a member.
 
         The newest view is fetched first, so that a new member can connect before the main loop handles the view.
         """
@@ -181,7 +182,7 @@ class ServerService:
         self.act(effects)
 
     def _connect(self) -> None:
-        """Connect to the other servers of the current view, and disconnect from servers that left or were replaced."""
+        """Connect to the other servers of the current view. Disconnect from servers that are gone or were replaced."""
         infos = {server.id: server for server in self.role.view.servers if server.id != self.role.id}
         for server, (info, dealer) in list(self._dealers.items()):
             if infos.get(server) != info:
@@ -235,7 +236,7 @@ class ServerService:
                 _LOG.warning("%s", effect.text)
 
     def _bundle_for(self, to: int | bytes) -> Bundle:
-        """Create the bundle for a worker's new route, and remove the bundles of routes that are no longer in use."""
+        """Create the sender of messages for a worker's new route. Remove the senders for routes that are out of use."""
         assert isinstance(to, bytes), "all servers of the view are connected"
         routes = set(self.role.routes.values())
         self._bundles = {

@@ -39,7 +39,7 @@ class Listener:
         check_endpoint(endpoint, encrypted, insecure)
         if endpoint.startswith("ipc://"):
             path = endpoint.removeprefix("ipc://")
-            Path(path).unlink(missing_ok=True)  # A process that was killed leaves its file behind.
+            Path(path).unlink(missing_ok=True)  # Remove the file that a killed process has left behind.
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket.bind(path)
             self._socket.listen(128)
@@ -63,15 +63,18 @@ class Listener:
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 
-# Limit on the unread messages of each connection in a server; more messages stay in the sender's queue.
+# Largest number of unread messages of each connection in a server. More messages stay in the sender's queue.
 WAITING_MESSAGES = 64
-LINGER_MS = 500  # time for which a closed socket still sends its last messages
-# Time-out of the handshake, after which the connection is tried again. A new member is refused until the server knows
-# it, so the time-out should be short; but a handshake over connections with a latency of one second must fit.
+LINGER_MS = 500  # milliseconds for which a closed socket still sends its last messages
+# Time-out of the handshake in milliseconds, after which the process tries to connect again. The time-out is short,
+# because a server refuses a new member until it has the view with the member. But the time-out is long enough for a
+# handshake over a connection with a latency of one second.
 KNOCK_MS = 3000
-# Largest number of small messages that are sent in one frame, and the number of payload bytes that completes a frame.
+# Largest number of small messages in one frame, and number of payload bytes from which on a frame is sent at once.
 MOST_TOGETHER, BUNDLE_BYTES = 32, 1 << 19
-MOST_OPEN = 1 << 12  # largest number of headers kept while their payloads are missing, also of closed connections
+# Largest number of headers that are kept because their payloads have not arrived. The limit is necessary because the
+# headers of closed connections are also kept.
+MOST_OPEN = 1 << 12
 SLOWEST = 1_250_000  # lowest supported speed of a connection, in bytes per second: 10 Mbit/s
 IO_THREADS = 2  # number of libzmq's I/O threads in each process
 THREADS = 8  # approximate number of threads in a process, including libzmq's and torch's
@@ -233,7 +236,7 @@ class Bundle:
             self.flush()
 
     def flush(self) -> None:
-        """Send the delayed messages in one frame."""
+        """Send all delayed messages of this bundle in one frame."""
         if self._waiting:
             frame = b"".join(self._waiting)
             self._waiting, self._bytes = [], 0
@@ -318,7 +321,7 @@ class Inbox:
         route, frame = take(self._socket, self._routed)
         user = key_of(frame) if self._has_users else ""
         header, rest = self._open.pop(route, None), frame.buffer
-        # If the connection broke between the header and its payload, this frame is a new message and not the payload.
+        # If the connection broke after the header, this frame does not contain the payload but a new message.
         if header is not None and not begins(rest, self._session):
             return [Received(route, header, rest, user)]
         messages: list[Received] = []

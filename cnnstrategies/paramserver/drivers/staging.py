@@ -69,7 +69,7 @@ class Staging:
         # Queued copies of gradients: the parameter's index, the gradient, and the event at the end of the copy. The
         # reference to the gradient keeps its memory from being reused before the copy has ended.
         self._to_host: deque[tuple[int, Tensor, torch.cuda.Event]] = deque()
-        # By parameter: the event at the end of the last copy of its value.
+        # By parameter index: the event that marks the end of the last copy of the parameter's value to the GPU.
         self._to_device: dict[int, torch.cuda.Event] = {}
 
     @cached_property
@@ -84,7 +84,12 @@ class Staging:
         self._take(self.values)
 
     def fetch(self, index: int, gradient: Tensor) -> None:
-        """Queue a copy of a gradient to the host. This method does not wait for the copy."""
+        """Queue a copy of a parameter's gradient to the host, without waiting for the copy.
+
+        Args:
+            index: Index of the parameter.
+            gradient: The gradient on the GPU.
+        """
         event = self._copies.begin(self._gradients[index], gradient.detach())
         self._to_host.append((index, gradient, event))
 
@@ -119,7 +124,10 @@ class Staging:
             self._copies.before_use(event)
 
     def settle(self) -> None:
-        """Wait for all queued copies of values to the GPU. Call this before a different object copies values."""
+        """Wait for all queued copies of values to the GPU.
+
+        Call this before another object begins to copy values of the same parameters.
+        """
         for event in self._to_device.values():
             event.synchronize()
         self._to_device.clear()
@@ -130,7 +138,7 @@ class Staging:
 
 
 def staging_for(parameters: Sequence[Tensor]) -> Staging | None:
-    """Return a :class:`Staging` for parameters on one GPU, otherwise None.
+    """Return a :class:`Staging` if all parameters are on one GPU. Return None otherwise.
 
     Parameters on the CPU need no staging. Parameters on several GPUs are copied synchronously when they are used.
     """

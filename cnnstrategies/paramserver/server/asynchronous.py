@@ -18,7 +18,7 @@ class Asynchronous:
     Attributes:
         clock: Numbers of steps that the workers have finished.
         roll: The roll call with which a server that starts late learns the workers' steps.
-        updates: Number of pushes that this server has applied as the primary of their slices.
+        updates: Number of pushes that this server has applied to slices whose primary it is.
     """
 
     def __init__(self, specification: Specification, shard: Shard) -> None:
@@ -28,12 +28,13 @@ class Asynchronous:
         self.updates = 0
         self._shard = shard
         self._begun: dict[int, tuple[int, Begin]] = {}
-        self._first: dict[MemberKey, int] = {}  # By worker: the step with which it began.
-        self._held: dict[int, tuple[list[int], Pull]] = {}  # By worker: keys and pull that wait for the slowest worker.
+        self._first: dict[MemberKey, int] = {}  # By id and incarnation of a worker: the step with which it began.
+        # By worker id: the pull of a worker that must wait for the slowest worker, and the keys of the pulled slices.
+        self._held: dict[int, tuple[list[int], Pull]] = {}
 
     @property
     def finished(self) -> int:
-        """Mean number of updates of the slices whose primary is this server, rounded down."""
+        """Mean number of updates per slice, over the slices whose primary is this server, rounded down."""
         return self.updates // max(1, len(self._shard.own_keys))
 
     @property
@@ -42,7 +43,7 @@ class Asynchronous:
         return len(self._begun.keys() | self._held.keys())
 
     def follow(self, view: View) -> None:
-        """Act on a new view: remove the workers that are no longer members."""
+        """Act on a new view: remove the workers that are no longer members, and reply to pulls that waited for them."""
         incarnations = view.incarnations
         for worker in self.roll.follow(incarnations):
             self.leave(worker)
@@ -68,7 +69,7 @@ class Asynchronous:
         return self.clock.join(worker, step)
 
     def note_first_step(self, member: MemberKey, first: int) -> None:
-        """Note the step with which a worker began. Pushes are accepted only if no push since this step is missing.
+        """Record the step with which a worker began. A push is accepted only if no push since this step is missing.
 
         Args:
             member: Id and incarnation of the worker.
@@ -77,18 +78,18 @@ class Asynchronous:
         self._first[member] = first
 
     def note_position(self, worker: int) -> None:
-        """Note that a worker has reported its step, or has reported that it does not take part in steps."""
+        """Record that a worker has reported its step, or has reported that it does not take part in steps."""
         self.roll.note_position(worker)
         self.proceed()
 
     def leave(self, worker: int) -> None:
-        """Remove a worker from the clock, and drop its waiting pull."""
+        """Remove a worker from the clock, drop its waiting pull, and reply to pulls that waited for this worker."""
         self.clock.leave(worker)
         self._held.pop(worker, None)
         self.proceed()
 
     def begin(self, member: MemberKey, step: int, begin: Begin) -> None:
-        """Note the BEGIN message of a worker's step, which precedes the worker's pushes of the step."""
+        """Record a worker's BEGIN message, which arrives before the worker's pushes of the step."""
         self._begun[member[0]] = step, begin
 
     def push(self, member: tuple[int, int], header: Header, payload: memoryview) -> bool:
@@ -99,7 +100,7 @@ class Asynchronous:
             header: Header of the PUSH message.
             payload: The encoded gradient.
 
-        Returns False, without applying the gradient, for a push that has arrived before.
+        Returns False, and does not apply the gradient, if the push has arrived before.
 
         Raises:
             InvalidMessageError: The push does not fit its slice, the worker's BEGIN message of the step has not
@@ -111,13 +112,13 @@ class Asynchronous:
         check_absent(header.base, slice_)
         step, begin = self._begun.get(member[0], (-1, None))
         if begin is None or step != header.step or store.versions[key] < 0:
-            raise InvalidMessageError("a push of a step that has not begun on this server")
+            raise InvalidMessageError("the push is for a step that has not begun on this server")
         last = store.seen[key].get(member)
         if last is not None and last >= step:
             return False
-        # Unless this is the worker's first step, its push of the step before must be part of the values here.
+        # Unless this is the worker's first step, the values must already contain its push of the step before.
         if step != self._first.get(member) and (last is None or step > last + 1):
-            raise InvalidMessageError("a push of a worker whose pushes of earlier steps have not arrived")
+            raise InvalidMessageError("the worker's pushes of earlier steps have not arrived")
         gradient = None
         if header.encoding != Encoding.NOTHING:
             gradient = decode(payload, header.encoding, slice_.numel, slice_.dtype)

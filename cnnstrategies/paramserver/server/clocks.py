@@ -8,7 +8,8 @@ how many workers to expect. No worker may go on until all these workers have joi
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-# A server waits this many seconds for the workers to report their steps. Workers that have left never report a step.
+# Longest time that a roll call waits for the workers to report their steps. Without this limit, a roll call would wait
+# forever for a worker that has left.
 PATIENCE_SECONDS = 2.0
 
 
@@ -36,7 +37,7 @@ class SyncClock:
 
     @property
     def known(self) -> frozenset[int]:
-        """The ids of all workers that have joined and are not gone."""
+        """Ids of all workers that have joined, and have neither left nor died."""
         return frozenset(self._first)
 
     def _count(self) -> None:
@@ -57,21 +58,21 @@ class SyncClock:
         return max(self._first[worker], self.step)
 
     def all_after(self, step: int) -> bool:
-        """Return whether no worker takes part in a step, because all of them begin with later steps."""
+        """Return whether all workers begin with steps after `step`, so that no worker takes part in `step`."""
         return all(first > step for first in self._first.values())
 
     def any_after(self, step: int) -> bool:
-        """Return whether at least one worker begins with a step after the given one."""
+        """Return whether at least one worker begins with a step after `step`."""
         return any(first > step for first in self._first.values())
 
     def leave(self, worker: int) -> None:
-        """Remove a worker, which has left or died."""
+        """Remove a worker that has left or died. The first step no longer waits for this worker."""
         self._gone.add(worker)
         self._first.pop(worker, None)
         self._count()
 
     def ready(self, complete: Collection[int]) -> frozenset[int] | None:
-        """Return the members of the current step if the step can be decided; None otherwise.
+        """Return the ids of the current step's members, if the step can be decided. Return None otherwise.
 
         The step can be decided once the pushes of all its members are complete. The first step also waits for all
         expected nodes.
@@ -80,7 +81,7 @@ class SyncClock:
             complete: Ids of the workers whose pushes of the current step are complete.
         """
         members = self.members
-        # This method runs for each vote, and most calls end with this cheap check.
+        # This method is called for each vote, so a cheap check comes first. Most calls return here.
         if not members or len(complete) < len(members):
             return None
         return members if (self.step > 0 or self._all_have_joined) and members.issubset(complete) else None
@@ -93,7 +94,7 @@ class SyncClock:
         return len(nodes) >= self._expected
 
     def decide(self, step: int) -> None:
-        """Note that a step is decided, by this server or another one. The step after it becomes the current step."""
+        """Record that this server or another server has decided a step. The next step becomes the current step."""
         if step >= self.step:
             self.step = step + 1
             self._count()
@@ -118,26 +119,29 @@ class StaleClock:
 
     @property
     def known(self) -> frozenset[int]:
-        """The ids of all workers that have joined and are not gone."""
+        """Ids of all workers that have joined, and have neither left nor died."""
         return frozenset(self._clocks)
 
     @property
     def expects(self) -> bool:
-        """Whether some workers that are expected at the start of the run have neither joined nor died yet."""
+        """Whether a worker that is expected at the start of the run has not joined yet.
+
+        A worker that has left or died is no longer expected.
+        """
         return len(self._seen) < self._expected
 
     @property
     def slowest(self) -> int:
-        """The clock of the slowest worker; 0 until all expected workers have joined or died.
+        """Number of steps that the slowest worker has finished; 0 until all expected workers have joined or died.
 
-        If all workers are gone, the largest clock that any of them had.
+        If all workers are gone, this is the largest number of steps that a worker had finished.
         """
         if self.expects:
             return 0
         return min(self._clocks.values(), default=self._last)
 
     def join(self, worker: int, clock: int | None = None) -> int:
-        """Add a worker. If the worker is known already, its clock never decreases.
+        """Add a worker. If the worker has already joined, raise its clock to `clock` unless the clock is higher.
 
         Args:
             worker: Id of the worker.
@@ -146,7 +150,8 @@ class StaleClock:
         Returns the worker's clock.
         """
         if clock:
-            # The run has begun. This server may replace another one, and may never hear of workers that left before.
+            # The run has begun. This server may replace another server, and may never receive messages from workers
+            # that have already left. So it no longer waits for expected workers.
             self._expected = 0
         if worker not in self._clocks:
             self._clocks[worker] = self.slowest if clock is None else clock
@@ -156,7 +161,7 @@ class StaleClock:
         return self._clocks[worker]
 
     def finished(self, worker: int, clock: int) -> None:
-        """Note that a worker has finished `clock` steps."""
+        """Record that a worker has finished `clock` steps. A lower number than the recorded one has no effect."""
         if worker in self._clocks:
             self._clocks[worker] = max(clock, self._clocks[worker])
 
@@ -168,7 +173,7 @@ class StaleClock:
             self._last = max(self._last, clock)
 
     def _note(self, worker: int) -> None:
-        if worker < self._expected:  # Joiners have higher ids. They do not replace an expected worker.
+        if worker < self._expected:  # Joiners have higher ids, and must not count as expected workers.
             self._seen.add(worker)
 
     def may_start(self, clock: int) -> bool:
@@ -193,20 +198,23 @@ class RollCall:
         self._until: float | None = None
 
     def call(self, workers: Collection[int]) -> None:
-        """Begin a roll call of the given workers. It replaces an earlier roll call."""
+        """Begin a roll call: wait until each of these workers has reported its step. An earlier roll call is dropped.
+
+        Args:
+            workers: Ids of the workers.
+        """
         self._absent = set(workers)
         self._until = None
 
     def follow(self, incarnations: Mapping[int, int]) -> list[int]:
-        """Replace the list of workers by the list of a new view. Return the ids of the processes that are gone.
-
-        If another process has taken the place of a worker, the worker's earlier process is gone.
+        """Act on a new view. Return the ids of the workers that have left or died, or were replaced by a new process.
 
         Args:
             incarnations: By worker id: incarnations of the workers in the new view.
         """
         gone = [worker for worker, incarnation in self.incarnations.items() if incarnations.get(worker) != incarnation]
-        # Expected workers that are missing in the first view with workers died before training began.
+        # Expected workers that are missing in the first view with workers have died before training began. Their ids
+        # are also returned, so that the clock does not wait for them.
         if incarnations:
             gone += set(range(self._expected)) - incarnations.keys()
             self._expected = 0
@@ -215,13 +223,13 @@ class RollCall:
         return gone
 
     def note_position(self, worker: int) -> None:
-        """Note that a worker has reported its step, or has reported that it does not take part."""
+        """Record that a worker has reported its step, or has reported that it does not take part in steps."""
         self._absent.discard(worker)
 
     def expire(self, now: float) -> bool:
         """End the roll call if workers have not reported within `PATIENCE_SECONDS`. Return whether this call ended it.
 
-        The time begins with the first call of this method after :meth:`call`.
+        The waiting time begins with the first call of this method after :meth:`call`.
 
         Args:
             now: The current time, in seconds.

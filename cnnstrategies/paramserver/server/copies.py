@@ -32,16 +32,20 @@ class Copies:
         self._server = server
         self._outbox = outbox
         self._store = store
-        self._holders: dict[int, Sequence[int]] = {}  # By key: live servers that hold the slice, primary first.
-        # By key, for the slices whose primary is this server: servers that hold backups of the slice.
+        # By key: ids of the live servers that hold the slice; the first of them is the primary.
+        self._holders: dict[int, Sequence[int]] = {}
+        # By key, for the slices whose primary is this server: ids of the servers that hold backups of the slice.
         self._backups: dict[int, Sequence[int]] = {}
-        self._since: dict[int, int] = {}  # By server: the first view with the server's current process.
-        self._acknowledged: dict[tuple[int, int], int] = {}  # By key and server: version that a backup has.
-        self._late: set[int] = set()  # Servers started during training that still lack copies of this server's slices.
-        # By key: the primary that sent the copy of the slice here: server id, and first view of the server's process.
+        self._since: dict[int, int] = {}  # By server id: number of the first view with the server's current process.
+        # By key and id of a backup's server: version of the slice that the backup has reported.
+        self._acknowledged: dict[tuple[int, int], int] = {}
+        # Ids of servers that were started during training and do not have copies of all slices of this server yet.
+        self._late: set[int] = set()
+        # By key of a slice that this server backs up: the primary whose whole copy has arrived here, as the id of the
+        # server and the number of the first view with the server's process.
         self._copied: dict[int, tuple[int, int]] = {}
 
-    # Servers that hold the copies
+    # Placement of the copies
 
     def place(self, view: View) -> list[tuple[int, int]]:
         """Determine the primary and the backups of each slice in a new view.
@@ -74,7 +78,7 @@ class Copies:
         return key in self._backups
 
     def _primary(self, key: int) -> int:
-        """Return the id of a slice's primary; -1 if no live server holds the slice."""
+        """Return the id of the server that is a slice's primary. Return -1 if no live server holds the slice."""
         return next(iter(self._holders.get(key, [])), -1)
 
     def _incarnation(self, key: int) -> tuple[int, int]:
@@ -83,7 +87,7 @@ class Copies:
         return primary, self._since.get(primary, -1)
 
     def acknowledged(self, key: int, backup: int, version: int) -> bool:
-        """Note that a backup has applied all updates of a slice up to a version.
+        """Record that a backup has applied all updates of a slice up to a version.
 
         Args:
             key: Key of the slice.
@@ -101,9 +105,9 @@ class Copies:
         return filled
 
     def safe(self, key: int, version: int) -> bool:
-        """Return whether all backups of a slice have at least a given version.
+        """Return whether all backups of a slice have at least the version `version`.
 
-        Workers may then receive the version, because it survives the death of this server.
+        Workers may then receive values of this version, because the values survive the death of this server.
         """
         return all(self._acknowledged.get((key, backup), -1) >= version for backup in self._backups.get(key, ()))
 
@@ -117,8 +121,8 @@ class Copies:
 
         Args:
             key: Key of the slice.
-            gradient: Gradient of the slice; None if the update keeps the values.
-            options: Hyper-parameters of the update.
+            gradient: Gradient of the slice; None if the update does not change the values.
+            options: Hyperparameters of the update.
             member: Id and incarnation of the worker whose gradient it is; `ALL_MEMBERS` for the mean in common steps.
             step: Step of the update.
             change: Payload from :meth:`.store.Changes.make`; empty in a run in which workers do not pull changes.
@@ -140,7 +144,9 @@ class Copies:
             )
 
     def send(self, key: int, backups: Sequence[int] | None = None) -> None:
-        """Send a whole slice to backups: the values, the optimizer's state and the record of the updates in them.
+        """Send a whole slice to backups: the values, the optimizer's state, and the workers' last applied steps.
+
+        If workers pull changes, the copy also contains the record of the values that workers hold.
 
         Args:
             key: Key of the slice, whose primary is this server.
@@ -156,7 +162,7 @@ class Copies:
             "behind": changes is not None and key in changes.behind,
         }
         known = b"" if changes is None else as_bytes(changes.known[key])
-        # `join` copies the values, because an update may change them before the message leaves.
+        # `join` copies the values, because an update may change them before the message is sent.
         payload = b"".join((pack_state(self._store.state(key)), known, self._store.memory[key]))
         for backup in self._backups.get(key, ()) if backups is None else backups:
             self._outbox.to_server(backup, Kind.COPY, payload, key=key, base=version, json=fields)
@@ -184,7 +190,7 @@ class Copies:
             primary: Id of the server that sent the message.
             header: Header of the message.
             payload: The gradient. In a run in which workers pull changes, the change follows the gradient.
-            options: Hyper-parameters of the update.
+            options: Hyperparameters of the update.
             absent: Bit i is set if part i of the slice has no gradient.
 
         Raises:
@@ -198,11 +204,11 @@ class Copies:
             payload, change = payload[:size], payload[size:]
             difference = changes.decoded(header.key, change)
         check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
-        # Without a whole copy from the current primary, the values here may contain other updates than the primary's
-        # values, even if both have the same version.
+        # Without a whole copy from the current primary, the values here may contain different updates from the
+        # primary's values, even if both have the same version. The update must then not be applied.
         if header.key not in self._copied:
             return
-        # If this backup has missed an update, later updates do not fit. The primary then sends a whole copy.
+        # If this backup has missed an update, it ignores later updates until the primary has sent a whole copy.
         if self._store.versions[header.key] == header.weight - 1:
             gradient = from_bytes(payload, slice_.dtype) if header.encoding == Encoding.DENSE else None
             self._store.apply(header.key, gradient, options, absent)
@@ -245,4 +251,4 @@ class Copies:
 
     def _check_primary(self, server: int, key: int) -> None:
         if key not in self._store.slices or self._primary(key) != server:
-            raise InvalidMessageError("an update or a copy from a server that is not the slice's primary")
+            raise InvalidMessageError("only the slice's primary may send updates and copies, and the sender is not it")

@@ -18,7 +18,7 @@ class Decision:
         step: Number of the step.
         members: Ids and incarnations of the workers whose gradients make up the step. A process that replaces a dead
             member has another incarnation, so its pushes do not count for this step.
-        options: Hyper-parameters of the step.
+        options: Hyperparameters of the step.
         scale: Factor that clips the gradient by its global norm; None while the norm is not known, and 1 without
             clipping.
     """
@@ -43,7 +43,9 @@ class Decision:
         members = tuple((worker, incarnation) for worker, incarnation in message.table("who", int, int))
         scale = None if message.fields.get("scale") is None else message.real("scale")
         if scale is None and specification.clip_norm is None:
-            raise InvalidMessageError("a decision without a clipping factor in a run without clipping by the norm")
+            raise InvalidMessageError(
+                "the decision has no clipping factor, although the run does not clip by norm (the factor must be 1)"
+            )
         options = check_options(message.fields.get("options"), specification.groups)
         return cls(message.integer("step"), members, options, scale)
 
@@ -64,9 +66,11 @@ class Reports:
     def __init__(self, alone: bool = False) -> None:
         self._alone = alone
         self._servers = 0  # number of servers in the view
-        self._silent: set[int] = set()  # servers that have not reported under this view
+        self._silent: set[int] = set()  # ids of the servers that have not reported under this view
+        # By step and worker: ids of the servers that have reported the worker's pushes of the step as complete.
         self._servers_by_entry: dict[Entry, set[int]] = {}
-        self._complete: dict[int, set[int]] = {}  # By step: workers whose pushes are complete on all servers.
+        # By step: ids of the workers whose pushes of the step have arrived at all servers.
+        self._complete: dict[int, set[int]] = {}
 
     def follow(self, servers: Collection[int]) -> None:
         """Drop all reports because the view has changed. Every server must report again.
@@ -96,12 +100,12 @@ class Reports:
     def complete(self, step: int) -> Set[int] | None:
         """Return the ids of the workers whose pushes of a step have arrived at all servers.
 
-        Return None while a server has not reported under the current view.
+        Return None as long as a server of the current view has not sent a report under this view.
         """
         return None if self._silent else self._complete.get(step, frozenset())
 
     def forget_before(self, step: int) -> None:
-        """Drop the entries of all steps before the given one."""
+        """Drop the reports about all steps with a number below `step`."""
         self._servers_by_entry = {
             entry: servers for entry, servers in self._servers_by_entry.items() if entry[0] >= step
         }

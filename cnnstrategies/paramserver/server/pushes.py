@@ -15,7 +15,8 @@ from cnnstrategies.paramserver.server.store import MemberKey, check_absent
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Options, Specification
 
-# Worker id and incarnation for an update with the mean gradient of a common step, which has no single sender.
+# Worker id and incarnation in messages about an update with the mean gradient of a common step, because such an update
+# does not come from a single worker.
 ALL_MEMBERS = (0xFFFFFFFF, 0)
 
 
@@ -24,10 +25,11 @@ class Begin:
     """Contents of a BEGIN message, which a worker sends before its pushes of a step.
 
     Attributes:
-        options: Hyper-parameters of the step.
+        options: Hyperparameters of the step.
         weight: Number of samples in the worker's gradient.
         pulls: Encoding in which the worker will pull the values after the step, if workers choose encodings.
-        level: See :attr:`~cnnstrategies.paramserver.messages.Header.level`.
+        level: Number of the worker's encodings in the ladder of encodings; see
+            :attr:`~cnnstrategies.paramserver.messages.Header.level`.
     """
 
     options: Options
@@ -47,16 +49,16 @@ class Pushes:
 
     def __init__(self) -> None:
         self.begun: dict[MemberKey, Begin] = {}
-        # By slice key and worker: encoded gradient, and its encoding.
+        # By slice key and worker: the encoded gradient, and the number of its encoding.
         self._pieces: dict[int, dict[MemberKey, tuple[memoryview, int]]] = {}
         # By slice key and worker: bit i is set if part i of the slice has no gradient in the worker's push.
         self._absent: dict[int, dict[MemberKey, int]] = {}
-        self._counts: dict[MemberKey, int] = {}  # By worker: number of slices that it has pushed.
-        # By slice key: the last mean that was computed, and the workers in that mean.
+        self._counts: dict[MemberKey, int] = {}  # By worker: number of slices that the worker has pushed.
+        # By slice key: the mean gradient that was computed last, and the workers whose gradients are part of the mean.
         self._means: dict[int, tuple[frozenset[MemberKey], Tensor | None]] = {}
 
     def add(self, worker: MemberKey, slice_: Slice, payload: memoryview, encoding: int, absent: int = 0) -> bool:
-        """Keep a push.
+        """Keep a worker's push of a slice until the step is applied to the slice.
 
         Args:
             worker: Id and incarnation of the worker.
@@ -84,11 +86,16 @@ class Pushes:
         return True
 
     def count(self, worker: MemberKey) -> int:
-        """Return the number of slices that a worker has pushed; -1 if the worker has not begun the step."""
+        """Return the number of slices that a worker has pushed. Return -1 if the worker has not begun the step."""
         return self._counts.get(worker, 0) if worker in self.begun else -1
 
     def has(self, key: int, workers: Collection[MemberKey]) -> bool:
-        """Return whether all given workers have pushed a slice."""
+        """Return whether each of the workers has pushed a slice.
+
+        Args:
+            key: Key of the slice.
+            workers: Ids and incarnations of the workers.
+        """
         return self._pieces.get(key, {}).keys() >= set(workers)
 
     def has_none(self, key: int) -> bool:
@@ -107,7 +114,7 @@ class Pushes:
             buffer: Flat tensor for the mean, with as many elements as the slice. If only one gradient counts, the
                 result may be that gradient's own storage instead.
 
-        Returns the flat mean gradient; None if no push has a gradient.
+        Returns the mean gradient as a flat tensor. Returns None if no push has a gradient.
         """
         pieces = self._pieces.get(slice_.key, {})
         members = frozenset(workers).intersection(pieces)
@@ -151,7 +158,7 @@ class Pushes:
         return max(absent, 0)
 
     def drop(self, key: int) -> None:
-        """Drop all pushes of a slice, after the slice was updated."""
+        """Drop all pushes of a slice. Call this when the step was applied to the slice."""
         self._pieces.pop(key, None)
         self._absent.pop(key, None)
         self._means.pop(key, None)
@@ -161,7 +168,7 @@ class Backlog:
     """Workers' pushes of the current step and the next step.
 
     Attributes:
-        steps: By step: the pushes.
+        steps: By number of the step: the pushes of the step.
         uneven: Whether the slices whose primary is this server have different versions. After another server's death
             this server may become the primary of slices to which the current step is already applied.
     """
@@ -180,7 +187,7 @@ class Backlog:
         return min((self._shard.store.versions[key] for key in self._shard.own_keys), default=default)
 
     def pushes_of(self, step: int) -> Pushes:
-        """Return the pushes of a step, which the caller may add to."""
+        """Return the kept pushes of a step. The object is created if no push of the step has arrived yet."""
         return self.steps.setdefault(step, Pushes())
 
     def add(self, worker: MemberKey, header: Header, payload: memoryview) -> bool:
@@ -202,7 +209,7 @@ class Backlog:
         if version > step:
             return False
         if version < 0 or step > version + 1 or step not in self.steps or worker not in self.steps[step].begun:
-            raise InvalidMessageError("a push of a step that has not begun on this server")
+            raise InvalidMessageError("the push is for a step that has not begun on this server")
         return self.steps[step].add(worker, self._shard.store.slices[key], payload, header.encoding, header.base)
 
     def has(self, worker: MemberKey, step: int, key: int) -> bool:
@@ -210,9 +217,9 @@ class Backlog:
         return step in self.steps and self.steps[step].has(key, (worker,))
 
     def complete(self, step: int, worker: MemberKey) -> bool:
-        """Return whether a worker's pushes of a step are complete.
+        """Return whether all pushes of a worker that this server needs for a step have arrived.
 
-        They are complete if none is missing for the slices to which this server must still apply the step.
+        The server needs the pushes of all slices to which it must still apply the step.
         """
         pushes = self.steps[step]
         if pushes.count(worker) == len(self._shard.own_keys):
@@ -225,7 +232,7 @@ class Backlog:
         )
 
     def all_begun(self) -> Iterator[tuple[int, MemberKey]]:
-        """Yield a step and a worker for each BEGIN message that has arrived."""
+        """Yield a step and a worker for each BEGIN message that has arrived and is still kept."""
         for step, pushes in self.steps.items():
             for worker in pushes.begun:
                 yield step, worker
@@ -235,11 +242,11 @@ class Backlog:
         return ((step, worker) for step, worker in self.all_begun() if self.complete(step, worker))
 
     def compare_versions(self) -> None:
-        """Update :attr:`uneven`, after a new view or an applied step."""
+        """Update :attr:`uneven`. Call this after a new view, and after a step was applied to all slices."""
         self.uneven = len({self._shard.store.versions[key] for key in self._shard.own_keys}) > 1
 
     def forget_before(self, step: int) -> None:
-        """Drop the pushes of all steps before the given one."""
+        """Drop the pushes of all steps with a number below `step`."""
         for earlier_step in [known_step for known_step in self.steps if known_step < step]:
             del self.steps[earlier_step]
 
@@ -261,11 +268,13 @@ class Updater:
         self._backlog = backlog
         self._keeps_means = specification.clip_norm is not None
         self._buffers: dict[int | torch.dtype, Tensor] = {}
-        self._todo: deque[int] = deque()  # Keys of slices whose pushes of the decided step have all arrived.
-        self._waiting: set[int] = set()  # Keys of slices for which pushes of the decided step are missing.
-        self._members: tuple[MemberKey, ...] = ()  # Workers whose pushes make up the step, dead or alive.
-        self._live_members: Collection[MemberKey] = ()  # Members whose missing pushes are still going to arrive.
-        self._waits_for_any = False  # Whether a slice must wait until at least one worker has pushed it.
+        # Keys of the slices that are ready to be updated, because all pushes that the decided step needs have arrived.
+        self._todo: deque[int] = deque()
+        # Keys of the slices that are not ready, because a push that the decided step needs is missing.
+        self._waiting: set[int] = set()
+        self._members: tuple[MemberKey, ...] = ()  # workers whose pushes make up the step, dead workers included
+        self._live_members: Collection[MemberKey] = ()  # live members, whose missing pushes will still arrive
+        self._waits_for_any = False  # whether a slice is not ready before at least one worker has pushed it
 
     def plan(
         self, decision: Decision | None, live_members: Collection[MemberKey], successors: Collection[MemberKey]
@@ -292,18 +301,23 @@ class Updater:
             self.note_push(key, decision.step)
 
     def note_push(self, key: int, step: int) -> None:
-        """Note that a push of the decided step has arrived, so that its slice may be ready."""
+        """Act on the arrival of a push of the decided step: the slice is ready if no other push is missing.
+
+        Args:
+            key: Key of the slice.
+            step: Number of the step.
+        """
         if key in self._waiting and self._has_needed(self._backlog.pushes_of(step), key):
             self._waiting.discard(key)
             self._todo.append(key)
 
     def _has_needed(self, pushes: Pushes, key: int) -> bool:
-        """Return whether the pushes of a slice that the decided step needs have all arrived."""
+        """Return whether all pushes of a slice that the decided step needs have arrived."""
         return pushes.has(key, self._live_members) and not (self._waits_for_any and pushes.has_none(key))
 
     @property
     def busy(self) -> bool:
-        """Whether at least one slice is ready to be processed by :meth:`work`."""
+        """Whether at least one slice of the decided step is ready for :meth:`work`."""
         return bool(self._todo)
 
     def work(self, decision: Decision) -> None:
@@ -331,7 +345,7 @@ class Updater:
     def squared_norm(self, decision: Decision) -> float | None:
         """Return the squared L2 norm of the mean gradient in the slices whose primary is this server.
 
-        The norms of the slices are computed in float64. The result is None while a push is missing.
+        The norms of the slices are computed in float64. Return None as long as a live member's push is missing.
         """
         pushes = self._backlog.pushes_of(decision.step)
         keys = [key for key in self._shard.own_keys if self._shard.store.versions[key] == decision.step]
@@ -342,7 +356,7 @@ class Updater:
         return float(sum(norm * norm for norm in norms))
 
     def _mean(self, pushes: Pushes, key: int, members: Sequence[MemberKey]) -> Tensor | None:
-        """Return the mean gradient of a slice; None if no push has a gradient.
+        """Return the mean gradient of a slice. Return None if no push of the slice has a gradient.
 
         The pushes of one slice are added one after the other, because the mean then stays in the CPU's cache. The means
         of all slices with the same dtype use one buffer in turn. With clipping by the global norm each slice has its

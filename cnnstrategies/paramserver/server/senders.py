@@ -25,7 +25,7 @@ from cnnstrategies.paramserver.messages import (
     compose,
 )
 
-PING_SECONDS = 0.2
+PING_SECONDS = 0.2  # seconds between two pings to the other servers
 # Largest number of times that a server sends its state again to another server between two pings. A repeated message
 # can be lost as well, which leaves a new gap. Without a limit, the number of messages could grow without bound.
 MOST_REPEATS = 8
@@ -48,14 +48,15 @@ class Senders:
     def __init__(self, encrypted: bool) -> None:
         self._encrypted = encrypted
         self._view = View(-1, (), ())
-        # The senders in these dictionaries are as in `Header.sender`: a server's number is its id plus `SERVER`. For a
-        # server, the first view with its process serves as its incarnation.
+        # The senders in these dictionaries are numbered as in `Header.sender`: a server's number is its id plus
+        # `SERVER`. The number of the first view with a server's process serves as the server's incarnation.
         self._members: dict[int, tuple[int, str]] = {}  # By sender: incarnation and public key.
         self._last: dict[int, tuple[int, int]] = {}  # By sender: incarnation, and number of the last message.
-        self._gaps: Counter[int] = Counter()  # By sending server: number of gaps in its message numbers.
-        # By receiving server: number of gaps in this server's messages after which its state was sent again.
+        self._gaps: Counter[int] = Counter()  # By sending server: number of gaps in the numbers of its messages.
+        # By receiving server: the number of gaps that it had reported when this server last sent its state again.
         self._repaired: dict[int, int] = {}
-        self._repeats: Counter[int] = Counter()  # By id of the receiving server: number of repetitions since the pings.
+        # By id of the receiving server: how many times this server has sent its state again since the last pings.
+        self._repeats: Counter[int] = Counter()
 
     def follow(self, view: View) -> None:
         """Replace the list of members by the members of a new view."""
@@ -63,7 +64,7 @@ class Senders:
         self._members = {worker.id: (worker.incarnation, worker.public_key) for worker in view.workers}
         self._members |= {SERVER + server.id: (server.since, server.public_key) for server in view.servers}
         for peer, (incarnation, _) in list(self._last.items()):
-            if self._incarnation(peer) != incarnation:  # The member is gone, or was replaced by another process.
+            if self._incarnation(peer) != incarnation:  # The member is gone, or a new process has replaced it.
                 for numbers in (self._last, self._gaps, self._repaired):
                     numbers.pop(peer, None)
 
@@ -71,7 +72,7 @@ class Senders:
         return self._members[peer][0] if peer in self._members else None
 
     def has_key(self, key: str) -> bool:
-        """Return whether a public key belongs to a member."""
+        """Return whether a public key belongs to a server or worker of the current view."""
         return any(key == public_key for _, public_key in self._members.values())
 
     def shows_connection(self, header: Header, user: str) -> bool:
@@ -87,7 +88,7 @@ class Senders:
         return incarnation is not None and incarnation <= header.incarnation and (user == key or not self._encrypted)
 
     def check(self, header: Header, user: str) -> bool:
-        """Check that a member may send a message, and note the message's number.
+        """Check that a member may send a message, and record the message's number.
 
         Args:
             header: Header of the message.
@@ -111,7 +112,7 @@ class Senders:
             raise InvalidMessageError(f"a {role} must not send {header.kind.name} messages to a server")
         _, last = self._last.get(header.sender, (incarnation, 0))
         if header.sequence <= last:
-            raise InvalidMessageError("a replay of an earlier message")
+            raise InvalidMessageError("the message is a replay of an earlier message")
         self._last[header.sender] = incarnation, header.sequence
         has_gap = is_server and header.sequence > last + 1
         if has_gap:
@@ -125,9 +126,11 @@ class Senders:
         return self._gaps[SERVER + server]
 
     def must_repeat(self, server: int, gaps: int) -> bool:
-        """Return whether this server must now send its state again to another server, and count the repetition.
+        """Return whether this server must now send its state again to another server.
 
-        This is the case if the other server has found new gaps, unless `MOST_REPEATS` is reached.
+        This is the case if the other server has found new gaps in this server's messages, unless this server has
+        already sent its state `MOST_REPEATS` times since the last pings. The method counts the repetition if it returns
+        True.
 
         Args:
             server: Id of the other server.
@@ -140,7 +143,7 @@ class Senders:
         return True
 
     def reset_repeats(self) -> None:
-        """Begin to count repetitions from 0 again. Call this each time pings are sent."""
+        """Set the counts of repetitions that `MOST_REPEATS` limits to 0. Call this each time pings are sent."""
         self._repeats.clear()
 
 
@@ -165,18 +168,18 @@ class Outbox:
         self._compose = partial(compose, SERVER + server, session)
         self._sequence = 0
         self._view = -1
-        self._sent: dict[int, int] = {}  # By server: number of the last message to it.
-        self._servers: dict[int, ServerInfo] = {}
+        self._sent: dict[int, int] = {}  # By server id: number of the last message to the server.
+        self._servers: dict[int, ServerInfo] = {}  # By server id: the other servers of the current view.
 
     def take(self) -> Effects:
-        """Return the effects for the driver, and clear the list."""
+        """Return the effects that the driver must carry out, and remove them from :attr:`effects`."""
         if not self.effects:
             return []
         effects, self.effects = self.effects, []
         return effects
 
     def follow(self, view: View) -> None:
-        """Act on a new view: drop messages to servers that are gone, and the routes of workers that are gone."""
+        """Act on a new view: drop unsent messages to servers that are gone, and the routes of workers that are gone."""
         now = {server.id: server for server in view.servers if server.id != self._server}
         before, self._servers = self._servers, now
         gone = {server for server, info in before.items() if now.get(server) != info}
@@ -194,18 +197,18 @@ class Outbox:
     def to_worker(self, worker: int, kind: Kind, payload: Any = b"", **fields: Any) -> None:
         """Send a message to a worker, unless its route is unknown.
 
-        A small PULLED message may wait for later messages and leave together with them.
+        A small PULLED message may be delayed, so that the driver sends it together with later messages.
         """
         route = self.routes.get(worker)
         if route is not None:
             self._sequence += 1
             header, body = self._compose(kind, self._sequence, payload, **fields)
             wait = kind == Kind.PULLED and len(body) <= SMALL_BYTES
-            # A message that waits needs a copy, because an update may change the values before the message leaves.
+            # The values in a delayed message are copied, because an update may change them before the message is sent.
             self.effects.append(Parcel(route, header, bytes(body) if wait else body, wait))
 
     def ask_again(self, worker: int) -> None:
-        """Ask a worker to send all messages again to which it has received no reply."""
+        """Ask a worker to repeat all messages to which it has received no reply."""
         self.to_worker(worker, Kind.WELCOME, json={"again": True})
 
     def to_server(self, server: int, kind: Kind, payload: Any = b"", **fields: Any) -> None:

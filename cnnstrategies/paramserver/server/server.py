@@ -78,10 +78,10 @@ class Server:
         self._stopped_seconds = min(STOPPED_SECONDS, specification.timeout / 2)
         self._now = 0.0
         self._pinged = self._sent_heartbeats = 0.0
-        self._heard: dict[int, float] = {}  # By other server: time of the last message from it.
-        self._heard_workers: set[int] = set()  # Workers from which a message has arrived since the last heartbeats.
-        self._text = b""  # The last JSON text with hyper-parameters.
-        self._options: Options = []  # The hyper-parameters in that text.
+        self._heard: dict[int, float] = {}  # By id of another server: time of the server's last message.
+        self._heard_workers: set[int] = set()  # ids of the workers that have sent a message since the last heartbeats
+        self._text = b""  # the last received JSON text with hyperparameters
+        self._options: Options = []  # the hyperparameters in that text
         self._handlers: dict[Kind, Callable[[int, Header, memoryview], None]] = {
             Kind.HELLO: self._hello,
             Kind.VALUE: self._initialise,
@@ -96,12 +96,12 @@ class Server:
 
     @property
     def busy(self) -> bool:
-        """Whether slices are ready to be processed by :meth:`work`."""
+        """Whether at least one slice of the decided step is ready for :meth:`work`."""
         return self._synchronous is not None and self._synchronous.busy
 
     @property
     def routes(self) -> Mapping[int, bytes]:
-        """Routes of the connections on which the workers' last messages arrived, by worker."""
+        """By worker id: route of the connection on which the worker's last message arrived."""
         return self._outbox.routes
 
     def admits(self, key: str) -> bool:
@@ -111,7 +111,7 @@ class Server:
     # Events
 
     def follow(self, now: float, view: View) -> Effects:
-        """Act on a view, unless this server already has the same view or a newer one."""
+        """Act on a new view. A view that is not newer than this server's view is ignored."""
         self._note_time(now)
         if view.number <= self.view.number:
             return []
@@ -134,7 +134,8 @@ class Server:
         self.mode.follow(view)
         if self.shard.own_key_set - own_keys_before:
             for worker in list(self._outbox.routes):
-                # Before this view, this server dropped all messages about the slices whose primary it is now.
+                # Before this view, this server dropped all messages about the slices whose primary it is now, so the
+                # workers must repeat these messages.
                 self._outbox.ask_again(worker)
         self._heard = {
             server: self._heard.get(server, now) if before.get(server) == first_view else now
@@ -159,7 +160,7 @@ class Server:
             self.handle(peer, header, payload)
         except InvalidMessageError as error:
             self.drop(str(error))
-        except ControlError:  # The error's text may contain received data, and reasons must not contain such data.
+        except ControlError:  # The error's text may contain received data, which must not be part of a reason.
             self.drop(f"a {header.kind.name} message has missing or invalid fields")
         return self._outbox.take()
 
@@ -172,7 +173,8 @@ class Server:
         self._note_time(now)
         if now - self._sent_heartbeats > self._heartbeat_seconds:
             self._sent_heartbeats = now
-            # While a worker sends much data, other replies come late. Heartbeats show it that this server is alive.
+            # While a worker sends a large amount of data, it receives replies to its other messages late. Heartbeats
+            # show the worker that this server is alive.
             for worker in self._heard_workers:
                 self._outbox.to_worker(worker, Kind.PING)
             self._heard_workers.clear()
@@ -207,7 +209,7 @@ class Server:
             self._outbox.effects.append(Say(text, False))
 
     def _check_sender(self, route: bytes, user: str, header: Header) -> int:
-        """Check that the sender may send a message, and note the time and the route of the message.
+        """Check that the sender may send a message, and record the time and the route of the message.
 
         Returns the sender's id: the number among the workers or among the servers.
 
@@ -216,7 +218,8 @@ class Server:
         """
         peer = header.sender & ~SERVER
         if header.sender >= SERVER and self._senders.shows_connection(header, user):
-            # The connection also works if this server must drop the message because the sender has a newer view.
+            # Any message from the other server shows that the connection works, even a message that is dropped below
+            # because its sender has a newer view.
             self._heard[peer] = self._now
         has_gap = self._senders.check(header, user)
         if header.sender >= SERVER:
@@ -227,7 +230,7 @@ class Server:
         before = self._outbox.routes.get(peer, route)
         self._outbox.routes[peer] = route
         if before != route:
-            # Replies on the old connection may be lost.
+            # Replies that were sent on the old connection may be lost, so the worker must repeat its messages.
             self._outbox.ask_again(peer)
         return peer
 
@@ -249,7 +252,7 @@ class Server:
             self._synchronous.on_server_message(peer, header, fields_of(payload, header))
 
     def _note_time(self, now: float) -> None:
-        """Note the current time. If this process was stopped, do not count the pause as silence of other processes.
+        """Record the current time. If this process was stopped, do not count the pause as silence of other processes.
 
         The driver calls the methods of this class several times a second, so a long time between two calls shows that
         the process was stopped.
@@ -265,7 +268,7 @@ class Server:
     def _hello(self, worker: int, header: Header, payload: memoryview) -> None:
         """Act on a HELLO message, and reply with WELCOME unless the worker has to repeat the message later."""
         if header.base > self.view.number:
-            return  # The worker has a newer view. It repeats the HELLO until this server has that view as well.
+            return  # The worker has a newer view, and repeats the HELLO until this server also has the newer view.
         message, answered = fields_of(payload, header), frozenset(unpack_keys(payload[header.meta :]))
         member, step = (worker, header.incarnation), None if header.step == NO_STEP else header.step
         joins, first, has_parameters = message.flag("joins"), message.integer("first"), message.flag("given")
@@ -277,13 +280,14 @@ class Server:
         lacks = False
         if step is not None:
             if not has_parameters and self._synchronous is not None and self._synchronous.cannot_make(step - 1):
-                # No worker can push the missing step any more. Without this exception the newcomer would wait forever.
+                # No worker can push gradients of the missing step any more. The step must not count as missing, because
+                # the newcomer would then wait forever.
                 answered = self.shard.own_key_set
             # A newcomer without values waits for the step before its first step, which may not be applied here yet.
             lacks = self._lacks_updates(member, step if has_parameters else step - 1, answered, first)
             if self._asynchronous is not None:
                 self._asynchronous.note_first_step(member, first)
-        # The first HELLO of a newcomer only asks for the step to begin with. Its next HELLO contains this step.
+        # With its first HELLO, a newcomer asks for the step with which it begins. Its next HELLO contains this step.
         first_step: int | None = 0
         if joins:
             first_step = (
@@ -302,7 +306,7 @@ class Server:
             "deaf": self._silent_servers(),
             "held": request is not None,
         }
-        # Slices for which the worker need not send its push and its pull again, because both have arrived.
+        # Keys of the slices whose push and pull the worker need not send again, because both have arrived here.
         settled_keys = (
             []
             if request is None
@@ -322,7 +326,10 @@ class Server:
 
     @property
     def _values_lost(self) -> bool:
-        """Whether a slice's values are lost: its primary, this server, has no values after common steps were made."""
+        """Whether the values of a slice are lost.
+
+        This is the case if this server is the slice's primary and has no values, although common steps were made.
+        """
         return self._synchronous is not None and self._synchronous.clock.step > 0 and not self.shard.ready
 
     def _lacks_updates(self, member: MemberKey, step: int, answered: frozenset[int], first: int) -> bool:
@@ -330,7 +337,7 @@ class Server:
 
         Args:
             member: Id and incarnation of the worker.
-            step: The worker's step: it computes the gradients of this step, or waits for the values after it.
+            step: The worker's step: the worker computes the gradients of this step, or waits for the values after it.
             answered: Keys of the slices whose values after this step the worker has already received.
             first: The step with which the worker began.
         """
@@ -345,15 +352,20 @@ class Server:
         return False
 
     def _initialise(self, worker: int, header: Header, payload: memoryview) -> None:
-        """Act on a VALUE message, which contains the first values of a slice."""
-        # If the values are lost, first values would make the run start again without notice.
+        """Act on a VALUE message, which contains the initial values of a slice.
+
+        If the slice already has values, the message has no effect.
+        """
+        # If the values of the slice are lost, the message is dropped. Otherwise the training of the slice would start
+        # again from the initial values, and the user would not notice.
         if self._values_lost and header.key in self.shard.own_key_set:
-            raise InvalidMessageError("first values of a slice after common steps were made")
+            raise InvalidMessageError("the message contains initial values, but common steps were already made")
         before = self.shard.ready
         self.shard.initialise(header, payload)
         if self.shard.ready and not before:
             for known_worker in list(self._outbox.routes):
-                self._outbox.ask_again(known_worker)  # Pushes that arrived before the first values were dropped.
+                # Pushes that arrived before the initial values were dropped, so the workers must send them again.
+                self._outbox.ask_again(known_worker)
 
     def _begin(self, worker: int, header: Header, payload: memoryview) -> None:
         begin = Begin(self._options_in(header, payload), header.weight, self._pull_encoding(header.base), header.level)
@@ -371,11 +383,11 @@ class Server:
         else:
             valid = encoding == Encoding.NOTHING or (compression is not None and compression.for_pulls)
         if not valid:
-            raise InvalidMessageError("a pull in an encoding that this run does not use for pulls")
+            raise InvalidMessageError("the pull requests an encoding that this run does not use for pulls")
         return encoding
 
     def _options_in(self, header: Header, payload: memoryview) -> Options:
-        """Return the hyper-parameters in a message. The JSON text is parsed only if it differs from the last text."""
+        """Return the hyperparameters in a message. The JSON text is parsed only if it differs from the last text."""
         text = bytes(payload[: header.meta])
         if text != self._text:
             self._options = check_options(unpack_json(payload, header).get("options"), self._specification.groups)
@@ -384,22 +396,25 @@ class Server:
 
     def _push(self, worker: int, header: Header, payload: memoryview) -> None:
         if header.key not in self.shard.own_key_set:
-            raise InvalidMessageError("a push of a slice whose primary is another server")
+            raise InvalidMessageError("the push is for a slice whose primary is another server")
         if not self.mode.push((worker, header.incarnation), header, payload):
             self.dropped["a push that has arrived before"] += 1
-        if self._specification.pipelined:  # With pipelined steps a push is also a pull of the slice's next values.
+        if self._specification.pipelined:  # In such a run, each push also requests the slice's new values.
             self.shard.pull(worker, (header.key,), Pull(header.step + 1, header.step + 1))
 
     def _pull(self, worker: int, header: Header, payload: memoryview) -> None:
         if header.encoding != Encoding.KEYS or len(payload) % 4:
-            raise InvalidMessageError("a pull without the keys of slices")
+            raise InvalidMessageError("the payload of the pull does not consist of the keys of slices")
         keys = unpack_keys(payload)
         if len(set(keys)) != len(keys) or not self.shard.own_key_set.issuperset(keys):
-            raise InvalidMessageError("a pull of slices whose primary is another server")
+            raise InvalidMessageError(
+                "the pull contains a key twice, or the key of a slice whose primary is another server"
+            )
         encoding = self._pull_encoding(header.base >> 1)
         self.shard.order_by_use(keys)
         if header.base & 1:
-            # In common steps a newcomer needs the values that the other workers use for the same step, or newer ones.
+            # In common steps, the values for a newcomer must not be older than the values that the other workers use
+            # for the newcomer's step. Therefore the reply waits for this version.
             version = 0 if self._synchronous is None else header.step
             pull = Pull(header.step, version, whole=True, state=header.level > 0, question=header.question)
             self.shard.pull(worker, keys, pull)

@@ -1,4 +1,4 @@
-"""A server's slices as the workers see them: replies to pulls, updates and first values."""
+"""A server's slices as the workers see them: replies to pulls, updates and initial values."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -29,8 +29,9 @@ class Pull:
         whole: Whether to send the exact values, without compression.
         state: Whether to send the optimizer's state instead of the values.
         encoding: Encoding of the reply; `NOTHING` for the specification's encoding.
-        mark: Mark of the values that the worker holds, in a run that sends changes instead of values; 0 for no mark.
-        question: Number of the pull, which the reply repeats; see
+        mark: Mark of the values that the worker holds, in a run in which workers pull changes: a number that identifies
+            these values (see :mod:`.store`). 0 if the values have no mark.
+        question: Id of a pull of the current values, which the reply repeats; 0 for any other pull. See
             :class:`~cnnstrategies.paramserver.messages.Header`.
     """
 
@@ -69,7 +70,7 @@ class Shard:
 
     @property
     def ready(self) -> bool:
-        """Whether all slices whose primary is this server have received their first values."""
+        """Whether all slices whose primary is this server have received their initial values."""
         return all(self.store.versions[key] >= 0 for key in self.own_keys)
 
     def place(self, view: View) -> None:
@@ -105,14 +106,20 @@ class Shard:
     # Pulls
 
     def pull(self, worker: int, keys: Iterable[int], pull: Pull) -> None:
-        """Keep a worker's request for some slices, and send each slice to the worker as soon as it is new enough."""
+        """Keep a worker's pull of some slices. Each slice is sent as soon as it has the version that the worker needs.
+
+        Args:
+            worker: Id of the worker.
+            keys: Keys of the slices.
+            pull: The pull, which replaces an earlier pull of the worker.
+        """
         for key in keys:
             self._pulls[key][worker] = pull
             if self.store.versions[key] >= pull.version:
                 self.answer(key)
 
     def pull_of(self, key: int, worker: int, request: int) -> Pull | None:
-        """Return a worker's pull of a slice if the pull still waits for its reply; None otherwise.
+        """Return a worker's pull of a slice that has not received its reply yet. Return None if there is no such pull.
 
         Args:
             key: Key of the slice.
@@ -125,8 +132,8 @@ class Shard:
     def answer(self, key: int) -> None:
         """Send a slice to each waiting worker that accepts the current version.
 
-        The version that the worker needs must also have arrived at all backups. Otherwise the death of this server
-        could take back values that the worker has seen.
+        The version that the worker needs must also have arrived at all backups. Otherwise values that the worker has
+        received could be lost with this server.
         """
         waiting = self._pulls[key]
         if not waiting or key not in self.own_key_set:
@@ -187,8 +194,8 @@ class Shard:
 
         Args:
             key: Key of the slice.
-            gradient: Gradient of the slice; None to raise only the version and keep the values.
-            options: Hyper-parameters of the update.
+            gradient: Gradient of the slice; None if the update raises the version but does not change the values.
+            options: Hyperparameters of the update.
             member: Id and incarnation of the worker whose gradient it is; `ALL_MEMBERS` for the mean in common steps.
             step: Step of the update.
             absent: Bit i is set if part i of the slice has no gradient.
@@ -203,22 +210,27 @@ class Shard:
         self.answer(key)
 
     def acknowledged(self, backup: int, key: int, version: int) -> None:
-        """Note that a backup has applied all updates of a slice up to a version, and reply to pulls that waited for it.
+        """Record that a backup has applied all updates of a slice up to a version. Reply to pulls that waited for it.
+
+        Args:
+            backup: Id of the backup's server.
+            key: Key of the slice.
+            version: Version of the slice on the backup.
 
         Raises:
             InvalidMessageError: This server does not hold the slice.
         """
         if key not in self.store.slices:
-            raise InvalidMessageError("an acknowledgement for a slice that this server does not hold")
+            raise InvalidMessageError("the acknowledgement is for a slice that this server does not hold")
         if self.copies.acknowledged(key, backup, version):
             text = f"server {backup} now has copies of all slices that it backs up for server {self._server}"
             self._outbox.effects.append(Say(text, True))
         self.answer(key)
 
-    # First values
+    # Initial values
 
     def initialise(self, header: Header, payload: memoryview) -> None:
-        """Store the first values and the optimizer's state of a slice. Only the first VALUE message has an effect.
+        """Store the initial values and the optimizer's state of a slice. Only the first VALUE message has an effect.
 
         Args:
             header: Header of the VALUE message.
@@ -229,7 +241,7 @@ class Shard:
         """
         key = header.key
         if key not in self.own_key_set:
-            raise InvalidMessageError("first values of a slice whose primary is another server")
+            raise InvalidMessageError("the initial values are for a slice whose primary is another server")
         slice_ = self.store.slices[key]
         state, values = split_state(payload, slice_)
         if self.store.versions[key] < 0:

@@ -5,15 +5,17 @@ values on the server and the values that workers hold. Compression leaves out a 
 values then lack this part, so it is contained in the next difference. This is error feedback for pulled values (Tang et
 al., "DoubleSqueeze", ICML 2019).
 
-A worker may add a change only to the values from which the change was computed. The server therefore keeps a record of
-the values that workers hold, and sends the record to the backups together with the values. Each record has a lineage: a
-number that shows whether two records with the same version have the same history. The lineage changes if a server
-starts again from first values, because steps that workers have already seen may then be repeated with other gradients.
+A worker may add a change only to the values from which the change was computed. The server therefore keeps a record: a
+copy of the values that workers hold. It sends the record to the backups together with the values. Each record has a
+lineage: a number that shows whether two records with the same version have the same history. The lineage changes if a
+server starts again from initial values, because steps that workers have already seen may then be repeated with
+different gradients. In messages, the lineage is the mark of the values: a worker's pull contains the mark of the values
+that the worker holds, and the reply contains the mark of the values that the worker holds after it.
 
 If workers choose encodings while they train, they announce with each step the encoding in which they will pull the new
-values. If no worker announces changes but some announce rounded values, the record becomes the rounded values. If all
-workers announce exact values, the record is not updated, which saves time. The first worker that later pulls a change
-receives the exact values instead.
+values: as a change, rounded, or exact. If no worker will pull a change, but some workers will pull rounded values, the
+rounded values replace the record. If all workers will pull exact values, the record is not updated, which saves time.
+The first worker that later pulls a change then receives the exact values instead.
 """
 
 import zlib
@@ -62,8 +64,8 @@ class Changes:
 
     Attributes:
         known: By key: values of the workers that have received all changes up to the slice's version.
-        lineages: By key: lineage of the slice's values; see the module's docstring.
-        behind: Keys of slices whose entry in `known` is out of date, because all workers hold the exact values.
+        lineages: By key: lineage of the slice's record; see the module's docstring.
+        behind: Keys of the slices whose record in `known` is out of date, because all workers hold the exact values.
     """
 
     def __init__(self, encoding: int, ratio: float, values: Mapping[int, Tensor], whole: int | None = None) -> None:
@@ -74,15 +76,17 @@ class Changes:
         self._ratio = ratio
         self._values = values
         self._whole = whole
-        self._last: dict[int, memoryview] = {}  # By key: payload of the last change, if the last update made one.
-        self._rounded: dict[int, Any] = {}  # By key: payload of the workers' values, if they hold rounded values.
-        self._origin = 0  # Lineage of first values.
+        # By key: the last change as a payload. A slice has no entry if no change was computed after its last update.
+        self._last: dict[int, memoryview] = {}
+        # By key: the rounded values as a payload. A slice has an entry only if workers hold its rounded values.
+        self._rounded: dict[int, Any] = {}
+        self._origin = 0  # lineage of the record of a slice that receives initial values
 
     def set_origin(self, since: int) -> None:
-        """Give all values a new lineage, because the process of this server has just become a member of the run.
+        """Change the lineages of all records, because the process of this server has just become a member of the run.
 
         Args:
-            since: Number of the first view with this process. It is the lineage of first values that arrive later.
+            since: Number of the first view with this process. It is the lineage of initial values that arrive later.
         """
         self._origin = since
         self.lineages = {
@@ -91,7 +95,7 @@ class Changes:
         }
 
     def begin(self, key: int) -> None:
-        """Reset a slice's record to the slice's exact values, which workers are going to receive."""
+        """Reset a slice's record to the slice's exact values, because workers are going to receive these values."""
         self.known[key].copy_(self._values[key])
         self.lineages[key] = self._origin
         self._forget(key)
@@ -146,7 +150,7 @@ class Changes:
             key: Key of the slice.
             payload: Payload from :meth:`make`, possibly received from the primary.
 
-        Returns a flat tensor; None if the payload is not a change.
+        Returns the difference as a flat tensor. Returns None if the payload is not a change.
 
         Raises:
             InvalidMessageError: The payload does not have the length of a change of this slice.
@@ -184,17 +188,16 @@ class Changes:
     ) -> tuple[Any, int, float] | None:
         """Return the payload of the reply to a pull, its encoding, and the mark of the values that the worker then has.
 
-        The payload is the last change if the worker holds the values to which the change must be added. It is used even
-        if the worker pulled values, so that all workers hold the same values after a step for which there is a change.
-        A worker that pulled a change, but holds other values, receives the values that the other workers hold.
+        The payload is the last change if the worker holds the values to which the change must be added. The change is
+        sent even if the worker pulled values, so that all workers hold the same values after a step for which there is
+        a change. A worker that pulled a change, but holds different values, receives the values that the other workers
+        hold. Return None if the worker pulled values and cannot use the last change. The caller then sends the values.
 
         Args:
             key: Key of the slice.
             mark: Mark of the values that the worker holds; 0 for no mark.
             next_version: Whether the current version is the version that the worker needs, and not a later one.
             asked: Encoding in the worker's PULL message; `NOTHING` for the specification's encoding.
-
-        Returns None if the worker pulled values and the last change does not fit; the caller then sends the values.
         """
         last = self._last.get(key)
         if last is not None and next_version and mark == self.mark(key):
@@ -204,23 +207,26 @@ class Changes:
             return None
         if key in self.behind:
             return bytes(as_bytes(self._values[key])), Encoding.DENSE, ALONE
-        # `bytes` copies the values, because the next step may change `known` before the message leaves.
+        # `bytes` copies the values, because the next step may change `known` before the message is sent.
         return bytes(as_bytes(self.known[key])), Encoding.DENSE, self.mark(key)
 
     def mark(self, key: int) -> float:
-        """Return the mark of a slice's lineage in messages. It is at least 2, because 0 and `ALONE` are reserved."""
+        """Return the mark, in messages, of the values in a slice's record. The mark is the lineage plus 2.
+
+        The numbers below 2 have other meanings: 0 stands for no mark, and 1 is `ALONE`.
+        """
         return float(self.lineages[key] + 2)
 
     def encoded_values(self, key: int, encoding: int) -> Any:
-        """Return the payload of a slice's values, if the values that workers hold are the values in this encoding.
+        """Return a slice's values as a payload, if the slice's record contains the values rounded to this encoding.
 
-        Return None otherwise: the next change cannot be added to values in this encoding.
+        Otherwise return None. The next change could then not be added to values in this encoding.
         """
         return self._rounded.get(key) if encoding == self._whole else None
 
 
 MemberKey = tuple[int, int]
-"""The id and the incarnation of a worker."""
+"""The id and the incarnation of a worker, which together identify the worker's process."""
 
 
 def check_absent(absent: int, slice_: Slice) -> None:
@@ -234,7 +240,7 @@ def check_absent(absent: int, slice_: Slice) -> None:
         InvalidMessageError: A bit stands for a part that the slice does not have, or the bits of all parts are set.
     """
     if not 0 <= absent < (1 << len(slice_.parts)) - 1 and absent:
-        raise InvalidMessageError("the bits for parts without gradient do not fit the slice")
+        raise InvalidMessageError("the bits that mark parts without a gradient do not fit the slice")
 
 
 class Store:
@@ -245,14 +251,14 @@ class Store:
     Attributes:
         slices: By key: the slices.
         values: By key: the slice's values.
-        memory: By key: the storage of the slice's values as bytes.
-        versions: By key: number of updates of the slice; -1 before its first values arrive. In common steps, the
+        memory: By key: a view of the bytes of the slice's values.
+        versions: By key: number of updates of the slice; -1 before its initial values arrive. In common steps, the
             version is the number of steps that are applied.
-        seen: By key, then by worker: the worker's last step that was applied to the slice.
-        decided: In common steps: the last decision, in the form in which messages contain it. Every message with an
-            update or a copy contains the decision, because a server that has the result of a step must also have the
-            decision about the step.
-        changes: The record of the values that workers hold; None in a run in which workers do not pull changes.
+        seen: By key, then by worker: the last step whose gradient from the worker was applied to the slice.
+        decided: In common steps: the last decision, as a dictionary for messages. Every message with an update or a
+            copy contains the decision, because a server that has the result of a step must also have the decision about
+            the step.
+        changes: The records of the values that workers hold; None in a run in which workers do not pull changes.
     """
 
     def __init__(self, specification: Specification, slices: Iterable[Slice]) -> None:
@@ -279,7 +285,7 @@ class Store:
         }
 
     def put(self, key: int, value: Tensor, version: int) -> None:
-        """Replace a slice's values by first values or by the values of a copy, and set the slice's version."""
+        """Replace a slice's values by its initial values or by the values in a COPY message, and set its version."""
         self.values[key].copy_(value.view(self.values[key].shape))
         self.versions[key] = version
         if self.changes is not None:
@@ -292,7 +298,7 @@ class Store:
             key: Key of the slice.
             update: Gradient of the slice; in mode local the workers' mean difference. If it is None, the values stay
                 the same.
-            options: Hyper-parameters of each parameter group.
+            options: Hyperparameters of each parameter group.
             absent: Bit i is set if part i of the slice has no gradient, so that its values stay the same.
         """
         self.versions[key] += 1
@@ -302,12 +308,17 @@ class Store:
             self._optimizers[key].step(gradients, options[self._group[key]])
 
     def state(self, key: int) -> SliceState:
-        """Return the optimizer's state of each part of a slice."""
+        """Return the optimizer's state for each part of a slice, in the order of the parts."""
         state = self._optimizers[key].optimizer.state
         return [dict(state.get(part, {})) for part in self._parts[key]]
 
     def set_state(self, key: int, state: SliceState) -> None:
-        """Replace the optimizer's state of each part of a slice."""
+        """Replace the optimizer's state for each part of a slice.
+
+        Args:
+            key: Key of the slice.
+            state: By part: the new state, as :meth:`state` returns it.
+        """
         kept = self._optimizers[key].optimizer.state
         for part, part_state in zip(self._parts[key], state, strict=True):
             kept.pop(part, None)

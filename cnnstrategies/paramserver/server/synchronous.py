@@ -28,7 +28,7 @@ from cnnstrategies.paramserver.server.store import MemberKey
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 
-NO_SLICES = LARGEST_NUMBER - 1  # lowest step in the report of a server that is not the primary of any slice
+NO_SLICES = LARGEST_NUMBER - 1  # first unfinished step that a server reports if it is not the primary of any slice
 
 
 class Synchronous:
@@ -52,12 +52,13 @@ class Synchronous:
         self._view = View(-1, (), ())
         self._servers: frozenset[int] = frozenset()
         self._holder_sets = {frozenset(slice_.servers) for slice_ in cut(specification)}
-        self._lacks_a_holder = False  # Whether no live server holds some slice. Stored, because every vote needs it.
+        # Whether there is a slice that no live server holds. The value is stored because it is needed for every vote.
+        self._lacks_a_holder = False
         self.leader = server
         self._backlog = Backlog(shard)
         self._updater = Updater(specification, shard, self._backlog)
-        self._lowest_steps: dict[int, int] = {}  # Leader only. By server: the server's first unfinished step.
-        self._squares: dict[int, float] = {}  # Leader only. By server: squared norm of the server's mean gradient.
+        self._lowest_steps: dict[int, int] = {}  # Leader only. By server id: the server's first unfinished step.
+        self._squares: dict[int, float] = {}  # Leader only. By server id: squared norm of the server's mean gradient.
         self._norm_sent = False
         self._reports = Reports(alone=self._pipelined)
         self._decision: Decision | None = None
@@ -71,7 +72,7 @@ class Synchronous:
 
     @property
     def entries(self) -> int:
-        """Number of steps whose pushes this server keeps."""
+        """Number of steps for which this server keeps pushes."""
         return len(self._backlog.steps)
 
     # Membership
@@ -106,7 +107,10 @@ class Synchronous:
         self.proceed()
 
     def repeat_for(self, server: int) -> None:
-        """Send the decision or this server's report again to a server that has missed messages.
+        """Send messages again to a server that has missed messages.
+
+        If this server is the leader, it sends its decision. If the other server is the leader, this server sends its
+        report, and its squared norm if the norm is known.
 
         Args:
             server: Id of the server that has missed messages.
@@ -171,7 +175,10 @@ class Synchronous:
 
     @property
     def _live_members(self) -> list[MemberKey]:
-        """Live members of the decided step. A live member sends its pushes again if they have not arrived here."""
+        """Ids and incarnations of the decided step's members that are still alive.
+
+        The pushes of a live member will arrive here, because the member repeats lost pushes.
+        """
         members = () if self._decision is None else self._decision.members
         incarnations = self.roll.incarnations
         return [(worker, incarnation) for worker, incarnation in members if incarnations.get(worker) == incarnation]
@@ -180,17 +187,18 @@ class Synchronous:
     def _knows_all(self) -> bool:
         """Whether this server, as leader, knows the steps of all workers and the state of all servers.
 
-        A server that has not reported yet may have the only copy of a decision.
+        If this is false, newcomers have to wait: a server that has not reported yet may have the only copy of a
+        decision, so the current step may be a later one than this server knows.
         """
         return self.roll.complete and not self._lacks_a_holder and self._reports.complete(self.clock.step) is not None
 
     def note_position(self, worker: int) -> None:
-        """Note that a worker has reported its step, or has reported that it does not take part in steps."""
+        """Record that a worker has reported its step, or has reported that it does not take part in steps."""
         self.roll.note_position(worker)
         self.proceed()
 
     def leave(self, worker: int) -> None:
-        """Remove a worker from the clock."""
+        """Remove a worker from the clock. The other workers then make their steps without this worker."""
         self.clock.leave(worker)
         self.proceed()
 
@@ -214,14 +222,15 @@ class Synchronous:
         Args:
             member: Id and incarnation of the worker.
             step: The step that the worker begins.
-            begin: Hyper-parameters of the step, and the weight of the worker's gradient.
+            begin: Hyperparameters of the step, and the weight of the worker's gradient.
         """
         known = -1 if self._decision is None else self._decision.step
-        # For a server without slices, the first unfinished step is the decided step. If workers have reported later
-        # steps, because decisions have not arrived here, it is the clock's current step.
+        # A server that is the primary of no slice takes the decided step as its first unfinished step. If workers have
+        # reported later steps, because decisions have not arrived here, the server takes the clock's current step.
         lowest = self._backlog.lowest(known if 0 <= known == self.clock.step - 1 else self.clock.step)
         if step > lowest + 1:
-            self._early_workers.add(member[0])  # This server is new, and does not know the current step yet.
+            # This server is new, and does not know the current step yet. The worker must send the message again later.
+            self._early_workers.add(member[0])
         elif step >= lowest:
             self._backlog.pushes_of(step).begun.setdefault(member, begin)
             if self._pipelined:
@@ -268,9 +277,9 @@ class Synchronous:
             self._votes.append((step, member[0]))
 
     def _complete_entries(self) -> set[Entry]:
-        """Return the steps and ids of live workers whose pushes of the step have all arrived.
+        """Return pairs of a step and the id of a live worker whose pushes of this step have all arrived here.
 
-        In a run with pipelined steps, return the steps and ids of live workers that have begun the step.
+        In a run with pipelined steps, there is a pair for each step that a live worker has begun.
         """
         complete = self._backlog.all_begun() if self._pipelined else self._backlog.all_complete()
         return {
@@ -293,7 +302,7 @@ class Synchronous:
         if self.leader != self._server or not self.roll.complete:
             return
         if self._lacks_a_holder:
-            return  # A slice that no live server holds could not be updated.
+            return  # No step is decided as long as there is a slice that no live server can update.
         step = self.clock.step
         complete = self._reports.complete(step)
         ready = None if complete is None else self.clock.ready(complete)
@@ -311,7 +320,11 @@ class Synchronous:
             self._outbox.to_server(server, Kind.DECIDE, json=decision.as_dict())
 
     def _accept(self, decision: Decision) -> None:
-        """Replace this server's decision by a newer decision, or by the same decision with its clipping factor."""
+        """Replace this server's decision by a newer one, and act on it. Ignore any other decision.
+
+        A decision is newer if it is about a later step, or about the same step and contains the clipping factor that
+        this server's decision lacks.
+        """
         known = self._decision
         if known is not None and (decision.step, decision.scale is not None) <= (known.step, known.scale is not None):
             return
@@ -324,12 +337,12 @@ class Synchronous:
         self._plan()
 
     def _forget_before(self, step: int) -> None:
-        """Drop the pushes and the reports of all steps before the given one."""
+        """Drop the pushes and the reports of all steps with a number below `step`."""
         self._backlog.forget_before(step)
         self._reports.forget_before(step)
 
     def _ask_early_workers(self) -> None:
-        """Ask workers to send their messages again that arrived before this server knew the current step."""
+        """Ask the workers whose messages arrived before this server knew the current step to repeat these messages."""
         for worker in self._early_workers:
             self._outbox.ask_again(worker)
         self._early_workers.clear()
@@ -342,7 +355,7 @@ class Synchronous:
             ControlError: A field is missing or has the wrong type.
         """
         if header.kind == Kind.DECIDE and server != self.leader:
-            raise InvalidMessageError("a decision from a server that is not the leader")
+            raise InvalidMessageError("the message contains a decision, but its sender is not the leader")
         is_current = header.incarnation == self._view.number  # The sender acts on the same view as this server.
         if header.kind in (Kind.VOTE, Kind.STATUS):
             complete, decision = self._reported_entries(message), message.part("decision")
@@ -367,7 +380,7 @@ class Synchronous:
     def _reported_entries(self, message: Message) -> set[Entry]:
         complete = {(step, worker) for step, worker in message.table("complete", int, int)}
         if complete and self._pipelined:
-            raise InvalidMessageError("a vote in a run with pipelined steps, where servers do not vote")
+            raise InvalidMessageError("the message contains votes, but servers with pipelined steps do not vote")
         return complete
 
     def adopt(self, decision: Decision) -> None:
@@ -390,11 +403,14 @@ class Synchronous:
 
     @property
     def busy(self) -> bool:
-        """Whether the decided step has slices that are ready to be processed by :meth:`work`."""
+        """Whether at least one slice of the decided step is ready for :meth:`work`.
+
+        A slice is ready once all pushes that the step needs for the slice have arrived.
+        """
         return self._updater.busy
 
     def work(self) -> None:
-        """Compute the mean gradient of one slice, and apply it if the clipping factor is known.
+        """Compute the mean gradient of one slice, and update the slice if the step's clipping factor is known.
 
         Call this only while :attr:`busy` is true.
         """
@@ -405,7 +421,7 @@ class Synchronous:
     # Clipping by the global norm
 
     def _begin_norm(self) -> None:
-        """Discard the norms, because another step begins or because the primaries of slices have changed."""
+        """Forget the servers' squared norms, because a new step begins or the primaries of slices have changed."""
         self._norm_sent = False
         self._squares.clear()
 
@@ -427,7 +443,10 @@ class Synchronous:
             self._outbox.to_server(self.leader, Kind.NORM, step=decision.step, json={"square": square})
 
     def _add_norm(self, server: int, step: int, square: float) -> None:
-        """Note a server's squared norm, as leader. Send the clipping factor once all servers' norms are known."""
+        """Record the squared norm of a server's mean gradient. Only the leader calls this method.
+
+        Once the norms of all servers are known, the leader computes the clipping factor and sends it to all servers.
+        """
         decision = self._decision
         if decision is None or decision.step != step or decision.scale is not None:
             return

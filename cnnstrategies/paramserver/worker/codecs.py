@@ -16,15 +16,19 @@ Codecs = tuple[PushCompression, PullCompression]
 
 WARM_UP = 3  # steps before the first trial
 PAIRS = 5  # largest number of trial steps; each trial step is paired with a step that uses the current encodings
-GAIN = 0.95  # A smaller encoding is chosen if it reduces a step's time below this fraction.
-# A trial ends early if one trial step takes WORSE times as long, or if two trial steps are BETTER times as fast.
+GAIN = 0.95  # A different encoding is chosen if it reduces the time of a step to less than this fraction.
+# A trial ends early if one trial step takes WORSE times as long as a step with the current encodings, or if two trial
+# steps are BETTER times as fast.
 WORSE, BETTER = 1.5, 1.25
 SETTLED = 8  # number of steps whose median time is the reference for later steps
 SLACK = math.log(1.1)  # normal variation of a step's time (natural logarithm of the ratio); grows after a false alarm
 MOST_SLACK = math.log(1.5)
 LARGEST = math.log(3)  # limit on the deviation of a single step, so that one slow step does not count as a change
-THRESHOLD = 1.6  # Two steps at 3 times the reference exceed this sum, or three at 2 times, or six at 1.5 times.
-WAIT, LONGEST_WAIT = 32, 1024  # number of steps between two search rounds while the time does not change
+# The time of a step counts as changed if the cumulative sum of its deviations exceeds this limit. Two steps that take 3
+# times the reference time exceed the limit, and so do three steps that take 2 times or six that take 1.5 times as long.
+THRESHOLD = 1.6
+# Smallest and largest number of steps between two search rounds while the time of a step does not change.
+WAIT, LONGEST_WAIT = 32, 1024
 # If a round has lost the time of n steps, the next round begins at least 100 n steps later: rounds cost at most 1 %.
 STEPS_PER_COST = 100
 
@@ -72,21 +76,21 @@ class CodecChooser:
         self._levels = levels
         self._followed = followed
         self._step = 0
-        self._cost = 0.0  # seconds that the trials of the current round have lost
-        # The first worker's levels in the last two steps; empty while this worker is the first worker.
+        self._cost = 0.0  # seconds by which the trials of the current round have delayed training
+        # Levels that the first worker used in the last two steps; empty while this worker is the first worker.
         self._levels_of_first: list[int] = []
         self._search = self._run(WARM_UP, (1, -1))
         self._next = next(self._search)
 
     def next(self, step: int, seconds: float | None) -> int:
-        """Return the first worker's level for the step that begins.
+        """Return the level of the ladder for the step that begins. Call this in a worker that chooses the level itself.
 
         Args:
             step: Number of the step.
-            seconds: Time of the step before; None if that step contained more than training.
+            seconds: Time of the previous step; None if this time includes something other than training.
         """
         self._step = step
-        if self._levels_of_first:  # This worker followed another worker until now, and has become the first worker.
+        if self._levels_of_first:  # This worker has just become the first worker, so it now measures steps itself.
             self._levels_of_first.clear()
             self._search = self._run(0, ())
             self._next = next(self._search)
@@ -95,11 +99,11 @@ class CodecChooser:
         return self._next
 
     def follow(self, step: int, first: int | None) -> int:
-        """Return the level for the step that begins, in a worker that follows the first worker.
+        """Return the level of the ladder for the step that begins. Call this in a worker that follows the first worker.
 
         Args:
             step: Number of the step.
-            first: Level that the first worker used in the step before; None if the level is not known.
+            first: Level that the first worker used in the previous step; None if the level is not known.
         """
         level = self._next if first is None else min(first, self._levels - 1)
         self._levels_of_first = [*self._levels_of_first, level][-2:]
@@ -108,10 +112,12 @@ class CodecChooser:
             self.chosen = level
         return self._next
 
-    # Each of the generators below yields the level of the next step, and is sent the seconds that this step took.
+    # Each of the generators below yields the level for the next step, and then receives the seconds that the step took.
 
     def _run(self, warm_up: int, directions: Sequence[int]) -> Generator[int, float]:
-        """Search for the best level, then watch the time of steps and search again whenever a round is due.
+        """Search for the best level. Then watch the time of steps, and search again when the time has changed.
+
+        Without a change, a round begins at intervals; see the docstring of this class.
 
         Args:
             warm_up: Number of steps before the first search.
@@ -137,7 +143,7 @@ class CodecChooser:
                 wait *= 2
 
     def _watch(self, times: Sequence[float], wait: int, slack: float) -> Generator[int, float, tuple[int, float]]:
-        """Return when the time of a step has changed, or when the next round is due without a change.
+        """Use the chosen level until the time of a step has changed, or for `wait` steps if it does not change.
 
         Args:
             times: Seconds of steps at the chosen level.
@@ -164,7 +170,9 @@ class CodecChooser:
                 return 0, seconds
 
     def _climb(self, times: list[float], directions: Sequence[int]) -> Generator[int, float, list[float]]:
-        """Move level by level while steps become faster, in the first direction that makes them faster.
+        """Change the level by one as long as this makes steps faster.
+
+        If the first direction does not make steps faster, try the other direction.
 
         Args:
             times: Seconds of steps at the current level.
@@ -188,9 +196,9 @@ class CodecChooser:
         return times
 
     def _try(self, level: int, times: list[float]) -> Generator[int, float, list[float]]:
-        """Use another level in even steps, and return the seconds of the even steps.
+        """Try another level: use it in even steps, and return the seconds of these steps.
 
-        The odd steps use the current level; their seconds are added to `times`.
+        The odd steps use the current level, and their seconds are added to `times`.
         """
         tried: list[float] = []
         ignore_next = self._followed

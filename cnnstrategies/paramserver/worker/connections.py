@@ -19,7 +19,7 @@ class Counters:
         bytes_sent: Number of bytes pushed, headers included.
         bytes_received: Number of bytes of pulled payloads, without headers.
         seconds_waited: Seconds spent in the worker's ``wait`` and ``wait_all``.
-        steps: Number of steps that the worker finished or skipped.
+        steps: Number of steps that the worker has finished or skipped.
         samples: Number of samples in the batches from which the pushed gradients were computed.
         staleness: Sum of the staleness of all steps. A step's staleness is the number of other workers' updates that
             the servers applied to the first slice after this worker pulled it and before they applied this worker's
@@ -36,7 +36,7 @@ class Counters:
     dropped: int = 0
 
     def figures(self) -> dict[str, float]:
-        """Return the counters under the names that the coordinator uses."""
+        """Return the counters as figures for the coordinator, by name; see :func:`.status.figures_of`."""
         return {
             "step": self.steps,
             "samples": self.samples,
@@ -70,23 +70,25 @@ class Connections:
         self._id = id
         self._incarnation = incarnation
         self._servers: dict[int, ServerInfo] = {}
-        self._last: dict[int, int] = {}  # By server: the sequence number of its last message.
-        # By server: times in seconds.
-        self._heard: dict[int, float] = {}  # time of the last message, or a later time from which silence is counted
-        self._received: dict[int, float] = {}  # time of the last message
-        self._probed: dict[int, float] = {}  # time of the last probe of the server, or of its last reply to a pull
-        self._orphaned_since: float | None = None  # time at which slices lost their primary; None if all have one
+        self._last: dict[int, int] = {}  # By server id: sequence number of the server's last message.
+        # By server id: time of the server's last message, or a later time from which the server's silence is counted.
+        self._heard: dict[int, float] = {}
+        self._received: dict[int, float] = {}  # By server id: time of the server's last message.
+        # By server id: time at which this worker last probed the server, or received a reply to a pull from it.
+        self._probed: dict[int, float] = {}
+        # Time since which slices have no primary; None if all slices have one.
+        self._orphaned_since: float | None = None
         self._meet_deadline = 0.0
         self._was_member = False
 
     # Membership
 
     def begin_meeting(self, now: float) -> None:
-        """Start the time-out of :meth:`met`."""
+        """Start the time-out after which :meth:`met` raises an error."""
         self._meet_deadline = now + self._specification.timeout
 
     def met(self, now: float) -> bool:
-        """Return whether this worker and all servers are members; servers that have died are not expected.
+        """Return whether this worker and all servers are in the current view. Servers that have died are not expected.
 
         Raises:
             ServersUnreachableError: The time-out has passed, and a member is missing.
@@ -111,9 +113,9 @@ class Connections:
         return any((worker.id, worker.incarnation) == (self._id, self._incarnation) for worker in self.view.workers)
 
     def follow(self, now: float, view: View) -> bool:
-        """Replace the current view by a newer view, and return whether the servers have changed.
+        """Replace the current view by a newer view. Return whether the servers of the view have changed.
 
-        An older view is ignored.
+        If `view` is not newer than the current view, it is ignored.
 
         Raises:
             RemovedError: The new view no longer contains this worker.
@@ -124,7 +126,7 @@ class Connections:
         if self._was_member and not self._is_member():
             raise RemovedError(
                 f"worker {self._id} (incarnation {self._incarnation}) is no longer in the view (number {view.number}): "
-                "the coordinator took it for dead; start the worker again as a new incarnation"
+                "the coordinator counts it as dead; start the worker again as a new incarnation"
             )
         before, self._servers = self._servers, {server.id: server for server in view.servers}
         for server, info in self._servers.items():
@@ -140,9 +142,9 @@ class Connections:
     # Slices
 
     def place(self) -> list[int]:
-        """Find each slice's primary in the current view, and return the keys of the slices whose primary has changed.
+        """Determine each slice's primary in the current view. Return the keys of the slices whose primary has changed.
 
-        A server that was started again counts as a different primary.
+        If a server was started again, the primary of its slices has changed.
         """
         since = {server.id: server.since for server in self.view.servers}
         before = self.owners
@@ -151,7 +153,7 @@ class Connections:
         return [key for key, owner in enumerate(self.owners) if owner != before[key]]
 
     def primary(self, key: int) -> int:
-        """Return a slice's primary; -1 if it does not have one."""
+        """Return the id of the server that is a slice's primary. Return -1 if no live server holds the slice."""
         return self.owners[key][0]
 
     def of(self, server: int) -> list[int]:
@@ -161,9 +163,9 @@ class Connections:
     # Messages
 
     def send(self, server: int, kind: Kind, payload: Any = b"", **fields: Any) -> int:
-        """Queue a message to a server in :attr:`parcels`. A server that is not in the view gets nothing.
+        """Add a message to the messages to send, :attr:`parcels`. Nothing is added if the server is not in the view.
 
-        Small pushes may be delayed until several can be sent together.
+        The driver may delay a small push, and send it together with later pushes.
 
         Args:
             server: Id of the server.
@@ -185,14 +187,15 @@ class Connections:
         return HEADER_BYTES + len(payload)
 
     def take(self) -> list[Parcel]:
-        """Remove all messages from :attr:`parcels`, and return them."""
+        """Return the messages to send, and remove them from :attr:`parcels`."""
         parcels, self.parcels = self.parcels, []
         return parcels
 
     def heard(self, now: float, server: int, header: Header) -> bool:
-        """Record the arrival of a message, and return whether the caller must handle it.
+        """Record the arrival of a server's message. Return whether the caller must handle the message.
 
-        Repeated messages, messages older than the last one and messages of a different sender must be dropped.
+        The caller must drop a repeated message, a message that is older than the server's last message, and a message
+        whose header does not name this server as the sender.
         """
         if header.sender != SERVER + server or header.sequence <= self._last.get(server, 0):
             return False
@@ -205,12 +208,14 @@ class Connections:
     # Live servers
 
     def begin_waiting(self, now: float) -> None:
-        """Count the servers' silence from now on."""
+        """Count the silence of all servers from now on, because this worker reads messages only while it waits."""
         self._heard = dict.fromkeys(self._servers, now)
         self._probed = dict.fromkeys(self._servers, now)
 
     def stopped(self, now: float, seconds: float) -> None:
-        """Extend all deadlines by the time for which this process was stopped: it does not count as servers' silence.
+        """Extend all deadlines by the time for which this process was stopped.
+
+        A pause of this process does not count as silence of the servers.
 
         Args:
             now: The time, in seconds.
@@ -223,18 +228,19 @@ class Connections:
             self._orphaned_since = min(self._orphaned_since + seconds, now)
 
     def unanswering(self, now: float, seconds: float) -> list[int]:
-        """Return the servers to probe: for some seconds they have neither replied to a pull nor been probed.
+        """Return the ids of the servers that this worker must probe, and record that it probes them now.
 
-        The returned servers count as probed now.
+        These servers have not replied to a pull, and were not probed, for more than `seconds` seconds.
         """
         silent = [server for server in self._servers if now - self._probed.setdefault(server, now) >= seconds]
         self._probed.update(dict.fromkeys(silent, now))
         return silent
 
     def check_deaf(self, now: float, server: int, deaf: Collection[int]) -> None:
-        """Raise an error if two servers cannot reach each other although this worker hears both of them.
+        """Raise an error if two servers cannot reach each other, although this worker receives messages from both.
 
-        A server that this worker does not hear either may be dead; the coordinator detects that.
+        If this worker does not receive messages from a server either, the server may be dead. The coordinator then
+        removes the server.
 
         Args:
             now: The time, in seconds.
@@ -284,7 +290,7 @@ class Connections:
             )
 
     def lost(self, server: int) -> None:
-        """Report that the values of a server's slices are lost: its process was replaced, and the new one has none.
+        """Raise the error for a server whose slices' values are lost, because a new process without values replaced it.
 
         Raises:
             ServersUnreachableError: Always.

@@ -63,7 +63,9 @@ class Outgoing:
         self._unclipped: dict[int, Tensor] = {}
 
     def encode_as(self, compression: PushCompression, pulls: int, level: int) -> None:
-        """Set the compressions of later steps. Repeated pushes keep the encoding with which they were first sent.
+        """Set the compressions that are used from the next step on.
+
+        A push that is sent again keeps the encoding with which it was sent first.
 
         Args:
             compression: Compression of the gradients.
@@ -75,7 +77,10 @@ class Outgoing:
             encoder.compression = payload_compression(compression)
 
     def begin(self, step: int, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
-        """Start a step's pushes; see :meth:`~cnnstrategies.paramserver.api.Worker.begin_step`."""
+        """Begin a step: the gradients that are pushed from now on belong to this step.
+
+        See :meth:`~cnnstrategies.paramserver.api.Worker.begin_step` for the arguments.
+        """
         check_before_sending(groups, self._specification.groups, step)
         if not (math.isfinite(samples) and samples >= 0):
             raise ConfigurationError(f"step {step}: samples={samples}: pass a finite number that is not negative")
@@ -111,9 +116,9 @@ class Outgoing:
         self._encode(index, flat)
 
     def finish(self) -> None:
-        """Finish the step's pushes.
+        """Finish the pushes of the step: clip and send the gradients that were kept until now.
 
-        Clip and send the gradients that were kept, and tell the servers which parameters have no gradient.
+        Also tell the servers which parameters have no gradient in this step.
         """
         if self._unclipped:
             gradients = list(self._unclipped.values())
@@ -132,10 +137,10 @@ class Outgoing:
                 self._send(slice_.key)
 
     def send_again(self, keys: Collection[int], step: int) -> None:
-        """Repeat pushes that have no reply yet.
+        """Send the pushes of some slices again. A push that already has a reply is not sent.
 
         Args:
-            keys: Keys of slices; those whose push has a reply are skipped.
+            keys: Keys of the slices.
             step: The step that the worker works on, or will work on next.
         """
         self.begin_again([server.id for server in self._connections.view.servers], step)
@@ -143,13 +148,14 @@ class Outgoing:
             self._send(key)
 
     def begin_again(self, servers: Iterable[int], step: int) -> None:
-        """Repeat the message BEGIN, unless all pushes of the last begun step have a reply.
+        """Send the BEGIN message of the last begun step again, unless all pushes of this step have a reply.
 
         Args:
-            servers: Ids of the servers to send it to.
+            servers: Ids of the servers to which the message is sent.
             step: The step that the worker works on, or will work on next.
         """
-        # The second condition is for a step that has not pushed anything yet: a new server must learn that it began.
+        # The second condition is for a step in which nothing was pushed yet: a new server must also learn that the step
+        # has begun.
         if self._begin is not None and (self.unanswered or self._begin[0] == step):
             for server in servers:
                 self._send_begin(server)
@@ -239,7 +245,12 @@ class Filling:
         self._parts = {part.parameter: (place, views[place]) for place, part in enumerate(slice_.parts)}
 
     def put(self, parameter: int, gradient: Tensor) -> None:
-        """Copy a parameter's gradient into the buffer."""
+        """Copy a parameter's gradient into the buffer, and clear the bit in :attr:`absent` for the parameter.
+
+        Args:
+            parameter: Index of the parameter.
+            gradient: The gradient.
+        """
         place, part = self._parts[parameter]
         part.copy_(gradient)
         self.absent &= ~(1 << place)

@@ -56,20 +56,32 @@ class Pulls:
         self._pulled_values = PulledValues(slices) if changes else None
         self._connections = connections
         self._question = 0  # id of the last request for the current values
-        self._left = [0] * len(parameters)  # By parameter: the number of its slices that have not arrived.
+        # By parameter index: number of the parameter's slices that have not arrived.
+        self._left = [0] * len(parameters)
         self._order: list[int] = list(range(len(parameters)))
         self._used: dict[int, None] = {}  # indices of the parameters used in this step, in the order of first use
 
     def waits_for(self, index: int) -> bool:
-        """Return whether a slice of this parameter has not arrived yet."""
+        """Return whether the worker still waits for a slice of a parameter.
+
+        Args:
+            index: Index of the parameter.
+        """
         return self._left[index] > 0
 
     def use(self, index: int) -> None:
-        """Record that the step uses this parameter next; see :meth:`reorder`."""
+        """Record that the step uses a parameter now. :meth:`reorder` needs the order in which parameters are used.
+
+        Args:
+            index: Index of the parameter.
+        """
         self._used.setdefault(index)
 
     def reorder(self) -> None:
-        """Request parameters in the order in which the finished step used them, if the step used all parameters."""
+        """Request parameters from now on in the order in which the finished step used them.
+
+        The order of the requests does not change if the step did not use all parameters.
+        """
         if len(self._used) == len(self._by_parameter):
             self._order = list(self._used)
         self._used = {}
@@ -109,10 +121,10 @@ class Pulls:
                 self._left[part.parameter] += 1
 
     def send_again(self, keys: Collection[int]) -> None:
-        """Repeat the requests for slices that have not arrived.
+        """Send the requests for some slices again. A slice that has arrived is not requested.
 
         Args:
-            keys: Keys of slices; those that have arrived are skipped.
+            keys: Keys of the slices.
         """
         wanted = set(keys)
         pulls = [key for key in self.pending if key in wanted]
@@ -176,7 +188,7 @@ class Pulls:
 
 
 class PulledValues:
-    """Base values of the slices whose pulls are answered with differences: each difference is added to them.
+    """Base values of slices: the values to which the worker adds the differences in the replies to its pulls.
 
     The differences are compressed, and leave out a remainder that the server sends later. The parameters cannot serve
     as base values, because after a request for the current values they contain the servers' exact values, with the
@@ -192,14 +204,16 @@ class PulledValues:
         self._marks = [0.0] * len(slices)
 
     def by_mark(self, keys: Sequence[int], version: int) -> dict[float, list[int]]:
-        """Group slices by the mark of their base values.
+        """Group the keys of slices by the mark of the slices' base values.
+
+        A mark is an id that a server has given to the base values.
 
         Args:
             keys: Keys of the slices.
             version: The version that the base values must have.
 
         Returns:
-            Marks, each with the keys of its slices. Slices whose base values have a different version are under mark 0.
+            By mark: the keys of the slices. Slices whose base values have a different version are under the mark 0.
         """
         marked: dict[float, list[int]] = {}
         for key in keys:
@@ -207,7 +221,9 @@ class PulledValues:
         return marked or {0.0: []}
 
     def take(self, header: Header, values: Tensor) -> Tensor | None:
-        """Return a slice's values after a reply; None if the reply is a difference from different base values.
+        """Return a slice's new values according to the reply to a pull.
+
+        Return None if the reply is a difference that must be added to base values which this worker does not have.
 
         Args:
             header: Header of the reply.
@@ -244,6 +260,9 @@ class PullTarget:
         self._flat[start : start + values.numel()].copy_(values)
 
     def finish(self) -> None:
-        """Copy the buffer into the parameter, if the parameter has one. Call this when all slices are written."""
+        """Copy the buffer into the parameter, if values were written through a buffer.
+
+        Call this when all slices of the parameter are written.
+        """
         if not self._direct:
             self._parameter.copy_(self._flat.view(self._parameter.shape))

@@ -24,9 +24,9 @@ from cnnstrategies.paramserver.worker.connections import Connections, Counters
 from cnnstrategies.paramserver.worker.outgoing import Outgoing
 from cnnstrategies.paramserver.worker.pulls import Pulls
 
-PROBE_SECONDS = 1.0  # A server that has not replied to a pull for this time is probed with a HELLO.
-REPEAT_SECONDS = 0.05  # time between two calls of `Wait.repeat`
-STOPPED_SECONDS = 1.0  # A longer time between two calls of `on_time` shows that this process was stopped.
+PROBE_SECONDS = 1.0  # If a server has not replied to a pull for this time, the worker sends a HELLO message to it.
+REPEAT_SECONDS = 0.05  # seconds between two calls of `Wait.repeat`
+STOPPED_SECONDS = 1.0  # If the time between two calls of `on_time` is longer, this process was stopped in between.
 
 
 class Wait(NamedTuple):
@@ -96,27 +96,30 @@ class WorkerRole:
         self._stopped_seconds = min(STOPPED_SECONDS, specification.timeout / 4)
         self._joined = False
         self._first_step = 0  # the first step in which this worker took part
-        self._pushed_step: int | None = None  # while this worker joins: the step whose gradients it already has
+        # While this worker joins: the step whose gradients this worker already has; None if there is no such step.
+        self._pushed_step: int | None = None
         self._has_values = False  # whether the parameters of this worker's first step have arrived
-        self._replaces = incarnation > 0  # whether this worker replaces one that died
-        self._unready: dict[int, float] = {}  # By server without values: when this worker noticed it, in seconds.
-        self._welcomes: dict[int, dict[str, Any]] = {}  # By server: its last WELCOME since the last request.
+        self._replaces = incarnation > 0  # whether this worker replaces an earlier process with the same id
+        # By id of a server without values: time at which this worker noticed that the values are missing.
+        self._unready: dict[int, float] = {}
+        # By server id: contents of the server's last WELCOME message since this worker began to ask the servers.
+        self._welcomes: dict[int, dict[str, Any]] = {}
         self._first_values: tuple[Sequence[Tensor], dict[int, SliceState]] | None = None
-        self._moved = False  # whether the run has made a step, so that the first values are out of date
-        self._version: int | None = None  # version of the first slice's values
+        self._moved = False  # whether the run has made a step, after which the initial values are out of date
+        self._version: int | None = None  # version of the first slice in the last reply to a pull; None before
         self._last_request = 0  # sequence number of the last push or pull that requested values
 
     @property
     def view(self) -> View:
-        """The current view."""
+        """The newest view of the membership that this worker has received."""
         return self.connections.view
 
     # Procedures
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None) -> None:
-        """Keep the parameters' values as the run's first values, in case this worker must send them to the servers.
+        """Keep the parameters' values as the run's initial values, in case this worker must send them to the servers.
 
-        One of the workers with first values sends them to each server that has no values yet.
+        One of the workers with initial values sends them to each server that has no values yet.
 
         Args:
             optimizer_state: A plain ``Optimizer.state_dict()``; None if the optimizer has no state.
@@ -130,7 +133,7 @@ class WorkerRole:
         self._first_values = self._began_with or self._parameters, states
 
     def join(self, now: float, has: int | None = None) -> Generator[Wait, None, int]:
-        """Take part in steps from the next step boundary on, and pull the parameters.
+        """Take part in steps from the start of the next step on, and pull the parameters.
 
         Args:
             now: The time, in seconds.
@@ -143,8 +146,8 @@ class WorkerRole:
         self._pushed_step = has
         yield from self.meet(now)
         steps = yield from self._ask_where_to_begin()
-        # Without common steps, the worker must not go back to an earlier step: servers ignore a push whose step is not
-        # newer than the last one, because they take it for a repeated message.
+        # Without common steps, the worker must not go back to an earlier step. Servers ignore a push whose step is not
+        # later than the step of the worker's last push, because such a push counts as a repeated message.
         self.step = max(steps) if self._specification.aggregates else max(self.step, *steps)
         self._moved = self._moved or self.step > 0
         self._joined, self._first_step, self._has_values, self._pushed_step = True, self.step, False, None
@@ -156,7 +159,10 @@ class WorkerRole:
         return self.step
 
     def leave(self) -> Generator[Wait]:
-        """Wait until all pulls are answered, then leave the run: other workers no longer wait for this worker."""
+        """Wait until all pulls have received replies, then leave the run.
+
+        The other workers then no longer wait for this worker.
+        """
         yield self.all_here()
         self._joined = False
         yield from self._ask(self._servers, joins=False, leaves=True)
@@ -176,11 +182,17 @@ class WorkerRole:
         return join_state(self._specification, self._slices, self.pulls.states, self._outgoing.options)
 
     def all_here(self) -> Wait:
-        """Return a wait that is over when all parameters are up to date."""
+        """Return a wait that is over when the pulled values of all parameters have arrived."""
         return Wait(lambda: bool(self.pulls.pending))
 
     def here(self, index: int) -> Wait:
-        """Return a wait that is over when one parameter is up to date; the step uses this parameter next."""
+        """Return a wait that is over when the pulled value of a parameter has arrived.
+
+        This method also records that the step uses the parameter now; see :meth:`.Pulls.use`.
+
+        Args:
+            index: Index of the parameter.
+        """
         self.pulls.use(index)
         return Wait(lambda: self.pulls.waits_for(index))
 
@@ -188,14 +200,15 @@ class WorkerRole:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker chooses encodings itself.
+        """Whether this worker chooses the encodings of its pushes and pulls itself.
 
-        In modes with common steps, only the live worker with the lowest id does, and the others follow its choice.
+        In modes with common steps, only the live worker with the lowest id chooses, and the other workers follow its
+        choice.
         """
         return not self._specification.aggregates or all(self._id <= worker.id for worker in self.view.workers)
 
     def encode_as(self, compression: PushCompression, pull_compression: PullCompression, level: int) -> None:
-        """Set the compressions of pushes and pulls from the next step on. All parameters must be up to date.
+        """Set the compressions of pushes and pulls from the next step on. All pulled values must have arrived.
 
         Args:
             compression: Compression of the pushes.
@@ -206,7 +219,7 @@ class WorkerRole:
         self._outgoing.encode_as(compression, self.pulls.encoding, level + 1)
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
-        """Begin a step: its gradients are pushed next. All parameters must be up to date.
+        """Begin a step: the gradients that are pushed next belong to this step. All pulled values must have arrived.
 
         Until :meth:`end_step` returns, the driver must not pass messages to this object.
 
@@ -224,7 +237,7 @@ class WorkerRole:
         self._outgoing.push(index, gradient)
 
     def end_step(self) -> None:
-        """Finish a step's pushes, and request the new parameters."""
+        """End the step: finish its pushes, and request the parameters' new values."""
         self._outgoing.finish()
         self.step += 1
         self.counters.steps += 1
@@ -237,7 +250,7 @@ class WorkerRole:
     # Events
 
     def begin_waiting(self, now: float, wait: Wait) -> None:
-        """Prepare for a wait that begins now. Silence of servers is counted from this time."""
+        """Prepare for a wait that begins now. The silence of servers is counted from `now` on."""
         self._now = self._next_repeat = now
         self._repeat = wait.repeat
         self.connections.begin_waiting(now)
@@ -261,7 +274,7 @@ class WorkerRole:
         self.connections.check(now, self._joined)
 
     def follow(self, now: float, view: View) -> None:
-        """Replace the current view by a newer view; an older view is ignored.
+        """Replace the current view by a newer view. A view that is not newer is ignored.
 
         Raises:
             RemovedError: The new view no longer contains this worker.
@@ -284,7 +297,7 @@ class WorkerRole:
         if not self.pulls.take(header, payload) or self.pulls.states is not None:
             return
         refreshing = self.pulls.refreshing
-        if not refreshing or header.base > 0:  # A version above 0 shows that the servers have made a step.
+        if not refreshing or header.base > 0:  # The version is above 0 only after the servers have made a step.
             self._moved, self._first_values = True, None
         self.counters.bytes_received += len(payload)
         if header.key == 0:
@@ -306,30 +319,31 @@ class WorkerRole:
         answered_request = int(values["asked"])
         self._welcomes[server] = {**values, "step": header.step}
         self.connections.check_deaf(self._now, server, values["deaf"])
-        # The server received this HELLO after all earlier messages. If a push or pull still has no reply, then it was
-        # lost, or the server holds it back until the step is complete.
+        # The server received the HELLO after all earlier messages. A push or pull that still has no reply was lost,
+        # unless the server has it and only delays the reply until the step is complete.
         if values["held"] and answered_request > self._last_request:
             unsettled = (self._outgoing.unanswered.keys() | self.pulls.pending.keys()).intersection(server_keys)
             held = set(unpack_keys(payload[header.meta :]))
             if unsettled - held:
                 self._send_again([key for key in server_keys if key not in held])
             elif not unsettled:
-                # This worker needs nothing from the server, but the server votes too, and BEGIN may have been lost.
+                # This worker needs no reply from the server. But the server votes on the step, and cannot vote if the
+                # BEGIN message was lost.
                 self._outgoing.begin_again((server,), self.step)
         if values["ready"] is not False:
             self._unready.pop(server, None)
         elif self._moved or values["lost"] or self._waits_in_vain(server):
             self.connections.lost(server)
-        else:  # No worker has sent this server values yet, or it was started again before the first step.
+        else:  # The server has no initial values yet, because it is new or was started again before the first step.
             self._send_first_values(server)
 
     def _send_first_values(self, server: int) -> None:
-        """Send a server the first values of its slices, if it is this worker's turn to send them.
+        """Send the initial values of a server's slices to the server, if this worker is the one that must send them.
 
-        The server ignores the values of slices that it already has.
+        The server ignores initial values of slices that already have values.
         """
-        # The worker with the lowest id sends them. Workers that replace another worker come last, because most of them
-        # do not have first values.
+        # The worker with the lowest id sends the values. Workers that replace an earlier process come last, because
+        # most of them do not have initial values.
         sender = min(((worker.incarnation > 0, worker.id) for worker in self.view.workers), default=None)
         if self._first_values is not None and sender == (self._replaces, self._id):
             values, states = self._first_values
@@ -343,10 +357,10 @@ class WorkerRole:
                 self.connections.send(server, Kind.VALUE, payload, key=key, encoding=Encoding.DENSE)
 
     def _waits_in_vain(self, server: int) -> bool:
-        """Return whether a server will never get first values, as far as this worker can tell.
+        """Return whether a server will probably never receive initial values.
 
-        That is so when this worker replaces another worker, has no first values itself, and has waited for longer than
-        the time-out. Then all workers with first values have died.
+        This is the case if this worker replaces another worker, has no initial values, and has waited for longer than
+        the time-out. Then all workers with initial values have died.
         """
         since = self._unready.setdefault(server, self._now)
         return self._replaces and self._first_values is None and self._now - since > self._specification.timeout
@@ -362,18 +376,18 @@ class WorkerRole:
 
     @property
     def _servers(self) -> set[int]:
-        """Ids of the live servers."""
+        """Ids of the servers in the current view."""
         return {server.id for server in self.view.servers}
 
     def _ask_where_to_begin(self) -> Generator[Wait, None, list[int]]:
-        """Ask the servers with which step this worker begins, and return the step that each server names.
+        """Ask the servers with which step this worker begins, and return the steps in their replies.
 
-        With common steps only the leading server is asked, otherwise all servers.
+        In modes with common steps only the leader is asked. In other modes all servers are asked.
         """
         aggregates = self._specification.aggregates
         while True:
-            # The leader may die before it answers. A server that called itself leader may also have been replaced, or
-            # another server may lead now. In these cases, begin again.
+            # The leader may die before it replies. The server that reported to be the leader may also have been
+            # replaced, or a different server may be the leader now. In these cases, ask again.
             leaders = {server for server, welcome in self._welcomes.items() if welcome["leader"] is True}
             answers = yield from self._ask(leaders if aggregates else self._servers, joins=True)
             if answers and (not aggregates or all(answer["leader"] is True for answer in answers.values())):
@@ -383,7 +397,7 @@ class WorkerRole:
     def _ask(
         self, servers: set[int], joins: bool, leaves: bool = False
     ) -> Generator[Wait, None, dict[int, dict[str, Any]]]:
-        """Send HELLO to some servers repeatedly until each live server among them has answered.
+        """Send HELLO messages to some servers until each live server among them has replied with WELCOME.
 
         Args:
             servers: Ids of the servers.
@@ -402,7 +416,7 @@ class WorkerRole:
                 requests.add(self.connections.sequence)
 
         def answers() -> dict[int, dict[str, Any]]:
-            # Ignore the WELCOMEs that answer an earlier HELLO or a probe: the step in them is not the one asked for.
+            # Ignore WELCOME messages that reply to an earlier HELLO or a probe, because they contain a different step.
             return {
                 server: welcome
                 for server, welcome in self._welcomes.items()
@@ -429,9 +443,10 @@ class WorkerRole:
         )  # fmt: skip
 
     def hello(self, server: int) -> None:
-        """Probe a server, and report this worker's step to it.
+        """Probe a server with a HELLO message, which reports this worker's step.
 
-        The reported step is the last one, while some of its pushes have no reply; otherwise it is the next one.
+        While pushes of the last step have no reply, the message contains the last step. Otherwise it contains the next
+        step.
         """
         if not self._joined:
             self._send_hello(server, NO_STEP, False)
@@ -447,7 +462,10 @@ class WorkerRole:
     # Sending again
 
     def _place(self) -> None:
-        """Find each slice's primary in the current view, and repeat unanswered requests to new primaries."""
+        """Determine each slice's primary in the current view.
+
+        If a slice has a new primary, the pushes and pulls of the slice that have no reply are sent to the new primary.
+        """
         moved = self.connections.place()
         if self._joined:
             for server in self._servers:
@@ -455,7 +473,12 @@ class WorkerRole:
         self._send_again(moved)
 
     def _request(self, refresh: bool, states: bool = False) -> None:
-        """Request all parameters, or the optimizer's state of all slices."""
+        """Request the values of all parameters, or the optimizer's state of all slices.
+
+        Args:
+            refresh: Whether to request the current values instead of the values with which the next step begins.
+            states: Whether to request the optimizer's state instead of the values.
+        """
         self.pulls.request(self.step, refresh, states)
         self._last_request = self.connections.sequence
 

@@ -153,13 +153,15 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
 
     @property
     def collectives(self) -> Collectives:
-        """The collectives among the workers; available only while a session is open."""
+        """Collectives among the workers. The property is available only while a session is open."""
         assert self._collectives is not None, "a session is open"
         return self._collectives
 
     @override
     def agree_on_stop(self, received: int | None) -> int | None:
-        """Send a received signal to all processes of the run, and return the run's stop signal; None if there is none.
+        """Send a received signal to all processes of the run, and return the run's stop signal.
+
+        Return None if no process of the run has received a signal.
 
         After this call the worker acts alone, because the workers may stop in different steps.
 

@@ -134,9 +134,9 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def open_session(self) -> None:
-        """Do nothing.
+        """Do nothing, because the session is opened after set-up.
 
-        The session is opened after set-up, so that the coordinator reserves no id for this process during set-up.
+        The coordinator therefore reserves no id for this process during set-up.
         """
 
     @property
@@ -185,7 +185,7 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def agree_on_stop(self, received: int | None) -> int | None:
-        """Return None: the joiner's own signal handlers stop it, and no other process stops with it."""
+        """Return None, because this process stops by its own signal handlers, and no other process stops with it."""
         return None
 
     @override

@@ -177,7 +177,7 @@ class DispatchedLoader(DataLoader[Any]):
         return {"epoch": epoch, "batches": self.chunks.count, "done": self.dispatch.progress(epoch)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the progress within an epoch, so that batches which were processed already are skipped.
+        """Restore the progress within an epoch, so that the batches that were processed already are skipped.
 
         Raises:
             ConfigurationError: The state was saved with ``data_dispatch: static``.

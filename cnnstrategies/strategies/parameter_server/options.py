@@ -169,14 +169,16 @@ class ParameterServerOptions(RunOptions):
 
     @property
     def waits_for_pushes(self) -> bool:
-        """Whether a worker waits if another worker is some steps behind.
+        """Whether a worker that is too many steps ahead waits for the other workers' pushes.
 
         This is True for all modes except ``async``.
         """
         return self.mode == "ssp" or self.aggregates
 
     def combines(self, per_node: int) -> bool:
-        """Return whether the workers of a node combine their gradients. A single worker does not.
+        """Return whether the workers of a node combine their gradients.
+
+        The result is False if a node has only one worker.
 
         Args:
             per_node: Number of workers of a node.

@@ -164,7 +164,9 @@ def key_file_of(options: ParameterServerOptions, coordinator: str) -> str | None
 def open_supervision(
     options: ParameterServerOptions, layout: NodeLayout, place: Rendezvous, training: bool, method: StartMethod
 ) -> Supervision:
-    """Start the servers of this node, and on node 0 the coordinator; return their supervision.
+    """Start the servers of this node, and on node 0 also the coordinator.
+
+    Return the supervision of the started processes.
 
     Args:
         options: The strategy's options.

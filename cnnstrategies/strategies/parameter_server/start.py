@@ -158,7 +158,7 @@ def combined_worker(
     where = strategy.gather(memory.where, "shared memory")
     first = this_rank // per_node * per_node
     ranks = [rank for rank in range(first, first + per_node) if rank in where and rank != this_rank]
-    shared = {this_rank: memory.own, **open_shared(ranks, where, size)}
+    shared = {this_rank: memory.content, **open_shared(ranks, where, size)}
     strategy.barrier("shared memory is open")
     memory.opened()
     states = {rank: SharedState(shared[rank], parameters) for rank in sorted(shared)}
@@ -210,7 +210,7 @@ def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int) -> dic
 
     Args:
         trainer: The trainer.
-        optimizer: The optimizer, for its hyper-parameters.
+        optimizer: The optimizer, for its hyperparameters.
         own_steps: In mode ``local``, the number of steps since the last outer step.
     """
     callbacks = {}
@@ -243,7 +243,7 @@ def restore_trainer(trainer: Trainer, optimizer: Optimizer, state: dict[str, Any
 
     Args:
         trainer: The trainer.
-        optimizer: The optimizer, which gets the hyper-parameters of the other workers.
+        optimizer: The optimizer, which gets the hyperparameters of the other workers.
         state: The result of :func:`trainer_state` on another worker.
     """
     loop = trainer.fit_loop

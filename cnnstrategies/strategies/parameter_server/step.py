@@ -24,7 +24,7 @@ NOTED_STEPS = 2  # Number of first steps that record which parameters are read o
 
 
 class Stepper:
-    """Connection between the training of a module and the worker that talks to the servers.
+    """Connection between the training of a module and the worker that communicates with the servers.
 
     Usually each gradient is pushed as soon as backward has accumulated it. If a hook of the user may read or change
     gradients after backward, all gradients are pushed later, in the optimizer's step.
@@ -98,7 +98,7 @@ class Stepper:
         # By a parameter's index: the gradient that was pushed in this step, and the gradient's write count at that
         # time.
         self._pushed: dict[int, tuple[Tensor, int]] = {}
-        # Hyper-parameters of the servers' optimizer, which is the outer optimizer in mode local.
+        # Hyperparameters of the servers' optimizer, which is the outer optimizer in mode local.
         self._options = [group.options for group in specification.groups]
         self._handles: list[Any] = []  # Handles of all hooks that this object has registered.
         if not sync_every and early:
@@ -249,7 +249,7 @@ class Stepper:
         return wait
 
     def _take_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Wrap the closure of the optimizer's step so that it pushes the gradients and then removes them.
+        """Wrap the closure of the optimizer's step, so that the closure pushes the gradients and then removes them.
 
         This is a pre-hook of the optimizer's step. Without gradients the optimizer changes nothing: the servers make
         the step.
@@ -314,7 +314,7 @@ class Stepper:
                 )
 
     def _changed(self) -> list[bool]:
-        """Return a list with a boolean for each parameter: whether its value differs from the value that was received.
+        """Return a boolean for each parameter, which says whether the parameter differs from the received value.
 
         The values are compared only if hooks may write weights. Otherwise all results are False.
         """

@@ -380,7 +380,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run forward and backward, and push the gradients; the servers make the optimizer's step.
+        """Run forward and backward, and push the gradients. The servers make the optimizer's step.
 
         The closure runs inside the optimizer's own `step`, and the pushed gradients are removed. The optimizer then has
         no gradients, and changes nothing.
@@ -468,7 +468,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer for a checkpoint, in the form in which a run on one device saves it.
+        """Return the state of an optimizer for a checkpoint, as a run on one device saves it.
 
         During training the servers hold the state, except in mode ``local``, and only rank 0 receives it. All ranks
         must call this.

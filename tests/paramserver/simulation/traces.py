@@ -259,7 +259,7 @@ class Script(Network):
         self.cues = Cues(trace.cues)
 
     def moment(self, sender: Peer, send: Send) -> Moment | None:
-        """What happens because a message is sent."""
+        """Return what happens because a message is sent, or None."""
         if not self.cues.left:
             return None
         cue = self.cues.sends(name(sender), send.message.kind, name(send.to))

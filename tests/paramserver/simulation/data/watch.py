@@ -187,7 +187,7 @@ class Watch:
         return self._answered.get(key, {}).keys() <= self.made_of(key, value)
 
     def reset(self, key: int, value: Tensor, now: float) -> None:
-        """Note that a slice goes on from first values, or from a copy that was never filled."""
+        """Note that a slice goes on from initial values, or from a copy that was never filled."""
         kept = self.made_of(key, value)
         self._reset_at[key] = now, kept
         self._answered[key] = {token: at for token, at in self._answered.get(key, {}).items() if token in kept}
@@ -229,7 +229,7 @@ class WatchedStore(Store):
     """A server's store that lets a :class:`Watch` check each update.
 
     Args:
-        late: Whether the server was started again. First values that a worker sends to such a server are not copies of
+        late: Whether the server was started again. Initial values that a worker sends to such a server are no copies of
             the primary's values, because the primary may not know the server yet.
 
     Attributes:
