@@ -1,8 +1,8 @@
 """A step of parameter_server, mode sync, against one of Lightning's DDP (gloo): 2 workers, co-located servers.
 
-Target: at most 1.00 times DDP's time. Fits of all alternate. Without licences is the same with a callback that looks at
-gradients before the optimizer's step and at weights after it, as users' own may: gradients then leave inside the
-optimizer's step, and all values are there when it ends.
+Target: at most 1.00 times DDP's time. The fits of all variants alternate. The variant with hooks also has a callback
+that reads gradients before the optimizer's step and weights after it, as a user's callback may. Gradients are then
+pushed inside the optimizer's step, and all values have arrived when the step ends.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch_size", type=int, default=32, help="images of a worker's step")
     options = parser.parse_args()
-    header = ("network", *(f"{name}, ms" for name in WAYS), "ratio of medians", "of rounds", "with hooks / with")
+    header = ("network", *(f"{name}, ms" for name in WAYS), "ratio of medians", "of rounds", "with hooks / without")
     rows = [header]
     for title, (make, classes) in NETWORKS.items():
         samples = 2 * options.steps * options.batch_size
