@@ -18,7 +18,9 @@ ARGUMENTS = [(kind, old, new) for kind in STRATEGIES for old, new in RENAMED[kin
 
 def refused(words, key, old, new):
     new_key = f"{key.removesuffix(old)}{new}"
-    with pytest.raises(ConfigurationError, match=rf"^{re.escape(f'{key}: {old} is now called {new}; write {new_key}')}$"):
+    with pytest.raises(
+        ConfigurationError, match=rf"^{re.escape(f'{key}: {old} is now called {new}; write {new_key}')}$"
+    ):
         check_names(configured_keys(words))
 
 

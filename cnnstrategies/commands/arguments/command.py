@@ -236,7 +236,8 @@ class Command:
         rows += self.keys
         for section, declaration in self.sections:
             rows += [
-                (f"--{section}.{option.name} {option.metavar}", option.text) for option in options_of(declaration)
+                (f"--{section}.{option.name} {option.metavar or 'true|false'}", option.text)
+                for option in options_of(declaration)
             ]
         return rows
 
