@@ -23,7 +23,10 @@ CONFIGURATION = (
         "--config FILE",
         "a YAML file, or the name of a configuration from `cnnstrategies configs`; later files override earlier files",
     ),
-    ("--trainer.strategy NAME", "how the work is divided: auto, ddp, hybrid_pipeline, parameter_server or another name"),
+    (
+        "--trainer.strategy NAME",
+        "how the work is divided: auto, ddp, hybrid_pipeline, parameter_server or another name",
+    ),
     (
         "--trainer.strategy.OPTION VALUE",
         "an option of the strategy, for example --trainer.strategy.stages 2 for hybrid_pipeline",

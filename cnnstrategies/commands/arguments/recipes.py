@@ -60,7 +60,7 @@ def with_files(args: Sequence[str]) -> list[str]:
 
 
 def main(options: "ConfigsOptions") -> None:
-    """Print the configurations that the options name, or list all configurations with each file's first comment line."""
+    """Print the configurations that the options name, or list all configurations with their first comment lines."""
     if options.names:
         show("\n".join(find(name).read_text(encoding="utf-8").rstrip() for name in options.names))
         return
