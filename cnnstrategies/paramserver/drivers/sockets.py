@@ -1,6 +1,7 @@
 """Sockets of the data plane: a server's ROUTER and the DEALERs of workers and servers.
 
-Large payloads are sent without a copy. The module also checks the operating system's limits on open files (each connection needs a file) and on threads.
+Large payloads are sent without a copy. The module also checks the operating system's limits on open files (each
+connection needs a file) and on threads.
 """
 
 import resource
@@ -177,7 +178,7 @@ def send(socket: Socket, frame: Any) -> None:
 
 
 def reconnect(socket: Socket) -> None:
-    """Close a socket's only connection, and connect again. Messages that are not sent yet are lost."""
+    """Close a socket's only connection, and connect again. Messages that are not delivered yet are lost."""
     endpoint = socket.get_string(zmq.LAST_ENDPOINT)
     linger, socket.linger = socket.linger, 0
     socket.disconnect(endpoint)
