@@ -51,7 +51,7 @@ def _with_class(value: Any, previous: Any) -> tuple[Any, Any]:
 
 
 def _class_of(name: str, arguments: Any) -> dict[str, Any]:
-    """Return the registered class of a name and its arguments, as in a configuration.
+    """Return the class that is registered under a name, and its arguments, in the form of a configuration's value.
 
     Args:
         name: The registered name.
