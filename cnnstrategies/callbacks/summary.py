@@ -33,7 +33,7 @@ class TrainingSummary(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # All ranks must read the metrics, because reading a metric may reduce it over the ranks.
+        # All ranks must execute this line, because reading a metric may run a collective that reduces the metric.
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.history[trainer.current_epoch] = metrics
 
@@ -127,8 +127,8 @@ def draw_curves(history: History, path: Path) -> None:
 def choose_panels(history: History) -> dict[str, list[str]]:
     """Return the names of the metrics of each panel. The keys are the panels' titles.
 
-    Losses and accuracies have a panel each. If neither were logged, one panel has all metrics. If nothing was logged,
-    the result is empty.
+    Losses have one panel and accuracies have another panel. If neither losses nor accuracies were logged, one panel has
+    all metrics. If no metric was logged, the result is empty.
     """
     logged = list(dict.fromkeys(name for metrics in history.values() for name in metrics if is_of_epochs(name)))
     panels = {}

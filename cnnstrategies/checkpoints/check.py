@@ -16,7 +16,8 @@ from cnnstrategies.checkpoints.io import unreadable
 from cnnstrategies.errors import ConfigurationError
 
 REQUIRED_KEYS = ("state_dict", "pytorch-lightning_version")  # Every Lightning checkpoint has these keys.
-# Hooks in which a module can change the network or the checkpoint before the weights are loaded.
+# Hooks that can change the network or the checkpoint before the weights are loaded. For a module that has such a hook,
+# the names and shapes of the weights are not compared.
 LOADING_HOOKS = ("on_load_checkpoint", "configure_model", "configure_sharded_model")
 
 
@@ -42,7 +43,7 @@ def check_weights(
     if not path.is_file():
         return
     try:
-        # Files in torch's legacy format are not zip archives and cannot be memory-mapped. torch reads them completely.
+        # Files in torch's legacy format are not zip archives and cannot be memory-mapped, so they are read completely.
         content = torch.load(path, map_location="meta", mmap=zipfile.is_zipfile(path), weights_only=weights_only)
     except Exception as error:
         raise unreadable(path, error) from error

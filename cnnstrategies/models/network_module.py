@@ -24,7 +24,7 @@ ON_BAR = ("train_loss", "val_acc", "test_acc", "val_miou", "test_miou", "val_map
 class MeanOverSamples(Metric):
     """Metric: mean over the samples of all batches, computed from the mean of each batch.
 
-    Torchmetrics' ``MeanMetric`` is not used, because it synchronises the host with the device three times in each step.
+    Torchmetrics' ``MeanMetric`` is not used, because it makes the CPU wait for the device three times in each step.
     """
 
     total: Tensor
@@ -206,7 +206,8 @@ class NetworkModule(LightningModule):
             groups: list[dict[str, Any]] = [{"params": decayed}, {"params": undecayed, "weight_decay": 0.0}]
             optimizer = self.optimizer_factory(groups if decayed else groups[1:])
         else:
-            # A user's factory may not accept parameter groups, so it gets a list of parameters.
+            # A user's function that builds the optimizer may not accept parameter groups, so it gets a list of
+            # parameters.
             optimizer = self.optimizer_factory(trained)
         if self.lr_scheduler_factory is None:
             return optimizer

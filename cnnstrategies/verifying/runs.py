@@ -83,7 +83,7 @@ def verify(
         The result of the comparison: a row for each kind of value, with the differences.
 
     Raises:
-        ConfigurationError: The strategy refuses the module. The error message is that of the strategy.
+        ConfigurationError: The strategy refuses the module. The error message is the strategy's own error message.
         TrainingError: The training fails under the strategy or on one device.
     """
     if isinstance(strategy, str):
@@ -105,7 +105,8 @@ def verify(
             "logger": DummyLogger(),
             **QUIET,
             **trainer,
-            # Schedules may depend on the user's `max_epochs`. It is raised if it would end the run before `steps`.
+            # Schedules may depend on the user's `max_epochs`, so this value is kept. It is raised only if it would end
+            # the run before `steps` steps.
             "max_epochs": max(trainer.get("max_epochs") or MANY_EPOCHS, steps),
         }
         if alone:

@@ -138,7 +138,7 @@ class Synchronous:
         Args:
             worker: Id of the worker.
             step: The step that the worker is working on; None for a newcomer.
-            gradients_step: The step whose gradients a newcomer holds; None if it holds no gradients.
+            gradients_step: The step whose gradients a newcomer holds; None if the newcomer holds no gradients.
 
         Returns the step with which the worker begins. Returns None, and does not add the worker, if the worker is a
         newcomer and this server is a leader that does not know the steps of all workers and servers yet.
@@ -167,7 +167,7 @@ class Synchronous:
 
         This happens only with pipelined steps, which are decided before all pushes have arrived. If all members of the
         step have died, some of their pushes may be missing forever. Other workers that hold gradients of the step, the
-        successors, may then push them. This ends once a worker has joined that begins after the step.
+        successors, may then push them. The property becomes false once a worker that begins after the step has joined.
         """
         if not self._pipelined or self._decision is None or self._live_members:
             return False
@@ -188,7 +188,7 @@ class Synchronous:
         """Whether this server, as leader, knows the steps of all workers and the state of all servers.
 
         If this is false, newcomers have to wait: a server that has not reported yet may have the only copy of a
-        decision, so the current step may be a later one than this server knows.
+        decision, so the current step may be later than the last step that this server knows.
         """
         return self.roll.complete and not self._lacks_a_holder and self._reports.complete(self.clock.step) is not None
 
@@ -257,7 +257,7 @@ class Synchronous:
         return True
 
     def will_answer(self, key: int, member: MemberKey, request: int) -> bool:
-        """Return whether this server will reply to a worker's pull even if the worker does not send any message again.
+        """Return whether this server will reply to a worker's pull even if the worker does not repeat its messages.
 
         Args:
             key: Key of a slice whose primary is this server.
@@ -320,7 +320,7 @@ class Synchronous:
             self._outbox.to_server(server, Kind.DECIDE, json=decision.as_dict())
 
     def _accept(self, decision: Decision) -> None:
-        """Replace this server's decision by a newer one, and act on it. Ignore any other decision.
+        """Replace this server's decision by a newer decision, and act on the newer decision. Ignore any other decision.
 
         A decision is newer if it is about a later step, or about the same step and contains the clipping factor that
         this server's decision lacks.
