@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -164,9 +163,10 @@ class CLI(LightningCLI):
         command = self.config.get("subcommand")
         config = self.config[command] if command else self.config
         check_trainer_names(config.trainer)
+        kind: Any = type(self.config)
         if isinstance(config.trainer.strategy, str) and "." in config.trainer.strategy:
             # jsonargparse keeps an import path without options as a text, and Lightning accepts only registered names.
-            config.trainer.strategy = Namespace(class_path=config.trainer.strategy, init_args=Namespace())
+            config.trainer.strategy = kind(class_path=config.trainer.strategy, init_args=kind())
         check_functions(config.get("model"))
 
     def _built_alone(self, section: str) -> Any:
