@@ -44,7 +44,7 @@ class Pipeline:
 
     Args:
         network: The whole network. This rank's stage uses the network's own parameters, not copies.
-        cuts: Names of modules after which the network is cut, or indices of nodes before which it is cut; see
+        cuts: Names of modules after which the network is cut, or indices of the first nodes after the cuts; see
             :func:`~cnnstrategies.pipeline.stage.divide`.
         replicas: Number of replicas of each stage.
         microbatches: Number of microbatches of a step, over all replicas.

@@ -1,7 +1,7 @@
 """Find out from measurements why more devices do not train faster, and suggest a remedy for each cause.
 
 Each rule looks for one cause, and predicts from measured times how much faster training would be without that cause. If
-the measurement that a rule needs is missing, the rule yields nothing or a reason without a gain.
+the measurement that a rule needs is missing, the rule yields nothing, or a reason with the gain 1, which is left out.
 """
 
 import math
@@ -169,9 +169,10 @@ def threads(measurements: Measurements) -> Iterator[Reason]:
 
 
 def small_batches(measurements: Measurements) -> Iterator[Reason]:
-    """Yield small batches as a reason for slow training, if a device needs much less time per sample with larger ones.
+    """Yield small batches as a reason for slow training.
 
-    Nothing is yielded if training with larger batches was not measured.
+    Batches are small if a device needs much less time per sample with larger batches. Nothing is yielded if batches are
+    not small, or if training with larger batches was not measured.
     """
     run, facts = measurements.largest, measurements.facts
     if facts.larger is None:
@@ -226,7 +227,7 @@ def callbacks(measurements: Measurements) -> Iterator[Reason]:
 def logging(measurements: Measurements) -> Iterator[Reason]:
     """Yield logging as a reason for slow training, with the time that all loggers together take in a step.
 
-    Nothing is yielded if no logger was measured.
+    Nothing is yielded if the run has no logger.
     """
     run, facts = measurements.largest, measurements.facts
     spent = {name: seconds for rank in run.ranks for name, seconds in rank.beside(LOGGER).items()}
