@@ -2,7 +2,8 @@
 
 When the command line starts, jsonargparse searches for an option by its name six thousand times, each time among all
 options. It splits about twenty thousand keys, and determines the import paths of Python's built-in types thousands of
-times. Without caches this took more than a third of the start-up time. jsonargparse has no public way to avoid it.
+times. Without caches, this work took more than a third of the start-up time. jsonargparse has no public way to avoid
+this work.
 `tests/commands/test_parser.py` fails if the private names change.
 """
 
@@ -56,7 +57,7 @@ def parse_key(self: Namespace, key: str) -> tuple[str, Namespace | None, str]:
     """Split a key like jsonargparse's function ``split_key``, but faster.
 
     Returns:
-        The last name of a key, the namespace that contains this name, and the key of that namespace.
+        The last name of the key, the namespace that contains this name, and the key of that namespace.
     """
     split = _split(key) if isinstance(key, str) else None
     if split is None:
@@ -88,10 +89,10 @@ def remember() -> None:
 
 
 def pass_values_through(kind: type, change: Callable[[Any, Any], tuple[Any, Any]]) -> None:
-    """Make jsonargparse call a function on each value for a type before it parses the value.
+    """Make jsonargparse call a function on each value for a type before jsonargparse parses the value.
 
     Args:
-        kind: Annotation of the parameters, which may also be a member of a union.
+        kind: Type annotation of the parameters. A parameter whose annotation is a union with this type is included.
         change: Function that takes the value and the previous value of the parameter, and returns both in the form that
             jsonargparse expects.
     """

@@ -30,10 +30,10 @@ __all__ = ["GlobalState", "MultiProcessingLauncher", "ScriptLauncher"]
 
 
 def acts_within_epochs(callback: Callback) -> str | None:
-    """Return the argument because of which a Lightning callback needs all ranks to be at the same step within an epoch.
+    """Return the argument that makes a Lightning callback act within an epoch.
 
-    A ModelCheckpoint that saves within an epoch, and a Timer that stops the run within an epoch, have such an argument.
-    For other callbacks the result is None.
+    Such a callback needs all ranks to be at the same step. Examples are a ModelCheckpoint that saves within an epoch,
+    and a Timer that stops the run within an epoch. For other callbacks the result is None.
 
     Returns:
         The argument and its value as a text, for an error message.
@@ -63,8 +63,8 @@ class BatchesKept(_DataConnector):
     """Data connector that divides the sampler inside a batch sampler among the ranks, and keeps the batch size.
 
     Lightning's own connector divides ``loader.sampler``, which torch creates although the loader has a batch sampler,
-    and uses ``loader.batch_size``. With a torch ``BatchSampler`` the resulting batches have one sample, or there are no
-    batches.
+    and uses ``loader.batch_size``. From a loader with torch's ``BatchSampler``, Lightning's connector would therefore
+    get batches of one sample, or no batches.
     """
 
     @override
@@ -98,10 +98,10 @@ def leave_samplers(trainer: Trainer) -> None:
 
 
 def ask_of_sigterm(trainer: Trainer, ask: bool) -> None:
-    """Turn Lightning's broadcast before each batch on or off, by which all ranks learn that rank 0 has got a SIGTERM.
+    """Turn on or off the broadcast that tells all ranks before each batch whether rank 0 has received a SIGTERM.
 
-    Lightning broadcasts a tensor on the device and reads its value, so that the host waits for the device in each step.
-    The broadcast is not needed if Lightning's signal handler has been replaced.
+    Lightning broadcasts a tensor on the device and reads the tensor's value, so the CPU waits for the device in each
+    step. The broadcast is not needed if Lightning's signal handler has been replaced.
     """
     loop = trainer.fit_loop.epoch_loop
     if ask:
@@ -111,7 +111,7 @@ def ask_of_sigterm(trainer: Trainer, ask: bool) -> None:
 
 
 def asks_of_sigterm(trainer: Trainer) -> bool:
-    """Whether Lightning broadcasts before each batch that rank 0 has got a SIGTERM; see :func:`ask_of_sigterm`."""
+    """Whether the broadcast that :func:`ask_of_sigterm` describes is turned on."""
     return "_broadcast_sigterm_tensor" not in trainer.fit_loop.epoch_loop.__dict__
 
 
@@ -127,8 +127,8 @@ def built_by_cli() -> bool:
 def check_start(method: str, device: torch.device) -> None:
     """Refuse to fork after CUDA was initialised, and to spawn from a script without a main guard.
 
-    Lightning makes these checks in its launchers' ``launch``, which the package's launchers override. Lightning's CUDA
-    check also fails only in the forked processes.
+    Lightning makes these checks in its launchers' ``launch``, which the package's launchers override. Lightning's own
+    check for CUDA also raises its error only in the forked processes, and not in this process.
 
     Raises:
         ConfigurationError: Forked ranks could not use their GPUs.
@@ -191,8 +191,8 @@ def wrapped_sampler(wrapper: DistributedSamplerWrapper) -> Any:
 def ranks_are_children(launcher: Any) -> bool:
     """Whether a launcher spawns or forks all ranks. The process of the command line itself is then not a rank.
 
-    On several hosts, rank 0 could then not listen at the port that its parent process has used to find the other hosts.
-    Lightning's public property only tells whether processes are forked.
+    On several machines, rank 0 could then not listen at the main port, which its parent process has used to find the
+    other machines. Lightning's public property only tells whether processes are forked.
     """
     return isinstance(launcher, MultiProcessingLauncher)
 
@@ -202,7 +202,7 @@ def end_observation(launcher: Any) -> list[subprocess.Popen[bytes]]:
 
     Without the observer, the other ranks have time to notice the lost connection and to end properly. Every 5 s the
     thread checks the list of processes that the launcher had at first, and it ends when this list is empty. This
-    function empties that list and gives the launcher a new list for ``kill``.
+    function empties that list, and gives the launcher a new list, which the launcher's method ``kill`` uses.
 
     Returns:
         The processes of the ranks; an empty list if Lightning's observer is not running.

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Base class of modes that intercept operations below autograd. Unlike a `TorchFunctionMode`, such a mode also
 # intercepts collectives.
 OperationMode = TorchDispatchMode
-# The operation that `Tensor.item`, `float(tensor)` and `if tensor` call, and for which the host waits for the device.
+# The operation that `Tensor.item`, `float(tensor)` and `if tensor` call. It makes the CPU wait for the device.
 READ = torch.ops.aten._local_scalar_dense.default
 
 
@@ -32,8 +32,8 @@ def add_all(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 def put_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
     """Replace the tensor of a registered buffer.
 
-    An assignment has the same effect, but takes about 20 microseconds because of its checks. This is too long for an
-    operation on each layer and microbatch.
+    An assignment has the same effect, but takes about 20 microseconds because of its checks. An assignment is therefore
+    too slow for code that runs for each layer and each microbatch.
     """
     module._buffers[name] = buffer
 
@@ -57,10 +57,10 @@ def writes(tensor: Tensor) -> int:
 
 
 def communication_seconds(model: DistributedDataParallel) -> tuple[float, float]:
-    """Return the duration of the gradients' all-reduce in the last step, and how long it overlapped with backward.
+    """Return how long the gradients' all-reduce took in the last step, and how long it overlapped with backward.
 
-    DDP measures these times itself, also with a communication hook. Measuring them in a communication hook would be
-    public, but DDP accepts only one hook, which the user may need.
+    DDP measures these times itself, also with a communication hook. A communication hook of this package could measure
+    them through DDP's public interface, but DDP accepts only one hook, which the user may need.
 
     Returns:
         Seconds from the start of the first bucket's all-reduce to the end of the last bucket's all-reduce, and the

@@ -58,6 +58,12 @@ def refuse_old_names(kind: type, names: Collection[str]) -> None:
             raise ConfigurationError(f"{kind.__name__}({name}=...): {is_now(name, new)}")
 
 
-def is_now(name: str, new: str) -> str:
-    """Return the part of an error message that gives the new name of an option."""
-    return f"{name} is now called {new}; write {new}"
+def is_now(name: str, new: str, section: str = "") -> str:
+    """Return the part of an error message that gives the new name of an option.
+
+    Args:
+        name: The old name.
+        new: The new name.
+        section: Key of the section that has the option, such as ``trainer.strategy``; empty for the root.
+    """
+    return f"{name} is now called {new}; write {f'{section}.{new}' if section else new}"

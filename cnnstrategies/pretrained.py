@@ -126,7 +126,8 @@ def _built(name: str, num_classes: int, weights: str) -> tuple[nn.Module, list[n
         )
     if weights.endswith(FILES):
         state = _state_dict(Path(weights))
-        # The head is the last layer, and its weight has a row for each class.
+        # The head is the last layer. Its weight has a row for each class, so the number of rows is the number of
+        # classes of the network in the file.
         before = next((len(tensor) for tensor in reversed(list(state.values())) if tensor.ndim > 1), num_classes)
         network = get_model(name, weights=None, num_classes=before)
         try:
@@ -150,7 +151,7 @@ def _built(name: str, num_classes: int, weights: str) -> tuple[nn.Module, list[n
 def new_heads(network: nn.Module, before: int, num_classes: int) -> list[nn.Module]:
     """Replace a network's heads, including auxiliary heads, and return the new heads.
 
-    All linear layers and 1 x 1 convolutions with ``before`` outputs are taken for heads.
+    All linear layers and 1 x 1 convolutions with ``before`` outputs count as heads.
 
     Args:
         network: The network, which is changed in place.

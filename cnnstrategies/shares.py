@@ -1,6 +1,6 @@
 """Division of samples and microbatches among ranks by shares, which are equal by default.
 
-Samplers, the replicas of a pipeline, evaluation, planner and simulator all use these functions.
+Samplers, pipelines, evaluation, the planner and the simulator use these functions.
 """
 
 import heapq
@@ -247,7 +247,10 @@ class Deals:
         return _dealt(samples, tuple(self.loads(self.at(epoch, batch))), self.least, self.most)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, for a checkpoint, the shares with the epoch and the batch from which each of them is used."""
+        """Return the history of the shares, for a checkpoint.
+
+        Each entry has the shares of all ranks, and the epoch and the batch from which these shares are used.
+        """
         return {"since": [[epoch, batch, *shares] for (epoch, batch), shares in self._since]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -17,7 +17,10 @@ ARGUMENTS = [(kind, old, new) for kind in STRATEGIES for old, new in RENAMED[kin
 
 
 def refused(words, key, old, new):
-    with pytest.raises(ConfigurationError, match=f"^{re.escape(key)}: {old} is now called {new}; write {new}$"):
+    new_key = f"{key.removesuffix(old)}{new}"
+    with pytest.raises(
+        ConfigurationError, match=rf"^{re.escape(f'{key}: {old} is now called {new}; write {new_key}')}$"
+    ):
         check_names(configured_keys(words))
 
 

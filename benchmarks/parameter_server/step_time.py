@@ -1,8 +1,8 @@
 """A step of parameter_server, mode sync, against one of Lightning's DDP (gloo): 2 workers, co-located servers.
 
-Target: at most 1.00 times DDP's time. Fits of all alternate. Without licences is the same with a callback that looks at
-gradients before the optimizer's step and at weights after it, as users' own may: gradients then leave inside the
-optimizer's step, and all values are there when it ends.
+Target: at most 1.00 times DDP's time. The fits of all variants alternate. The variant with hooks also has a callback
+that reads gradients before the optimizer's step and weights after it, as a user's callback may. Gradients are then
+pushed inside the optimizer's step, and all values have arrived when the step ends.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Looks(Callback):
 WAYS = {
     "ddp": (lambda: DDPStrategy(start_method="fork"), ()),
     "parameter_server": (lambda: ParameterServerStrategy(start_method="fork"), ()),
-    "without licences": (lambda: ParameterServerStrategy(start_method="fork"), (Looks(),)),
+    "with hooks": (lambda: ParameterServerStrategy(start_method="fork"), (Looks(),)),
 }
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch_size", type=int, default=32, help="images of a worker's step")
     options = parser.parse_args()
-    header = ("network", *(f"{name}, ms" for name in WAYS), "ratio of medians", "of rounds", "without licences / with")
+    header = ("network", *(f"{name}, ms" for name in WAYS), "ratio of medians", "of rounds", "with hooks / without")
     rows = [header]
     for title, (make, classes) in NETWORKS.items():
         samples = 2 * options.steps * options.batch_size
@@ -61,7 +61,7 @@ def main() -> None:
             *(f"{value * 1e3:.1f}" for value in medians.values()),
             f"{medians['parameter_server'] / medians['ddp']:.3f}",
         ]
-        for contestant, base in (("parameter_server", "ddp"), ("without licences", "parameter_server")):
+        for contestant, base in (("parameter_server", "ddp"), ("with hooks", "parameter_server")):
             ratios = sorted(a / b for a, b in zip(times[contestant], times[base], strict=True))
             row.append(f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})")
         rows.append((title, *row))

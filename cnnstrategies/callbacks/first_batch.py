@@ -86,7 +86,7 @@ class FirstBatch(Callback):
         # The workers of a parameter server have no process group, and do not need one: the server itself reports which
         # worker waits for which other worker.
         if -1 in gathered[:, 1] and dist.is_initialized():
-            self._streams = dist.new_group(backend="gloo")  # type: ignore[assignment]  # -100 outside the group
+            self._streams = dist.new_group(backend="gloo")  # type: ignore[assignment]  # It is -100 outside the group.
             self._limited = isinstance(trainer.limit_train_batches, int)
         if expected is not None and loaded != expected and batches > 1:  # An epoch's last batch may be smaller.
             rank_zero_warn(

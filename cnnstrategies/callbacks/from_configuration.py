@@ -66,8 +66,8 @@ class FromConfiguration(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning has created the optimizers and schedules, but has not yet loaded their state, so they have the
-        # values of the configuration.
+        # Lightning has created the optimizers and schedules, but has not yet loaded their state from the checkpoint.
+        # The options of the optimizers and schedules are therefore the configured options.
         self._idle = True
         self._fresh = _fresh(trainer)
         self._configured = _plain(self._fresh)
@@ -153,7 +153,7 @@ def _factors(scheduler: Any) -> list[float]:
 
 
 def _differences(before: State, now: State) -> Iterator[str]:
-    """Yield a short description of each setting whose value has changed between two configurations."""
+    """Yield a short description of each setting that differs between two configurations."""
 
     def is_leaf(value: Any) -> bool:  # A list of plain values is compared as a whole.
         return isinstance(value, list) and not any(isinstance(item, dict | list) for item in value)
@@ -188,7 +188,10 @@ def _check_same(trainer: Trainer, states: Sequence[State]) -> None:
 
 
 def _apply_configuration(trainer: Trainer, before: State, now: State, fresh: State) -> None:
-    """Set the options whose configuration has changed, and restart all schedules and advance them to the run's step."""
+    """Set the options that have changed in the configuration, and restart and advance the schedules.
+
+    All schedules are advanced to the run's current step.
+    """
     scheduled = SCHEDULED if before["schedules"] or now["schedules"] else ()
     schedules = trainer.lr_scheduler_configs
     for number, optimizer in enumerate(trainer.optimizers):
@@ -218,7 +221,10 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _advance(trainer: Trainer, config: LRSchedulerConfig, fresh: State, past: State) -> None:
-    """Restart a schedule and advance it to the run's step. The optimizer's options must already be as configured."""
+    """Restart a schedule and advance it to the run's step.
+
+    Call this after the optimizer's options have been set to their configured values.
+    """
     scheduler = config.scheduler
     if isinstance(scheduler, ReduceLROnPlateau):
         learned = {key: vars(scheduler)[key] for key in LEARNED}

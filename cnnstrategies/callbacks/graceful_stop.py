@@ -19,8 +19,8 @@ from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.strategies.protocol import facts_of
 
 CHECK_SECONDS = 0.5  # Seconds between two exchanges of the flags that tell whether a rank has received a signal.
-# Largest number of steps by which a stop is postponed. If a run logs or validates after every step, waiting longer does
-# not help.
+# A stop is postponed by at most this many steps. If a run logs or validates after every step, waiting longer does not
+# help.
 MOST_POSTPONED = 3
 
 
@@ -33,7 +33,8 @@ class GracefulStop(Callback):
 
     A run stops only after a batch in which the optimizer has made a step, because a checkpoint does not contain
     gradients that are still being accumulated. If Lightning logs or validates after a step, the stop is postponed by up
-    to three steps: Lightning would do so only after this callback, and a resumed run would not do it again.
+    to three steps. Lightning logs and validates only after this callback has run, so a run that stopped here would skip
+    the logging or the validation, and a resumed run would not repeat it.
 
     Lightning's own signal handler runs a broadcast, although the rank may be in the middle of another collective. The
     handler of this class only sets a flag. The ranks exchange their flags about twice a second, at steps that rank 0

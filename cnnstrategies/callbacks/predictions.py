@@ -24,7 +24,7 @@ from cnnstrategies.runtime.whole_file import whole_file
 class PredictionWriter(Callback):
     """Callback that writes the results of ``predict_step``: probabilities or values to a CSV file, masks to PNG files.
 
-    The CSV file has one row for each sample, in the order of the dataset, whatever the number of processes. The columns
+    The CSV file has one row for each sample, in the order of the dataset, for any number of processes. The columns
     are ``sample`` (the data module's ``sample_name(index)``, or else the index), ``class`` (the name of the most
     probable class, or else its index), ``probability`` (of this class), and the probability of each class. If
     ``predict_step`` returns ``values``, for example for a regression, the columns are ``sample`` and one column for
@@ -36,8 +36,9 @@ class PredictionWriter(Callback):
     Args:
         output: Path of the CSV file, by default ``predictions.csv`` in the log directory. For masks: path of the
             folder, by default ``predictions`` in the log directory.
-        images: Folder of images to predict instead of the data module's images, at any depth. The images get the
-            preprocessing of the data module's validation images, and their paths are their names.
+        images: Folder of the images to predict instead of the data module's images. Images in subfolders at any depth
+            are included. The images get the preprocessing of the data module's validation images. The name of a sample
+            is the path of its image.
 
     Raises:
         ConfigurationError: ``predict_step`` did not return a dict with ``index`` (N,) and ``probabilities``

@@ -87,7 +87,8 @@ class Pruning(ModelPruning):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.pruned:
-            # A checkpoint contains the weights but not the masks. The pruned weights are the weights that are zero.
+            # A checkpoint contains the weights but not the masks. The pruned weights are the weights that are zero, so
+            # the masks are computed from the weights.
             for layer in _layers(pl_module):
                 prune.custom_from_mask(layer, "weight", layer.weight != 0)  # type: ignore[no-untyped-call]
             return

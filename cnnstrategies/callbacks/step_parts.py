@@ -42,7 +42,7 @@ class Parts:
     waiting: tuple[str, ...] = ("communication",)
 
     def of(self, action: str) -> str | None:
-        """Return the part to which the time of a profiler action belongs, or None if it belongs to no part."""
+        """Return the part of a step that contains a profiler action, or None if no part contains the action."""
         return self.actions.get(action.rpartition(".")[2])
 
 
@@ -50,7 +50,7 @@ BEFORE = {"data": "waiting for the loader", "transfer": "copy, batch hooks"}
 NETWORK = {"forward": "network, loss, metrics", "backward": "gradients"}
 AFTER = {"optimizer": "clipping, update", "other": "callbacks, logging", TOTAL: "end to end"}
 WHOLE_NETWORK = Parts({**BEFORE, **NETWORK, "communication": "all-reduce not hidden", **AFTER}, ACTIONS)
-# A pipeline runs its whole schedule within `training_step`, and reports the time of each task by itself.
+# A pipeline runs its whole schedule within `training_step`. The pipeline itself reports the time of each task.
 STAGES = Parts(
     {
         **BEFORE,
@@ -88,7 +88,7 @@ class PartClock(Profiler):
         user: The trainer's profiler.
         device: The rank's device.
         part_of: Function that returns the part for an action's name, or None.
-        inner: Function that returns the time of each part that the strategy measures, in seconds since the start.
+        inner: Function that returns the total time so far of each part that the strategy measures, in seconds.
 
     Attributes:
         seconds: Time of each part so far, in seconds.
@@ -153,7 +153,7 @@ class PartClock(Profiler):
             self._count(self.open_parts[-1] if self.open_parts else "other", passed)
 
     def begin(self, part: str) -> None:
-        """Open a part: from now on time counts for it."""
+        """Open a part. Time counts for the part that was opened last and is not closed yet."""
         self.read()
         self.open_parts.append(part)
 
@@ -176,7 +176,8 @@ class StepMeter:
     """Meter of the time that each part of a trainer's steps takes.
 
     Args:
-        trainer: The trainer, after the set-up of its strategy. ``clock`` replaces its profiler until :meth:`remove`.
+        trainer: The trainer, after the set-up of its strategy. ``clock`` replaces the trainer's profiler until
+            :meth:`remove` is called.
         part_of: Function that returns the part for an action's name, or None. By default it depends on the strategy.
 
     Attributes:
@@ -208,7 +209,10 @@ class StepMeter:
         trainer.profiler = self.clock  # type: ignore[attr-defined]
 
     def prepare(self) -> None:
-        """Make DDP measure each all-reduce from now on. Call this at the end of the step before the measured steps."""
+        """Make DDP measure each all-reduce from now on.
+
+        Call this at the end of the last step before the first measured step.
+        """
         if self._ddp is not None:
             measure_every_step(self._ddp)
 

@@ -22,10 +22,10 @@ class StepProfile(Callback):
     batch and lasts from the end of the previous batch to the end of this batch. With gradient accumulation one
     optimizer update follows several such steps. Validation, checkpoints and other work between epochs do not count.
 
-    Under a pipeline the table has a column for each stage, and ``profile/stage_<s>/<part>_ms`` is logged. The schedule
-    runs within ``training_step``. Its time is divided among the pipeline's tasks: receive, forward, backward, send and
-    reduce. Under a parameter server the worker waits for parameters during the forward pass; this wait is a part of its
-    own and does not count as forward.
+    Under a pipeline the table has a column for each stage, and ``profile/stage_<s>/<part>_ms`` is logged. The
+    pipeline's schedule runs within ``training_step``. The time of ``training_step`` is divided among the pipeline's
+    tasks: receive, forward, backward, send and reduce. Under a parameter server the worker waits for parameters during
+    the forward pass. This wait is a separate part of the step and does not count as forward.
 
     Under DDP, ``communication`` is the time of the gradients' all-reduce that does not overlap with backward. DDP
     measures this time, also with a communication hook. The time includes the wait for slower ranks, so the rank with
@@ -82,7 +82,8 @@ class StepProfile(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._meter is not None and self._profiling():
-            # The time in which the loader starts its worker processes, before an epoch's first batch, counts as data.
+            # The loader starts its worker processes before an epoch's first batch. This time counts for the part
+            # `data`, so the measurement starts here.
             self._meter.run()
             self._meter.clock.begin("data")
             self._opening = True

@@ -127,8 +127,8 @@ def draw_curves(history: History, path: Path) -> None:
 def choose_panels(history: History) -> dict[str, list[str]]:
     """Return the names of the metrics of each panel. The keys are the panels' titles.
 
-    Losses and accuracies have a panel each. If neither were logged, one panel has all metrics. If nothing was logged,
-    the result is empty.
+    Losses have one panel and accuracies have another panel. If neither losses nor accuracies were logged, one panel has
+    all metrics. If no metric was logged, the result is empty.
     """
     logged = list(dict.fromkeys(name for metrics in history.values() for name in metrics if is_of_epochs(name)))
     panels = {}

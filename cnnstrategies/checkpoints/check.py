@@ -16,7 +16,8 @@ from cnnstrategies.checkpoints.io import unreadable
 from cnnstrategies.errors import ConfigurationError
 
 REQUIRED_KEYS = ("state_dict", "pytorch-lightning_version")  # Every Lightning checkpoint has these keys.
-# Hooks in which a module can change the network or the checkpoint before the weights are loaded.
+# Hooks that can change the network or the checkpoint before the weights are loaded. For a module that has such a hook,
+# the names and shapes of the weights are not compared.
 LOADING_HOOKS = ("on_load_checkpoint", "configure_model", "configure_sharded_model")
 
 

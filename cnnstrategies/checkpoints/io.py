@@ -39,8 +39,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Load the checkpoint at ``path``, and verify the checksums of a local file."""
         if str(path).startswith(("http://", "https://")):
-            # Lightning would execute pickled code from the URL. It would also take a cached file that was downloaded
-            # from a different URL if the file names are equal.
+            # Lightning would execute pickled code from the URL. Lightning would also use a cached file that was
+            # downloaded from a different URL if the two file names are equal. URLs are therefore refused.
             raise ConfigurationError(
                 f"ckpt_path: {path} is a URL, which cannot be loaded: download the file, for example with `curl -O`, "
                 "and set ckpt_path to its path"

@@ -41,8 +41,8 @@ class HostReport:
         problems: Problems of this host with their remedies, one line each.
         interface: Name of the network interface for the traffic to the other hosts.
         address: IP address of this interface.
-        links: For each connection to another host: number of the other host, round-trip time in seconds, bandwidth in
-            bytes/s.
+        links: A tuple for each connection to another host: number of the other host, round-trip time in seconds, and
+            bandwidth in bytes/s.
     """
 
     name: str
@@ -133,7 +133,7 @@ def examine(place: DoctorPlace, directory: Path, interface: str | None, wait: fl
     run = json.loads(store.get("host/0"))[2]  # The first host's port distinguishes the files of simultaneous runs.
     files = {node: directory / f".cnnstrategies-doctor-{run}-{node}" for node in range(place.nodes)}
     try:
-        with whole_file(files[place.node], SHARED):  # Checkpoints are also written by this function.
+        with whole_file(files[place.node], SHARED):  # Runs write their checkpoints with this function as well.
             pass
     except ConfigurationError as error:
         report.problems.append(str(error))

@@ -22,7 +22,7 @@ def local_rank() -> int:
 
 
 def environment_plugins(plugins: list[Any], num_nodes: int = 1) -> list[ClusterEnvironment]:
-    """Return the cluster environment to add to ``trainer.plugins``, as a list, for the launcher of this process.
+    """Return a list with the cluster environment of this process's launcher, to be added to ``trainer.plugins``.
 
     The list is empty if Lightning itself chooses the right environment: without a launcher, under torchrun, and if the
     user's plugins include a cluster environment.
@@ -53,7 +53,7 @@ class DoctorPlace:
         nodes: Number of nodes.
         local_rank: Rank of this process on its node.
         main_address: Address of the first node.
-        main_port: Port on the first node at which the processes meet.
+        main_port: Port on the first node to which the processes of the other nodes connect.
     """
 
     node: int

@@ -35,8 +35,8 @@ class Interconnect:
             as ``10.0.0.0/24``, if the names differ between hosts. The default is the value of ``GLOO_SOCKET_IFNAME`` or
             ``NCCL_SOCKET_IFNAME``, or else the interface on the route between the hosts.
         wait: Longest time to wait for all hosts at the start, as seconds or ``minutes:seconds``.
-        timeout: Time without an answer from a host after which the run ends with an error message that names the host,
-            as seconds or ``minutes:seconds``.
+        timeout: Time after which the run ends if a host does not answer, as seconds or ``minutes:seconds``. The error
+            message names the host.
     """
 
     def __init__(self, interface: str | None = None, wait: Duration = 300.0, timeout: Duration = 60.0) -> None:
@@ -107,8 +107,8 @@ def own_interface(store: Store, node: int, main_address: str, wanted: str | None
     The other hosts use their routes to the main address.
     """
     if node == 0:
-        # The main address is this host's own address, to which the route is the loopback interface. The address of
-        # another host is used instead.
+        # The main address is an address of this host, and the route to it uses the loopback interface. The address of
+        # another host is therefore used to find the interface.
         return choose_interface(wanted, store.get("source").decode())
     mine = choose_interface(wanted, resolve(main_address))
     store.set("source", mine.address)
@@ -157,7 +157,7 @@ class Watch:
     Args:
         me: Name of this host.
         peers: The other hosts.
-        timeout: Time without an answer after which a host counts as lost, in seconds.
+        timeout: Time after which a host that does not answer counts as lost, in seconds.
         on_silent: Function that is called once, in this thread, with an error message.
     """
 

@@ -133,7 +133,8 @@ def _header(options: ClusterOptions, size: Size, folder: Path, command: str) -> 
 def setup_lines(options: ClusterOptions) -> str:
     """Return the lines of a job script that set up the environment before the run starts.
 
-    They set the number of threads, contain the user's lines, and activate the virtual environment.
+    The lines set the number of threads, run the commands of the user's option ``setup``, and activate the virtual
+    environment.
     """
     lines = list(options.setup)
     if options.cpus_per_task is not None:
@@ -180,7 +181,7 @@ srun --kill-on-bad-exit=0 --het-group=1 \\
 
 def _requeue(options: ClusterOptions) -> str:
     # SLURM itself requeues a pre-empted job only if the job is still running when the partition's grace time ends. A
-    # run that stops in time has ended before, so the script requeues the job.
+    # run that stops in time ends before the grace time does, so the script requeues the job.
     return f"""# Requeue the job if it was ended by the warning signal or by a pre-emption.
 warned=$((128 + $(kill -l {options.signal})))
 if [[ $status -eq $warned ]] || [[ $status -ne 0 && $(scontrol show job "$SLURM_JOB_ID") =~ PreemptTime=[0-9] ]]; then

@@ -15,7 +15,9 @@ CONFIGURATION, KEYS, KEY = "/run/cnnstrategies/config", "/run/cnnstrategies/keys
 OWN_KEY = f"/dev/shm/{KEY}"  # Path of a copy of the key file in memory, which only the pod's user can read.
 STOPPED = 128 + int(signal.SIGTERM)  # Exit code of a pod that was stopped after saving a checkpoint, or at start-up.
 HOPELESS = 78  # Exit code (EX_CONFIG) of a pod that should not be restarted, because it would fail again.
-PATIENCE = 1800  # Seconds that a server's pod waits for the run to start again after a failure.
+# Seconds that a pod waits for the address of the first pod, and that a server's pod waits for the run to start again
+# after a failure.
+PATIENCE = 1800
 UNKNOWN = (
     f"no address for $MASTER_ADDR after {PATIENCE} s: check with kubectl get pods whether that pod was scheduled, and "
     "check the cluster's DNS"
@@ -71,7 +73,7 @@ def host(name: str, role: str, number: int) -> str:
 
 
 def objects(run: PodRun) -> list[Object]:
-    """Return the Kubernetes objects of a run, in the order in which to create them. The last object starts the run."""
+    """Return the Kubernetes objects of a run, in the order of their creation. The last object starts the run."""
     configuration = _object(run, "v1", "ConfigMap", immutable=True, data={"config.yaml": run.configuration})
     # The headless service gives the pods their host names. The pods need these names before they are ready, because
     # they connect to each other while they start.

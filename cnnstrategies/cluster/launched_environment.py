@@ -1,4 +1,4 @@
-"""Cluster environment for launchers that set each rank's numbers in environment variables, such as mpirun."""
+"""Cluster environment for launchers, such as mpirun, that set each process's ranks in environment variables."""
 
 import os
 import socket
@@ -40,7 +40,7 @@ class LaunchedEnvironment(ClusterEnvironment):
     @staticmethod
     @override
     def detect() -> bool:
-        """Return False. The registry of launchers chooses this class, so Lightning must not choose it by itself."""
+        """Return False. The registry of launchers chooses this class, so Lightning must not detect it."""
         return False
 
     @property

@@ -24,11 +24,11 @@ DECIDED = {
 }
 # Job names with which Lightning assumes an interactive shell and ignores SLURM's ranks.
 INTERACTIVE = ("bash", "interactive")
-# Seconds before the time limit at which a run that has not stopped is killed. This time is needed to end the processes
-# and to requeue the job.
+# A run that has not stopped is killed this many seconds before the time limit. The remaining time is needed to end the
+# processes and to requeue the job.
 MARGIN_SECONDS = 20
-# Seconds before the end of a pod's grace period at which a run that has not stopped is killed. This time is needed to
-# end the processes.
+# A run that has not stopped is killed this many seconds before the end of its pod's grace period. The remaining time is
+# needed to end the processes.
 POD_MARGIN_SECONDS = 10
 # Directories in pods that the package itself uses, so that users cannot mount volumes there.
 POD_FOLDERS = ("/dev/shm", "/run/cnnstrategies")
@@ -116,7 +116,7 @@ class KubernetesOptions:
 
     @property
     def grace(self) -> int:
-        """Seconds between SIGTERM and the time at which a run that has not stopped kills itself."""
+        """Number of seconds after SIGTERM until a run that has not stopped kills itself."""
         return self.whole_grace - POD_MARGIN_SECONDS
 
 
@@ -192,8 +192,8 @@ class ClusterOptions:
             servers run on the trainer's nodes.
         server_sbatch: Options of sbatch for the server nodes, such as ``--partition=cpu`` and ``--mem=32G``. Their
             default partition, account and time limit are those of the trainer's nodes.
-        kubernetes: Options for Kubernetes only. Of the other keys, Kubernetes reads job_name, folder, python, setup and
-            server_nodes.
+        kubernetes: Options for Kubernetes only. Jobs for Kubernetes also use the keys job_name, folder, python,
+            setup and server_nodes. They ignore the other keys of the section ``cluster``.
         ray: Options for Ray only.
 
     Raises:
@@ -265,12 +265,12 @@ class ClusterOptions:
 
     @property
     def grace(self) -> int:
-        """Seconds between the warning signal and the time at which a run that has not stopped kills itself."""
+        """Number of seconds after the warning signal until a run that has not stopped kills itself."""
         return self.warning - MARGIN_SECONDS
 
 
 def _check_extra(name: str, line: str) -> None:
-    """Refuse an additional line for sbatch that is not an option, or whose option another key sets."""
+    """Refuse a line of additional options for sbatch if it is not an option, or if another key sets the option."""
     if not line.startswith("-") or "\n" in line:
         raise ConfigurationError(f"cluster.{name}: {line!r} is not an option of sbatch, such as --exclusive")
     for word in line.split():

@@ -1,4 +1,4 @@
-"""Small server on each host of a run, with which other hosts test and measure the connection to this host."""
+"""Small server on each host of a run. Other hosts use the server to test and measure their connection to this host."""
 
 import contextlib
 import socket

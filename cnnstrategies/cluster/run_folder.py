@@ -37,8 +37,8 @@ NOT_HASHED = ("config", "ckpt_path", "run_name", "dry_run")  # Keys whose values
 MOST_CHARACTERS = 120  # Largest number of characters in a run's name.
 RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
-# Keys: loggers without a folder. Values: the argument with the id by which the logger continues a run, and the argument
-# with the name that the logger shows.
+# Keys: loggers without a folder. Values: names of two arguments of the logger. The first argument is the id of the
+# logged run, which a restarted run needs to continue it. The second argument is the name that the logger shows.
 IDS = {"WandbLogger": ("version", "name"), "MLFlowLogger": ("run_id", "run_name")}
 CSV = loggers_of_lightning.CSVLogger.__name__
 WITH_FOLDERS = (TensorBoardLogger.__name__, CSV, KeptCSVLogger.__name__)  # Loggers whose version is a folder's name.
@@ -120,7 +120,8 @@ def place(config: Any, name: str) -> None:
     folder = Path(str(config.trainer.default_root_dir or Path.cwd())) / name
     if loggers and _class(loggers[0]) in WITH_FOLDERS:
         arguments = loggers[0].init_args
-        # The loggers compute the path of their folder in the same way, so the checkpoints get into that folder.
+        # The loggers compute the paths of their folders in the same way, so the checkpoints are saved in the folder of
+        # the first logger.
         version = arguments["version"]
         if "://" in str(arguments["save_dir"]):  # The folder is a URL: ModelCheckpoint itself computes its path.
             return

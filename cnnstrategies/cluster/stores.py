@@ -27,8 +27,8 @@ FREE_PORT = "free port"  # Key in rank 0's store. Its value is the number of a f
 def serve_on_loopback(address: str = LOOPBACK, port: int = 0) -> TCPStore:
     """Return a torch.distributed store that listens only on the loopback interface.
 
-    Stores normally listen on all interfaces.
-    If ``torch.distributed`` later opens a store at this port in this process, that store uses the same server.
+    Stores normally listen on all interfaces. If ``torch.distributed`` later opens a store at this port in this process,
+    the new store uses the server of the store that this function returns.
 
     Args:
         address: Address of the loopback interface.
@@ -108,7 +108,7 @@ def own_store(listens: bool = False) -> Iterator[None]:
     if alone:
         address = os.environ["MASTER_ADDR"] = LOOPBACK
     if os.environ["RANK"] == "0":
-        # When torch.distributed later opens its own store in this process, it uses the same server.
+        # When torch.distributed later opens its own store in this process, that store also uses this server.
         server = (
             serve_on_loopback()
             if alone
@@ -153,7 +153,8 @@ def _current_port(agent: PrefixStore, address: str) -> int:
 def open_store(address: str, port: int, serve: bool, seconds: float) -> Store:
     """Return the store at the main address and the main port, through which the processes of a run find each other.
 
-    If ``torch.distributed`` later opens a store at this port in rank 0's process, that store uses the same server.
+    If ``torch.distributed`` later opens a store at this port in rank 0's process, the new store uses the server of the
+    store that this function returns.
 
     Args:
         address: The main address.

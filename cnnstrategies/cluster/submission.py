@@ -113,7 +113,7 @@ class Submission:
     def script_lines(self, folder: Path, start: str) -> str:
         """Return the lines of a job script that set up the environment and run ``fit``.
 
-        They depend on the keys setup, python, venv, container and cpus_per_task of the section ``cluster``.
+        The lines depend on the keys setup, python, venv, container and cpus_per_task of the section ``cluster``.
 
         Args:
             folder: The run folder, which contains ``config.yaml``.

@@ -33,7 +33,7 @@ from cnnstrategies.strategies.protocol import facts_of
 # Classes of callbacks that a joiner leaves out, because the original workers already save checkpoints, search for
 # settings, log and average weights.
 LEFT_TO_WORKERS = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, LearningRateMonitor, WeightAveraging)
-# By each option of a joiner's trainer that is set: the value, which replaces the configuration's value.
+# By option of a joiner's trainer: the value that replaces the value of the configuration.
 TRAINER_OPTIONS = {
     "devices": 1,
     "num_nodes": 1,
@@ -136,7 +136,7 @@ class JoiningCLI(CLI):
 def is_for_others(callback: Callback) -> bool:
     """Return whether a joiner leaves out a callback.
 
-    This is so for the classes in `LEFT_TO_WORKERS`, and for callbacks that monitor a value.
+    The result is True for the classes in `LEFT_TO_WORKERS`, and for callbacks that monitor a value.
     """
     return isinstance(callback, LEFT_TO_WORKERS) or getattr(callback, "monitor", None) is not None
 

@@ -11,7 +11,7 @@ from cnnstrategies.commands.run.lightning_cli import ModelAndData
 from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.verifying.runs import QUIET, TrainingError, forked, verify
 
-# Options of the trainer that a comparison ignores or sets to its own values.
+# Options of the trainer that ``verify`` ignores, or replaces by its own values.
 LEFT_OUT = ("precision", "logger", "num_nodes", "max_steps", "max_time", *QUIET)
 
 

@@ -89,7 +89,7 @@ def _rates(older: Answer | None, member: Answer) -> dict[str, float]:
     The result is empty if the older report does not contain the member.
 
     Args:
-        older: The member in the older report; None if it is not in that report.
+        older: The member in the older report; None if the older report does not contain the member.
         member: The member in the newer report.
     """
     seconds = 0.0 if older is None else member["measured"] - older["measured"]
@@ -129,7 +129,8 @@ def _ago(seconds: float) -> str:
 
 
 ANSWER_SECONDS = 2.0  # Time-out in seconds for the reply to a request.
-# Time-out in seconds for the first report. It is longer, because the coordinator may be restarting.
+# Time-out in seconds for the first report. It is longer than `ANSWER_SECONDS`, because the coordinator may be
+# restarting.
 FIRST_SECONDS = 10.0
 PAUSE = 1.0  # Time between two requests for a report, in seconds.
 
@@ -149,7 +150,7 @@ def main(options: WatchOptions) -> None:
     with Watcher(address.coordinator, _keys(key_file)) as watcher:
         answers = _answers(watcher, address, key_file)
         try:
-            # The table needs two reports, because it computes speeds from the differences.
+            # The table needs two reports, because speeds are computed from the differences between the reports.
             before, now = next(answers), next(answers)
             if options.once:
                 console.print(table(before, now))

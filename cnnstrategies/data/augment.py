@@ -61,7 +61,8 @@ class EachImage(nn.Module):
     """Transform that applies transforms of single images to each image of a batch.
 
     Args:
-        transforms: Transforms of one image, for example from torchvision v2. Random transforms draw for each image.
+        transforms: Transforms of one image, for example from torchvision v2. Random transforms draw new random numbers
+            for each image.
     """
 
     def __init__(self, transforms: Sequence[nn.Module]) -> None:

@@ -19,7 +19,7 @@ class BrokenImageError(Exception):
 def decode(file: Path | BinaryIO) -> Tensor:
     """Decode an image file and rotate the image according to its EXIF orientation.
 
-    The file's content and not its extension decides which format it has. Pillow decodes the file. The decoders of
+    The file's content, and not its extension, determines the format. Pillow decodes the file. The decoders of
     torchvision are not used, because torchvision 0.29 deprecates them, and because its PNG decoder crashes with a
     segmentation fault on damaged files.
 

@@ -9,7 +9,8 @@ from cnnstrategies.errors import ConfigurationError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 FILES_END_IN = f"files must end in {', '.join(EXTENSIONS)}"
-# Keys: splits of a data set. Values: accepted names of the split's folder, in lower case. The case is ignored.
+# Keys: splits of a data set. Values: accepted names of the split's folder, in lower case. Folders are also found if
+# their names have upper-case letters.
 PARTS = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation", "validate", "dev"),

@@ -266,7 +266,7 @@ def images_of_folder(
 
 
 def shorter_side(datamodule: ImageDataModule) -> int:
-    """Return the length in pixels to which an image's shorter side is resized before the centre crop."""
+    """Return the length, in pixels, of an image's shorter side after resizing and before the centre crop."""
     return getattr(datamodule, "resize", None) or max(datamodule.image_shape[1:])
 
 

@@ -61,8 +61,8 @@ class BatchDataset(Dataset[Batch | ConfigurationError]):
         give_indices: Whether a batch contains the samples' indices instead of targets, as for predict.
 
     Attributes:
-        ready: Number of batches that each worker process prefetches; set it before the workers start. If it is not 0,
-            workers return batches in shared memory that they reuse.
+        ready: Number of batches that each worker process prefetches. Set this attribute before the workers start. If it
+            is not 0, the workers return batches in blocks of shared memory, and reuse the blocks for later batches.
     """
 
     ready = 0
@@ -95,8 +95,8 @@ class BatchDataset(Dataset[Batch | ConfigurationError]):
     def _in_shared_memory(self, batch: Batch) -> Batch:
         """Copy the batch into shared memory. Each worker reuses ``ready`` + 1 blocks of shared memory in turn.
 
-        New shared memory for each batch would take a fifth more time. One block more than ``ready`` is enough, because
-        the loader copies a batch before it requests the next batch.
+        Allocating new shared memory for each batch would take a fifth more time than reusing blocks. One block more
+        than ``ready`` is enough, because the loader copies a batch before it requests the next batch.
         """
         slot = self._handed_over % (self.ready + 1)
         self._handed_over += 1

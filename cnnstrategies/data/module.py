@@ -34,7 +34,8 @@ class ImageDataModule(LightningDataModule):
         num_classes: Number of classes.
         class_names: Name of each class.
         image_shape: (C, H, W) of one image.
-        default_batch_size: ``batch_size`` if neither ``batch_size`` nor ``global_batch_size`` is set.
+        default_batch_size: Number of samples in a batch of each process if neither ``batch_size`` nor
+            ``global_batch_size`` is set.
         ignore_index: Value of mask pixels that the loss and the metrics ignore; None if the module has no masks.
         prefetch: Number of batches that each worker process prefetches.
         task: Learning task of the targets: ``classes``, ``multilabel`` or ``regression``.
@@ -56,9 +57,9 @@ class ImageDataModule(LightningDataModule):
             is done unless the accelerator is the CPU.
         global_batch_size: Number of samples of an optimizer step over all processes. Set this instead of
             ``batch_size`` to keep the number whatever the strategy and the number of devices. A step has
-            ``trainer.accumulate_grad_batches`` batches, and each process that loads data gets an equal share of each
-            batch, up to one sample. Under a pipeline, the processes of the first stage load data. Evaluation batches
-            are divided in the same way.
+            ``trainer.accumulate_grad_batches`` batches, and each batch is divided equally among the processes that load
+            data: their numbers of samples differ by at most one. Under a pipeline, the processes of the first stage
+            load data. Evaluation batches are divided in the same way.
 
     Raises:
         ConfigurationError: A number is out of its range, or ``batch_size`` and ``global_batch_size`` are both set.
@@ -299,11 +300,11 @@ def split_source(images: Tensor, targets: Tensor, fraction: float, seed: int) ->
 
 
 def division(trainer: Trainer | None) -> tuple[int, int]:
-    """Return the two numbers among which the samples of an optimizer step are divided.
+    """Return the number of processes and the number of batches among which an optimizer step's samples are divided.
 
     Returns:
         The number of processes that load data (in a pipeline, the replicas of the first stage), and the number of
-        accumulated batches.
+        accumulated batches in a step.
 
     Raises:
         ConfigurationError: A GradientAccumulationScheduler changes the number of accumulated batches.
@@ -322,7 +323,7 @@ def division(trainer: Trainer | None) -> tuple[int, int]:
 
 
 def deals_of(trainer: Trainer | None) -> Deals | None:
-    """Return the shares with which the trainer's strategy divides batches among the ranks.
+    """Return the ranks' shares, by which the trainer's strategy divides each batch.
 
     The result is None if all ranks have equal shares.
     """

@@ -1,4 +1,4 @@
-"""Preprocessing of images. A pretrained network needs the preprocessing with which it was trained."""
+"""Preprocessing of images. A pretrained network needs the preprocessing that was used in its training."""
 
 from dataclasses import dataclass
 

@@ -110,15 +110,15 @@ class DealtBatches(DistributedSampler[Any]):
         return range(first, min(first + len(self._parts), len(self)))
 
     def weight(self, batch: int, batches: float, weighting: GradientWeighting) -> float:
-        """Return the factor by which this rank multiplies its mean loss of a batch.
+        """Return the factor for this rank's mean loss of a batch.
 
-        With this factor, the mean over the ranks and the accumulated batches equals the mean over all samples of the
-        step.
+        If every rank multiplies its mean losses by these factors, the mean over the ranks and the accumulated batches
+        equals the mean over all samples of the step.
 
         Args:
             batch: Index of the batch in its epoch.
             batches: Number of batches in an epoch. The last step of an epoch may have fewer batches than other steps.
-            weighting: Weighting of the ranks' gradients by the strategy.
+            weighting: How the strategy weights the ranks' gradients when it combines them.
         """
         counts = self.counts(batch)
         step_counts = [self.counts(other) for other in self.step_of(batch) if other < batches]
@@ -129,7 +129,7 @@ class DealtBatches(DistributedSampler[Any]):
         return part * self.accumulated / sum(map(sum, step_counts))
 
     def rank_batches(self, order: Sequence[int], first: int = 0) -> Iterator[list[int]]:
-        """Yield the samples of this rank in each batch of an epoch.
+        """Yield, for each batch of an epoch, the indices of this rank's samples.
 
         Args:
             order: Order of the samples in the epoch.
@@ -150,7 +150,7 @@ class ShuffledBatches(DealtBatches):
     """
 
     def identity(self) -> dict[str, int]:
-        """Return the settings that determine, together with the epoch, which samples are in which global batch.
+        """Return the settings that, together with the epoch, determine the samples of each global batch.
 
         A run can resume within an epoch only if these settings have not changed.
         """
@@ -191,7 +191,7 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
     pass. Each rank evaluates a contiguous range of the dataset, in order.
 
     The class derives from ``DistributedSampler``, so that Lightning does not replace the sampler, and from
-    ``SequentialSampler``, so that Lightning does not replace it with ``overfit_batches`` either.
+    ``SequentialSampler``, so that Lightning also does not replace the sampler when ``overfit_batches`` is set.
 
     Args:
         size: Number of samples in the dataset.
@@ -234,7 +234,7 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
 
 
 def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments with which a loader was built, except the dataset and the samplers."""
+    """Return the arguments that were used to build a loader, except the dataset and the samplers."""
     names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
     names += ["generator", "persistent_workers"]
     if loader.num_workers:

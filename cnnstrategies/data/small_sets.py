@@ -195,8 +195,8 @@ class SyntheticDataModule(ImageDataModule):
     ``i % num_classes``. A network can learn the classes from their patterns.
 
     Args:
-        num_samples: Number of training images. A tenth of this number of other images is for validation, and the same
-            images are for test and predict.
+        num_samples: Number of training images. For validation there are additional images, a tenth of this number. The
+            validation images are also used for test and predict.
         num_classes: Number of classes.
         image_size: Height and width of an image, in pixels.
         channels: Number of channels of an image.

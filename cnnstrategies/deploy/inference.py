@@ -36,8 +36,8 @@ def network_of(module: LightningModule, purpose: str) -> nn.Module:
 class PredictsImages:
     """Default ``predict_step`` for a module that does not define one.
 
-    It takes a batch ``(images, indices)`` and returns the probabilities of the classes. The module's ``forward`` must
-    return logits (N, classes), or probabilities, which are returned unchanged.
+    Call the object with a batch ``(images, indices)``. It returns the samples' indices and the probabilities of the
+    classes. The module's ``forward`` must return logits (N, classes), or probabilities, which are returned unchanged.
     """
 
     def __init__(self, module: LightningModule) -> None:

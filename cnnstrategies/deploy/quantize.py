@@ -52,7 +52,7 @@ class Report:
         after: Figures of the quantised network.
         batch_size: Number of images in a batch of the time measurement.
         lowered: Whether the quantised network uses int8 kernels on this CPU.
-        metric: Name of the metric of quality.
+        metric: Name of the metric whose values are in ``Figures.quality``.
     """
 
     before: Figures
@@ -112,7 +112,7 @@ def save_program(program: "torch.export.ExportedProgram", path: Path) -> None:
 def int8_graph(
     network: nn.Module, datamodule: LightningDataModule, calibration_batches: int
 ) -> tuple["torch.export.ExportedProgram", "GraphModule", Tensor]:
-    """Return the exported graph of a network, the int8 graph, and the batch with which both graphs were exported.
+    """Return the exported graph of a network, the int8 graph, and the batch of images that was used for the export.
 
     Raises:
         ConfigurationError: There are no calibration batches, torchao is not installed, or torch cannot export the
@@ -149,7 +149,7 @@ def load_quantized(path: str | Path, batch_size: int | None = None) -> nn.Module
     Args:
         path: Path of the ``.pt2`` file.
         batch_size: Fixed batch size of the int8 kernels; by default the batch size of the calibration. Smaller batches
-            are padded, and larger batches are split. It is ignored on CPUs other than x86.
+            are padded, and larger batches are split. This argument is ignored on CPUs other than x86.
 
     Returns:
         A module that maps images (N, C, H, W), with the size that was used in training, to logits (N, num_classes).
@@ -184,8 +184,8 @@ class QuantizedNetwork(nn.Module):
 
             with torch.no_grad():
                 graph = lower_pt2e_quantized_to_x86(graph, (torch.zeros(batch_size, *image_shape),))
-            # The results of int8 kernels are in channels_last format, in which `view` may fail although it worked when
-            # the graph was traced. `reshape` copies the tensor if necessary.
+            # The results of int8 kernels are in channels_last format. For these tensors `view` may fail, although it
+            # worked when the graph was traced. `reshape` copies the tensor if necessary, so it replaces `view`.
             for node in graph.graph.nodes:
                 if node.target is torch.ops.aten.view.default:
                     node.target = torch.ops.aten.reshape.default

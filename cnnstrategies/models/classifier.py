@@ -49,12 +49,12 @@ class ImageClassifier(NetworkModule):
             another. 0 turns CutMix off. If mixup and CutMix are both on, one of them is chosen at random for each
             batch.
         decay_norms_and_biases: Whether weight decay is also applied to the parameters of normalisations and to biases.
-            All parameters with one dimension are treated as such.
+            All parameters with one dimension count as parameters of normalisations or biases.
         aux_weight: Weight of the loss of each auxiliary classifier.
         channels_last: Whether to store images and weights in torch's ``channels_last`` memory format, which is faster
             on GPUs with tensor cores and on recent CPUs.
-        compile_backend: Backend of ``torch.compile``, for example ``inductor``, with which the network is compiled. It
-            is not compiled when left out.
+        compile_backend: Backend of ``torch.compile``, for example ``inductor``, with which the network is compiled. The
+            network is not compiled when this argument is left out.
 
     Raises:
         ConfigurationError: A number is out of its range, or the data or the network have a different number of classes.
@@ -126,7 +126,7 @@ class ImageClassifier(NetworkModule):
         )
 
     def check_data(self, datamodule: LightningDataModule | None) -> None:
-        """Refuse a data module whose number of classes or task differs from the model's, or that has masks."""
+        """Refuse a data module that has masks, or that does not have the model's number of classes and task."""
         super().check_data(datamodule)
         if isinstance(datamodule, ImageDataModule) and datamodule.task != self.task:
             raise ConfigurationError(
@@ -152,7 +152,7 @@ class ImageClassifier(NetworkModule):
             A scalar.
 
         Raises:
-            ConfigurationError: The logits do not have this shape.
+            ConfigurationError: The logits do not have the shape (N, num_classes).
         """
         check_logits(outputs, len(targets), self.num_classes)
         main, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)

@@ -21,8 +21,8 @@ def less_is_better(name: str) -> bool:
 def worth_showing(names: Iterable[str]) -> list[str]:
     """Return the names of the metrics that a summary shows.
 
-    These are up to ``MOST`` validation metrics, those with usual names first. If no validation metric was logged, they
-    are all metrics of an epoch.
+    The result has up to ``MOST`` validation metrics. Metrics with usual names come first. If no validation metric was
+    logged, the result has all metrics of an epoch.
     """
     epochs = [name for name in names if is_of_epochs(name)]
     usual = [name for name in USUAL if name in epochs]
@@ -31,7 +31,7 @@ def worth_showing(names: Iterable[str]) -> list[str]:
 
 
 def not_logged(where: str, name: object, logged: Iterable[str]) -> str:
-    """Return the error message for an option whose value is not the name of a logged metric.
+    """Return the error message for an option that names a metric which the module does not log.
 
     Args:
         where: Name of the option.

@@ -24,7 +24,7 @@ ON_BAR = ("train_loss", "val_acc", "test_acc", "val_miou", "test_miou", "val_map
 class MeanOverSamples(Metric):
     """Metric: mean over the samples of all batches, computed from the mean of each batch.
 
-    Torchmetrics' ``MeanMetric`` is not used, because it synchronises the host with the device three times in each step.
+    Torchmetrics' ``MeanMetric`` is not used, because it makes the CPU wait for the device three times in each step.
     """
 
     total: Tensor

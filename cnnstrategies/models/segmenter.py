@@ -37,11 +37,11 @@ class ImageSegmenter(NetworkModule):
         ignore_index: Value of a mask's pixels that the loss and the metrics ignore.
         aux_weight: Weight of the loss of the auxiliary logits.
         decay_norms_and_biases: Whether weight decay is also applied to the parameters of normalisations and to biases.
-            All parameters with one dimension are treated as such.
+            All parameters with one dimension count as parameters of normalisations or biases.
         channels_last: Whether to store images and weights in torch's ``channels_last`` memory format, which is faster
             on GPUs with tensor cores and on recent CPUs.
-        compile_backend: Backend of ``torch.compile``, for example ``inductor``, with which the network is compiled. It
-            is not compiled when left out.
+        compile_backend: Backend of ``torch.compile``, for example ``inductor``, with which the network is compiled. The
+            network is not compiled when this argument is left out.
 
     Raises:
         ConfigurationError: A number is out of its range, or the data or the network have a different number of classes.
@@ -106,7 +106,7 @@ class ImageSegmenter(NetworkModule):
             A scalar.
 
         Raises:
-            ConfigurationError: The logits do not have this shape.
+            ConfigurationError: The logits do not have the shape (N, num_classes, H, W).
         """
         total = self._loss(main_logits(outputs), targets)
         if isinstance(outputs, dict) and "aux" in outputs:

@@ -21,9 +21,9 @@ class LearningTask:
     divided among the devices.
 
     Attributes:
-        least: Smallest number of outputs.
+        least: Smallest allowed number of the network's outputs for an image.
         quality: Name of the metric by which networks are compared, without ``val_`` or ``test_``.
-        predicted: Key of :meth:`values` in the results of ``predict_step``.
+        predicted: Key under which ``predict_step`` returns the result of :meth:`values`.
     """
 
     least, quality, predicted = 2, "acc", "probabilities"

@@ -36,8 +36,8 @@ class Worker:
         worker.wait(index)                                       # before a parameter is used again
 
     In mode ``local``, call `push` with the parameter itself, after some steps of the worker's own optimizer. The worker
-    sends the values that arrived last minus the parameter's values. The specification's optimizer is the outer
-    optimizer.
+    then sends a difference: the values that arrived last minus the parameter's current values. The specification's
+    optimizer is the outer optimizer, which the servers apply to these differences.
 
     Args:
         specification: The run's specification, the same in all processes.
@@ -46,7 +46,7 @@ class Worker:
         id: This worker's id in the views.
         incarnation: This worker's incarnation in the views.
         keys: CURVE keys of this process; None for no encryption.
-        on_arrival: Called for each parameter that arrives, with the parameter's index and its value in host memory.
+        on_arrival: Called when a parameter's new value arrives, with the parameter's index and the value in CPU memory.
 
     Attributes:
         leader: None, because each worker of this class pushes for itself. In a
@@ -83,9 +83,10 @@ class Worker:
         self._parameters = parameters
         slices = cut(specification)
         self._on_arrival = on_arrival
-        # Staging is not used in mode local, because there the worker's own steps change the parameters on the GPU while
-        # new values are being pulled, and both are combined on the GPU. Without staging the worker waits for two copies
-        # of each parameter, but only in one of `sync_every` steps, and it waits for the servers in that step anyway.
+        # Staging is not used in mode local. In this mode, the worker's own steps change the parameters on the GPU while
+        # new values are being pulled, and the changes and the new values are combined on the GPU. Without staging, the
+        # worker waits for two copies of each parameter, but only in one of `sync_every` steps. In that step the worker
+        # waits for the servers anyway.
         self._staging = None if specification.mode == "local" else staging_for(parameters)
         self._values = parameters if self._staging is None else self._staging.values
         self.role = WorkerRole(specification, slices, self._values, id, incarnation, self._arrived)
@@ -100,7 +101,8 @@ class Worker:
     def codecs(self) -> Codecs:
         """The current compressions of pushes and pulls.
 
-        The specification names them. Under ``auto``, they are the last choice, and trial steps may use other ones.
+        The specification names the compressions. Under ``auto``, they are the compressions that were chosen last, and
+        trial steps may use other compressions.
         """
         return self._ladder[self.chooser.chosen if self.chooser else 0]
 
@@ -118,8 +120,8 @@ class Worker:
         """Declare the parameters' current values the initial values of the run.
 
         Every worker that takes part from the start of the run calls this method before :meth:`join`. The worker with
-        the lowest id sends its values to the servers. If it dies before it has sent them, the next worker sends its
-        own.
+        the lowest id sends its values to the servers. If this worker dies before it has sent all values, the live
+        worker with the lowest id sends its own values.
 
         Args:
             optimizer_state: A plain ``Optimizer.state_dict()`` over all parameters; None if the optimizer has no state.
@@ -143,8 +145,8 @@ class Worker:
         have no values yet, this method waits until a worker has sent them the initial values.
 
         Args:
-            has: A step whose gradients this worker already has; None if there is no such step. Pass it if all workers
-                that began the step may have died.
+            has: A step whose gradients this worker already has; None if there is no such step. Pass the step if all
+                workers that began it may have died.
 
         Returns:
             The step with which this worker begins, which is also in :attr:`step`.
@@ -155,9 +157,9 @@ class Worker:
         return self._run(self.role.join(time.monotonic(), has))
 
     def leave(self) -> None:
-        """Wait until all pulls have received replies, then leave. The other workers then do not wait for this worker.
+        """Wait until all pulls have received replies, then leave the run.
 
-        Raises the same errors as :meth:`wait`.
+        From then on, the other workers do not wait for this worker. Raises the same errors as :meth:`wait`.
         """
         self._run(self.role.leave())
 
@@ -171,8 +173,8 @@ class Worker:
                 steps.
 
         Raises:
-            ConfigurationError: An argument is not a finite number, or a hyperparameter has a different type than at the
-                start of the run. The error message names it.
+            ConfigurationError: An argument is not a finite number, or a hyperparameter has a different type from the
+                one at the start of the run. The error message names the argument or the hyperparameter.
         """
         self.wait_all()
         self._choose()
@@ -183,16 +185,17 @@ class Worker:
         """Send a parameter's gradient without waiting.
 
         A large gradient in CPU memory is sent without a copy. Do not change the tensor until the parameter's new value
-        has arrived. ``zero_grad(set_to_none=True)``, the default, does not change it, because the worker keeps a
-        reference to the tensor.
+        has arrived. The default ``zero_grad(set_to_none=True)`` is allowed, because it does not change the tensor, and
+        the worker keeps a reference to the tensor.
 
         Args:
             index: Index of the parameter.
-            gradient: The parameter's gradient, with the parameter's shape and dtype; in mode ``local`` its value.
+            gradient: The parameter's gradient, with the parameter's shape and dtype. In mode ``local``, the parameter's
+                value.
 
         Raises:
-            ConfigurationError: The gradient is sparse, or has a different shape or dtype than the parameter, or a
-                number in it is outside the range of the compression, such as ``fp16``.
+            ConfigurationError: The gradient is sparse, or its shape or dtype differs from the parameter's, or one of
+                its elements is outside the range of the compression, such as ``fp16``.
         """
         parameter = self._parameters[index]
         if gradient.layout != torch.strided:
@@ -206,7 +209,7 @@ class Worker:
                 f"{tuple(parameter.shape)}, but its gradient is {gradient.dtype} of shape {tuple(gradient.shape)}: "
                 "push a gradient of the parameter's dtype and shape"
             )
-        # A node's leader pushes the mean of the node's gradients, which is already on the CPU.
+        # A gradient that is already in CPU memory needs no staging: a node's leader pushes such means.
         if self._staging is None or gradient.device != parameter.device:
             self._push(index, gradient)
         else:
@@ -262,7 +265,7 @@ class Worker:
     def interrupt(self) -> None:
         """Report that something other than training happens between two steps, such as validation.
 
-        The time from the last step to the next one is then not used to choose compressions under ``auto``.
+        The time between the last step and the next step is then not used to choose compressions under ``auto``.
         """
         self._step_began = None
 
@@ -291,7 +294,7 @@ class Worker:
         self._send()
 
     def _push_fetched(self, wait: bool = False) -> None:
-        """Push the gradients that have been copied from the GPU to the host.
+        """Push the gradients that have been copied from the GPU to CPU memory.
 
         Args:
             wait: Wait for all copies, and push all gradients.

@@ -12,6 +12,7 @@ from cnnstrategies.paramserver.coordinator.collective_rounds import MIDWAY
 from cnnstrategies.paramserver.coordinator.dispatch import Chunk
 from cnnstrategies.paramserver.membership import Membership
 
+# By name: function that reduces the workers' tensors, stacked along a new first dimension, to one tensor.
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda stacked: stacked.sum(0),
     "mean": lambda stacked: stacked.sum(0) / len(stacked),
@@ -29,9 +30,8 @@ class Gathered:
         values: By worker id: the value of each worker that took part.
         joined: Whether this collective admitted this worker to a group that was already training.
         admitted: Ids of the workers that this collective admitted.
-        midway: Whether this worker was admitted after the last boundary, without waiting for the next one. The other
-            workers have then already left the boundary. (A boundary is a collective between two steps at which waiting
-            workers are admitted.)
+        midway: Whether this worker was admitted between two boundaries, after the other workers had left the last
+            boundary. A boundary is a collective between two steps that admits waiting workers.
     """
 
     values: dict[int, Any]
@@ -46,7 +46,7 @@ class Gathered:
 
 
 class Collectives:
-    """A worker's interface to collectives that the coordinator carries out. Only one thread may use it.
+    """A worker's interface to collectives that the coordinator carries out. Only one thread may use the interface.
 
     All workers of the group must call the same collectives in the same order. The group does not wait for a worker that
     has died, so a result contains only the values of live workers.
@@ -74,14 +74,14 @@ class Collectives:
         return self._collect(value, operation)
 
     def start(self, midway: bool = False) -> Gathered:
-        """Wait until all workers have finished their set-up and training begins.
+        """Wait until all workers have finished their set-up, so that training can begin.
 
         A worker that is started later is admitted at the next :meth:`boundary`, and gets the values that the workers
-        gather there.
+        gather at this boundary.
 
         Args:
-            midway: Admit this worker without waiting for the next boundary. It takes chunks of the epoch that the other
-                workers are already processing, and gets the values of the last boundary.
+            midway: Admit this worker without waiting for the next boundary. The worker then gets the values of the last
+                boundary, and takes chunks of the epoch that the other workers are already processing.
         """
         return self._collect(None, "start", seal=True, **({MIDWAY: True} if midway else {}))
 
@@ -107,9 +107,9 @@ class Collectives:
         """Return one worker's value on all workers.
 
         Args:
-            value: The value to send; only that of the source is used.
-            source: Id of the worker whose value to return. If that worker has died, the live worker with the lowest id
-                takes its place.
+            value: The value to send. Only the source's value is used.
+            source: Id of the worker whose value to return. If this worker has died, the value of the live worker with
+                the lowest id is returned instead.
         """
         while True:
             is_source = source == self.membership.address.id
@@ -138,12 +138,16 @@ class Collectives:
         self.membership.ask("put", {}, [specification.encode()])
 
     def get(self) -> str:
-        """Wait until a worker has published the run's specification with :meth:`put`, and return it as JSON."""
+        """Wait until a worker has published the run's specification with :meth:`put`.
+
+        Returns:
+            The specification as JSON.
+        """
         (text,) = self.membership.ask("get", {}).frames
         return bytes(text).decode()
 
     def begin_epoch(self, number: int, samples: int, chunk: int, done: str = "") -> int:
-        """Request that the coordinator cuts an epoch into chunks.
+        """Ask the coordinator to cut an epoch into chunks.
 
         The arguments of the first worker's call apply to all workers. The coordinator ignores the arguments of later
         calls.
@@ -152,8 +156,8 @@ class Collectives:
             number: Number of the epoch.
             samples: Number of samples in the epoch.
             chunk: Number of samples in a chunk.
-            done: Chunks that an earlier run has already processed, in the form that :meth:`progress` returns. No worker
-                gets these chunks.
+            done: Chunks that an earlier run has already processed, as a bit mask in hexadecimal digits that
+                :meth:`progress` has returned; an empty string for no chunks. No worker gets these chunks.
 
         Returns:
             The `samples` of the first worker's call.
@@ -183,7 +187,7 @@ class Collectives:
         return self.membership.ask("progress", {**fields, "tell": True}).string("done")
 
     def take(self, epoch: int, processed: int) -> Chunk:
-        """Request the next chunk of an epoch from the coordinator. The chunk is empty if no chunk is left.
+        """Request the next chunk of an epoch from the coordinator. The returned chunk is empty if no chunk is left.
 
         Args:
             epoch: Number of the epoch.
@@ -195,8 +199,8 @@ class Collectives:
     def give_back(self, epoch: int) -> None:
         """Return this worker's chunks of earlier epochs to the coordinator.
 
-        A worker that was started again calls this method. It may have taken chunks of an earlier epoch before it
-        learned which epoch the other workers process.
+        A worker that was started again calls this method, because it may have taken chunks of an earlier epoch before
+        it learned which epoch the other workers process.
 
         Args:
             epoch: Number of the epoch that the other workers process.

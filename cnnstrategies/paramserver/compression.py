@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 AUTO = "auto"  # value of the options with which workers choose the compression during training
-BITS = np.unpackbits(np.arange(256, dtype=np.uint8)).reshape(256, 8)  # row b: the bits of the byte b
+BITS = np.unpackbits(np.arange(256, dtype=np.uint8)).reshape(256, 8)  # Row b contains the eight bits of the byte b.
 SAMPLE = 8192  # number of elements that `largest` samples to estimate the k-th largest magnitude
 
 
@@ -64,7 +64,10 @@ class Compression(ABC):
         raise NotImplementedError(f"compression {self.name!r} has no communication hook for DDP")
 
     def describe_ddp(self, rank: int, start_step: int) -> str:
-        """Return a description of the compression under DDP that completes the sentence "gradients are sent as ..."."""
+        """Return a description of the compression under DDP that completes the sentence "gradients are sent as ...".
+
+        See :meth:`register_ddp_hook` for the arguments.
+        """
         return self.name
 
     def sent_share(self, layers: Sequence[float]) -> float:
@@ -91,8 +94,8 @@ class PayloadCompression(Compression):
         push_level: Sort key in the ladder of ``compression: auto``, which goes from the most exact payloads to the
             smallest; None if the ladder does not contain this compression.
         pull_level: Sort key in the ladder of ``pull_compression: auto``; None if the ladder does not contain this
-            compression. In addition to ``none``, this ladder can contain one lossy compression and one that is not
-            lossy.
+            compression. In addition to ``none``, this ladder can contain one lossy compression and one compression that
+            is not lossy.
     """
 
     encoding: ClassVar[int]
@@ -154,7 +157,11 @@ class PayloadCompression(Compression):
         return self.encode(flat if self.largest == math.inf else flat.clamp(-self.largest, self.largest), 1.0)
 
     def describe(self, density: float) -> str:
-        """Return a description that completes the sentence "gradients are sent as ..." for parameter servers."""
+        """Return a description that completes the sentence "gradients are sent as ..." for parameter servers.
+
+        Args:
+            density: Fraction of the elements that ``topk`` sends. Other compressions ignore it.
+        """
         return self.name
 
 
@@ -229,8 +236,8 @@ def auto_ladder(itemsize: int, pulls: bool = False, lossy: bool = True) -> list[
     """Return the compressions among which ``auto`` chooses, from the most exact to the smallest.
 
     Gradients are rounded to bf16, which has the range of float32. Parameters do not need this range and are rounded to
-    fp16, which is more exact. The smallest encoding has one bit per element; top-k loses more accuracy at a similar
-    size.
+    fp16, which is more exact. The smallest encoding has one bit per element. The ladders do not contain top-k, because
+    it loses more accuracy at a similar size.
 
     Args:
         itemsize: Bytes per element of the parameters' largest dtype. The ladder contains only compressions with fewer
@@ -258,7 +265,12 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def from_bytes(payload: memoryview, dtype: torch.dtype) -> Tensor:
-    """Return a one-dimensional tensor of a dtype that shares the memory of a payload."""
+    """Return the elements of a payload as a one-dimensional tensor, without a copy.
+
+    Args:
+        payload: The payload.
+        dtype: Dtype of the elements in the payload, and of the returned tensor.
+    """
     import torch
 
     if len(payload) == 0:
@@ -311,9 +323,10 @@ class Encoder:
         density: Fraction of the elements that ``topk`` sends.
 
     Attributes:
-        compression: Compression of the next gradient. It may be changed at any time; the next payload of the new
-            compression contains the remainder of the old one.
-        left_out: The remainder: the sum of what earlier payloads have left out; None if nothing is left out.
+        compression: Compression of the next gradient. Other code may change this attribute at any time. The first
+            payload of a new compression also contains the remainder that the old compression has left.
+        left_out: The remainder: the difference between the gradients and the payloads so far, which the next payload
+            must also contain; None if there is no remainder.
     """
 
     def __init__(self, name: str, density: float) -> None:
@@ -344,7 +357,7 @@ def largest(magnitudes: Tensor, count: int) -> Tensor:
 
     For a large tensor, a sample of the elements gives a threshold, and only the elements above the threshold are
     compared (Lin et al., "Deep Gradient Compression", 2018). The result is still exact; only the choice among equal
-    elements may differ.
+    elements may differ from the choice of ``torch.topk``.
 
     Args:
         magnitudes: Flat tensor. NaN counts as the largest value.
@@ -361,12 +374,12 @@ def largest(magnitudes: Tensor, count: int) -> Tensor:
     return magnitudes.topk(count, sorted=False).indices.sort().values
 
 
-# The classes of compressions. Help texts and error messages list the names in the order of the classes.
+# The classes of compressions. Help texts and error messages list the compressions' names in the order of these classes.
 
 
 @register
 class Dense(PayloadCompression):
-    """No compression: the payload is the tensor's memory, in its own dtype."""
+    """No compression: the payload contains the elements of the tensor in the tensor's own dtype."""
 
     name = "none"
     encoding = Encoding.DENSE
@@ -455,7 +468,7 @@ class BF16(Rounded):
 class TopK(PayloadCompression):
     """Top-k sparsification: only the elements with the largest absolute values are sent, at least one element.
 
-    The payload is the elements' uint32 indices in rising order, followed by the elements as float32.
+    The payload consists of the elements' indices as uint32 in rising order, followed by the elements as float32.
     """
 
     name = "topk"
@@ -504,8 +517,8 @@ class TopK(PayloadCompression):
 class OneBit(PayloadCompression):
     """One bit for each element of a tensor: 1 if the element is positive, otherwise 0.
 
-    The payload is two float32 numbers, followed by the bits. The first number is the mean of all elements that are not
-    positive, the second is the mean of the positive elements.
+    The payload consists of two float32 numbers and the bits. The first number is the mean of all elements that are not
+    positive. The second number is the mean of the positive elements. Receivers decode each bit as the mean of its kind.
     """
 
     name = "onebit"
@@ -563,9 +576,9 @@ class PowerSGD(Compression):
     def sent_share(self, layers: Sequence[float], rank: int = 1) -> float:
         """Return the size of the factors as a fraction of the size of the gradients.
 
-        For an m x n matrix, the two factors of rank r have r (m + n) elements instead of m n. The profile does not
-        contain the shapes of the matrices, so each layer is taken for a square matrix, which gives the smallest
-        fraction.
+        For an m x n matrix, the two factors of rank r have r (m + n) elements, and the matrix has m n elements. The
+        planner's profile does not contain the shapes of the matrices, so this method treats each layer as a square
+        matrix. Other shapes have a larger fraction.
 
         Args:
             layers: Size of each layer's parameters, in bytes.

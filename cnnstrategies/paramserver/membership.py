@@ -53,11 +53,12 @@ class Views(Bell):
     when :meth:`current` would return a view for the first time, and when the run has ended.
 
     Args:
-        newest: Function that returns the newest view and, if the run has ended, the error to raise; otherwise None.
-        on_news: Called each time that :meth:`current` returns a view for the first time.
+        newest: Function that returns a pair: the newest view, and the error to raise if the run has ended. The second
+            item is None while the run goes on.
+        on_news: Function that is called each time that :meth:`current` returns a view for the first time.
 
     Attributes:
-        seen: Number of the newest view that :meth:`current` has returned; -1 before the first.
+        seen: Number of the newest view that :meth:`current` has returned; -1 before the first view.
     """
 
     def __init__(self, newest: Callable[[], tuple[View, RunEnded | None]], on_news: Callable[[], None]) -> None:
@@ -91,7 +92,7 @@ class Views(Bell):
             timeout: Longest time to wait, in seconds.
 
         Raises:
-            TimeoutError: No such view arrived in time.
+            TimeoutError: No view with a number above `number` arrived in time.
             RunEnded: The run is over.
         """
         deadline = time.monotonic() + timeout
@@ -113,8 +114,8 @@ def unchanging(view: View) -> Views:
 class Membership:
     """A process's membership in a run, with a thread that runs the role :class:`Participant`.
 
-    A separate thread sends the heartbeats, so a process does not count as dead during a long computation. It counts as
-    dead after it was stopped or killed.
+    A separate thread sends the heartbeats, so a process does not count as dead during a long computation. The process
+    counts as dead if it is killed, or stopped for longer than the time-out.
 
     Args:
         address: This process's role and id, the coordinator's endpoint, and time-outs.
@@ -122,11 +123,11 @@ class Membership:
         keys: The run's CURVE keys; None without encryption.
 
     Attributes:
-        address: See above.
+        address: This process's role and id, the coordinator's endpoint, and time-outs.
         keys: This process's own CURVE keys; None without encryption. The process uses them for its connections, and the
             views contain the public key.
-        participant: The role.
-        views: Source of views for the collectives. Other readers create their own with :meth:`source`.
+        participant: This process's role in the protocol with the coordinator.
+        views: Source of views for the collectives. Every other reader gets its own source from :meth:`source`.
     """
 
     def __init__(self, address: Address, endpoint: str = "", keys: KeyPair | None = None) -> None:
@@ -157,8 +158,9 @@ class Membership:
     def source(self) -> Views:
         """Create a source of views for a worker or server of the data plane.
 
-        After the first call, the process reports a view as seen to the coordinator when all readers created by this
-        method have seen it. Before the first call, only :attr:`views` counts.
+        After the first call, the process reports to the coordinator that it has seen a view once the readers of all
+        sources from this method have seen the view. Before the first call, the reader of :attr:`views` must have seen
+        the view.
         """
         with self._changed:
             self._sources.append(Views(self._newest, lambda: self._call(None)))
@@ -228,11 +230,11 @@ class Membership:
         return self.participant.signal or None
 
     def report_figures(self, figures: Callable[[], Mapping[str, float]]) -> None:
-        """Send this process's counters to the coordinator with each heartbeat.
+        """Send this process's figures to the coordinator with each heartbeat.
 
         Args:
-            figures: Function that returns the counters by name; see :data:`.status.FIGURES`. It is called in the
-                heartbeat thread.
+            figures: Function that returns the figures by name; see :func:`.status.figures_of`. The function is called
+                in the heartbeat thread.
         """
         self.participant.figures = figures
 

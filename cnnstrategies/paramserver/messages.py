@@ -23,8 +23,8 @@ from cnnstrategies.paramserver.core.node import ControlError, End, Message
 MAGIC = b"CNPS"
 VERSION = 4
 LARGEST_JSON = 1 << 18  # largest size, in bytes, of the JSON object in a message
-# Payloads up to this size are copied into libzmq: for small payloads a copy costs less than libzmq's release callback
-# into Python. Several of them may also be sent together in one frame.
+# Largest size, in bytes, of a payload that is copied into libzmq. For small payloads, a copy costs less than libzmq's
+# release callback into Python. Several messages with small payloads may also be sent together in one frame.
 SMALL_BYTES = 1 << 18
 SERVER = 1 << 31  # The sender field of a server's message is the server's id plus this number.
 NO_STEP = (1 << 64) - 1  # step of a worker that has not joined
@@ -41,15 +41,13 @@ class Kind(IntEnum):
     """The kind of a message: what the message requests or reports."""
 
     HELLO = 1  # worker to server: the worker's step, whether it joins or leaves, and the slices it has replies for
-    WELCOME = (
-        2  # server to worker: reply to HELLO with the worker's first step, or a request to repeat pushes and pulls
-    )
+    WELCOME = 2  # server to worker: reply to HELLO with the first step, or a request to repeat pushes and pulls
     VALUE = 4  # worker to server: a slice's optimizer state, followed by the slice's initial values
     BEGIN = 6  # worker to server: hyperparameters and weight of the step whose pushes follow
     PUSH = 7  # worker to server: the gradient of a slice
     PULL = 8  # worker to server: a request for slices, with the step whose values the worker needs
     PULLED = 9  # server to worker: reply to PULL with a slice's values, difference or optimizer state
-    STATUS = 12  # server to leader: its last decision and complete pushes, after a new view or lost messages
+    STATUS = 12  # server to leader, after a new view or lost messages: the server's last decision and complete pushes
     VOTE = 13  # server to leader: the workers whose pushes for a step have all arrived
     DECIDE = 14  # leader to server: the workers whose gradients form the step
     NORM = 15  # server to leader: squared norm of the mean gradient over the slices whose primary the server is
@@ -108,7 +106,7 @@ class Header(NamedTuple):
     | ----------- | --------------------- | ----------------------------------------- | ---------------------------- |
     | HELLO       | worker's step (1)     | number of the worker's view               |                              |
     | WELCOME     | worker's first step   |                                           |                              |
-    | BEGIN       | step that begins      | encoding of the pull after the step       | samples of the gradient      |
+    | BEGIN       | step that begins      | encoding of the pull after the step       | number of samples            |
     | PUSH        | step of the gradient  | parts of the slice without gradient (2)   |                              |
     | PULL        | step to work on next  | 2 x encoding, or 1 for current values (3) | mark of the worker's values  |
     | PULLED      | step of the PULL      | version of the values                     | mark of the values (4)       |
@@ -131,7 +129,8 @@ class Header(NamedTuple):
         sender: Id of the worker, or `SERVER` plus the id of the server.
         session: Number of the run.
         sequence: Number that grows with each message of the sender. A receiver drops a message whose number is not
-            larger than the last one. Between two servers it grows by one, so a gap shows that messages were lost.
+            larger than the number of the sender's last message. Between two servers, the number grows by one with each
+            message, so a gap shows that messages were lost.
         encoding: Encoding of the payload.
         incarnation: Incarnation of the sending worker; between servers the number of the sender's current view.
         key: Key of the slice, in messages about one slice.

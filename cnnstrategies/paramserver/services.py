@@ -31,14 +31,17 @@ StartMethod = Literal["fork", "program"]
 
 
 class Handle(Protocol):
-    """Interface to a child process for the supervision. ``subprocess.Popen`` implements it."""
+    """Interface through which the supervision process controls a child process; ``subprocess.Popen`` implements it."""
 
     @property
     def pid(self) -> int:
         """The process id."""
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus the number of the signal that killed the process, or None while it runs."""
+        """Return the exit code of the process; None while the process is running.
+
+        If a signal has killed the process, the exit code is minus the signal's number.
+        """
 
     def send_signal(self, sig: int) -> None:
         """Send a signal, if the process is still running."""
@@ -53,7 +56,10 @@ class Forked:
         self.pid = process.pid
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus the number of the signal that killed the process, or None while it runs."""
+        """Return the exit code of the process; None while the process is running.
+
+        If a signal has killed the process, the exit code is minus the signal's number.
+        """
         return self.process.exitcode
 
     def send_signal(self, sig: int) -> None:
@@ -79,8 +85,8 @@ class CoordinatorProcess:
     Attributes:
         settings: The coordinator's settings.
         key_file: Path of the file with the run's CURVE keys; None for no encryption.
-        directory: The run's directory for sockets and keys, which the coordinator removes if its parent process was
-            killed; None if another process removes it.
+        directory: Path of the run's directory for sockets and keys, which the coordinator removes if its parent process
+            was killed; None if another process removes this directory.
         journal: Path of the journal; None if a killed coordinator is not replaced.
         follows: Whether this coordinator replaces a killed coordinator, and continues its journal.
         starter: Process id of the parent process.
@@ -110,10 +116,10 @@ class ServerProcess:
         address: The server's role and id, and the coordinator's endpoint.
         endpoint: Endpoint to which the server binds its socket.
         key_file: Path of the file with the run's CURVE keys; None for no encryption.
-        insecure: Allow an endpoint without encryption that other machines can reach.
+        insecure: Whether other machines may reach the endpoint although the run is not encrypted.
         known_as: Host name or address under which other machines reach this machine; None if the endpoint contains it.
-        starter: Process id of the parent process, with which the server ends; None if the server should not end with
-            its parent, for example when the user starts it from a shell.
+        starter: Process id of the parent process. The server ends when its parent process has ended. None if the server
+            must not end with its parent process, for example when the user starts the server from a shell.
     """
 
     address: Address

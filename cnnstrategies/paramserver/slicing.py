@@ -51,7 +51,7 @@ class Slice:
     """The unit of pushes, updates and pulls: a part of a parameter, or several small parameters of one parameter group.
 
     Attributes:
-        key: Number of the slice, which identifies it in messages.
+        key: Number that identifies the slice in messages.
         parts: The parts, in the order of their elements in the slice.
         sizes: Number of elements of each part.
         numel: Number of elements of the slice.
@@ -142,8 +142,9 @@ def _contents_of_slices(specification: Specification) -> list[tuple[list[Part], 
 def _shared_bytes(specification: Specification) -> int:
     """Return the largest size, in bytes, of a slice with several parameters; 0 if every slice has only one parameter.
 
-    Slices have only one parameter if a lossy compression may be used. The part of a gradient that such a compression
-    leaves out is added to the slice's next gradient. In that step some parameters of the slice may have no gradient.
+    Slices have only one parameter if the optimizer needs whole tensors, or if a lossy compression may be used. The part
+    of a gradient that a lossy compression leaves out is added to the slice's next gradient. If the slice had several
+    parameters, some of them could have no gradient in that next step.
     """
     lossy = may_be_lossy(specification.compression)
     if lossy or not is_elementwise(load_optimizer(specification.optimizer)):
@@ -169,8 +170,8 @@ def keys_by_parameter(slices: Iterable[Slice], parameters: int) -> list[list[int
 def holders(slice_: Slice, view: View) -> list[int]:
     """Return the ids of the live servers that hold a slice: the primary first, then the servers with its backups.
 
-    The primary is the oldest of these servers, because a younger one may not have received its copy yet. Servers of the
-    same age, such as all servers at the start of training, are in the order of :attr:`Slice.servers`.
+    The primary is the oldest of these servers, because a younger server may not have received its copy yet. Servers of
+    the same age, such as all servers at the start of training, are in the order of :attr:`Slice.servers`.
     """
     since = {server.id: view.age(server) for server in view.servers}
     live = [server for server in slice_.servers if server in since]

@@ -61,8 +61,9 @@ class RunOptions:
     Attributes:
         mode: ``sync``: all workers make a step together, on their mean gradient. ``async``: each gradient is applied
             when it arrives. ``ssp``: as async, but no worker may be more than `staleness` steps ahead of the slowest
-            worker. ``local``: workers make optimizer steps of their own, and from time to time push the difference from
-            the parameters with which they began. The servers make the outer step on the mean of these differences.
+            worker. ``local``: each worker makes several optimizer steps of its own, and then pushes the difference
+            between its parameters before and after these steps. The servers make the outer step on the mean of the
+            workers' differences.
         staleness: For mode ``ssp``: number of steps that a worker may be ahead of the slowest worker. With 0 the mode
             is the same as ``sync``.
         compression: Compression of pushed gradients. With ``auto`` the workers choose it from their measurements.
@@ -71,8 +72,8 @@ class RunOptions:
             ``onebit`` the workers pull compressed differences from the values that they already hold. The servers keep
             the parameters in full precision.
         replication: Number of servers that hold each slice.
-        timeout: Time-out in seconds. A worker gives up a server that is silent for 1.25 times as long, or for twice as
-            long if `replication` is above 1.
+        timeout: Time in seconds without a message after which a process counts as dead. A worker gives up a server that
+            is silent for 1.25 times this time, or for twice this time if `replication` is above 1.
         max_joiners: Number of workers that may join the run in addition to its original workers.
 
     Raises:
@@ -138,7 +139,8 @@ class Specification(RunOptions):
         optimizer: Class path of the optimizer that the servers use, such as ``torch.optim.sgd.SGD``: the user's
             optimizer, or in mode ``local`` the outer optimizer.
         groups: The optimizer's parameter groups.
-        workers: Number of workers that must join before the first step. If `per_node` is above 1, the number of nodes.
+        workers: Number of workers that must join before the first step. If `per_node` is above 1, number of nodes of
+            which a worker must join before the first step.
         servers: Number of servers. Their ids are 0 to `servers` - 1.
         pipelined: For mode sync: a server updates a slice as soon as all pushes of this slice have arrived, and each
             push is also a pull. Values then arrive while gradients are still being sent. If a worker dies in the middle
@@ -150,8 +152,8 @@ class Specification(RunOptions):
         slice_bytes: Largest size, in bytes, of a slice that is a part of a parameter. Parameters are not cut if the
             optimizer needs whole tensors.
         session: Random number that identifies the run. Messages with another number are dropped.
-        per_node: Number of worker processes on a node of which one pushes the mean of the node's gradients; 1 if every
-            worker process pushes its own gradients.
+        per_node: Number of worker processes on each node, if one of them pushes the mean of the node's gradients; 1 if
+            every worker process pushes its own gradients.
     """
 
     parameters: tuple[ParameterInfo, ...]
@@ -180,9 +182,10 @@ class Specification(RunOptions):
     def patience(self) -> float:
         """Seconds without a message after which a worker counts a server as unreachable and stops with an error.
 
-        The time is longer than the coordinator's time-out. Before it is over, the coordinator has removed a dead
-        server, or the worker has noticed that the coordinator itself is dead. With `replication` above 1 the time is
-        longer, because the view in which other servers replace the dead server arrives some time after the death.
+        This time is longer than the coordinator's time-out. Before this time is over, the coordinator has removed a
+        dead server, or the worker has noticed that the coordinator itself is dead. With `replication` above 1 the time
+        is even longer, because the view in which other servers replace the dead server arrives some time after the
+        death.
         """
         return self.timeout * (2 if self.replication > 1 else 1.25)
 
@@ -368,7 +371,8 @@ def check_before_sending(options: Sequence[Mapping[str, Any]], groups: Sequence[
         step: Number of the step, for the error message.
 
     Raises:
-        ConfigurationError: A hyperparameter has another type than at the start of the run, or is not finite.
+        ConfigurationError: The type of a hyperparameter has changed since the start of the run, or a hyperparameter is
+            not finite.
     """
     for number, (values, group) in enumerate(zip(options, groups, strict=True)):
         for name, first in group.options.items():

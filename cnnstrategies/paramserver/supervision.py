@@ -39,7 +39,7 @@ class Watched:
         handle: The running process.
         code: Exit code; None while the process runs or a replacement may still be started.
         stopped: Seconds for which the process has been stopped, for example by SIGSTOP.
-        reason: Reason for which the supervision has killed the process; empty if it has not killed it.
+        reason: Reason why the supervision process has killed this process; empty if it has not done so.
         ended: Time at which the process ended by itself while the coordinator could not be reached; otherwise None.
     """
 
@@ -74,16 +74,17 @@ class Watched:
 class Supervision:
     """Supervision of this node's processes. It starts them, and watches them until all workers have ended.
 
-    A process that was killed by a signal is started again, while it has restarts left. So is a process that ended by
-    itself because it lost the connection to the coordinator, if the coordinator no longer received its heartbeats.
-    While the coordinator cannot be reached, the supervision postpones this decision, for at most the time that a
-    process may take to register. A process that ended with any other error ends the run, because a new process would
-    fail in the same way. The supervision reports each death, with its decision, to the coordinator at once.
+    A process that was killed by a signal is started again, while it has restarts left. A process that ended by itself
+    because it lost the connection to the coordinator is also started again, if the coordinator had already stopped
+    receiving heartbeats from the process. While the coordinator cannot be reached, the supervision process postpones
+    the decision to start such a process again, for at most the time that a process may take to register. A process that
+    ended with any other error ends the run, because a new process would fail in the same way. The supervision process
+    reports each death to the coordinator at once, and also reports whether it starts a replacement.
 
     The coordinator and the servers end by themselves when all workers have left the session. If the workers begin
     another session, they start its coordinator and servers themselves; after that, workers are no longer started again.
 
-    The supervision has no open sockets and no threads while it starts processes, so the processes can be forked.
+    The supervision process has no open sockets and no threads while it starts processes, so it can fork them.
 
     Args:
         coordinator: Address of the coordinator.
@@ -117,7 +118,7 @@ class Supervision:
 
     @property
     def process(self) -> int:
-        """The number that identifies this supervision to the coordinator."""
+        """Number that identifies this supervision process to the coordinator."""
         return self._peer.process
 
     @property
@@ -132,7 +133,7 @@ class Supervision:
         """Supervise the processes until all workers have ended.
 
         Args:
-            tick: Called after each check of the processes.
+            tick: Function that is called after each check of the processes.
         """
         while self._running(WORKER):
             self.look()
@@ -238,8 +239,8 @@ class Supervision:
             fields = {"role": child.role, "id": child.id, "incarnation": child.incarnation, "process": child.handle.pid}
             self.send("died", {**fields, "how": how, "replaced": replaced})
         elif code < 128:
-            # Exit codes from 128 on are not reported as errors, because the user has stopped the run with a signal (the
-            # signal's number is `code - 128`).
+            # Exit codes of 128 and above are not reported as errors: the user has stopped the run with a signal, whose
+            # number is `code - 128`.
             self.send("end", {"message": death, "clean": False})
         if replaced:
             child.restarts -= 1
@@ -264,7 +265,7 @@ class Supervision:
         now = time.monotonic()
         if child.ended is None:
             if not child.restarts or now - self._heard_at < self.coordinator.timeout / 2:
-                return False  # The coordinator still replied a short time ago, so it has ended together with the run.
+                return False  # The coordinator replied a short time ago, so it has not died: the run has ended.
             child.ended = now
         return None if now - child.ended < self.coordinator.appear else False
 

@@ -51,8 +51,9 @@ def even_replicas(devices: int, stages: int) -> tuple[int, ...]:
     """
     if devices % stages:
         raise ConfigurationError(
-            f"{devices} devices do not divide evenly into {stages} stages: give replicas, one number per stage with "
-            f"the sum {devices}, or use a multiple of {stages} devices"
+            f"{devices} devices do not divide evenly into {stages} stages: give replicas (trainer.strategy.replicas), "
+            f"one number per stage with the sum {devices}; or use a number of devices (trainer.devices x "
+            f"trainer.num_nodes) that is a multiple of {stages}"
         )
     return (devices // stages,) * stages
 
@@ -69,17 +70,18 @@ def check_layout(cuts: int, placement: "Placement", ranks: int) -> None:
     if len(replicas) != cuts + 1:
         raise ConfigurationError(
             f"replicas={list(replicas)} are for {len(replicas)} stages, but {cuts} cuts make {cuts + 1} stages: give "
-            "one number per stage"
+            "one number per stage in trainer.strategy.replicas, or change trainer.strategy.cuts"
         )
     if sum(replicas) != ranks:
         raise ConfigurationError(
-            f"replicas={list(replicas)} need {sum(replicas)} devices, but there are {ranks} devices: change replicas "
-            "or the number of devices"
+            f"replicas={list(replicas)} need {sum(replicas)} devices, but there are {ranks} devices (trainer.devices x "
+            "trainer.num_nodes): change trainer.strategy.replicas or the number of devices"
         )
     if microbatches < max(replicas):
         raise ConfigurationError(
             f"microbatches={microbatches} are fewer than the {max(replicas)} replicas of a stage, so some replicas "
-            f"would have nothing to do: use at least {max(replicas)} microbatches, better {4 * max(replicas)}"
+            f"would have nothing to do: set trainer.strategy.microbatches to at least {max(replicas)}, better "
+            f"{4 * max(replicas)}"
         )
     if not placement.shares:
         return
@@ -89,7 +91,8 @@ def check_layout(cuts: int, placement: "Placement", ranks: int) -> None:
         if not min(deal(microbatches, shares)):
             raise ConfigurationError(
                 f"microbatches={microbatches}: with the shares {list(shares)} a replica of stage {stage} would get no "
-                f"microbatch; use at least {math.ceil(sum(shares) / min(shares))} microbatches"
+                f"microbatch; use at least {math.ceil(sum(shares) / min(shares))} microbatches "
+                "(trainer.strategy.microbatches)"
             )
 
 

@@ -5,12 +5,13 @@ memory page by page, and glibc returns it to the kernel afterwards. In the follo
 to 2 servers and pull 100 MB, in slices of 2 MiB. The variants were run in turn. The numbers are the median (and range)
 of the time of such a round, in milliseconds:
 
-- Six runs with one I/O thread. Neither function: 205 (181 to 209) over TCP, 179 (156 to 188) over ipc. Only
-  `keep_freed_memory` in the servers: 161 (151 to 182) and 126 (121 to 137). Also `reuse_freed_memory` in the workers:
-  157 (155 to 170) and 120 (115 to 136).
-- Four runs with two I/O threads and `keep_freed_memory` in the servers. Without `reuse_freed_memory` in the workers:
-  164 (156 to 170) over TCP, 120 (105 to 130) over ipc. With it: 148 (133 to 154) and 113 (108 to 119). Over ipc the
-  difference is within the noise.
+- Six runs with one I/O thread. Without the two functions of this module, a round took 205 (181 to 209) over TCP and
+  179 (156 to 188) over ipc. With `keep_freed_memory` in the servers, a round took 161 (151 to 182) over TCP and 126
+  (121 to 137) over ipc. With `reuse_freed_memory` in the workers as well, a round took 157 (155 to 170) over TCP and
+  120 (115 to 136) over ipc.
+- Four runs with two I/O threads and `keep_freed_memory` in the servers. Without `reuse_freed_memory` in the workers, a
+  round took 164 (156 to 170) over TCP and 120 (105 to 130) over ipc. With `reuse_freed_memory` in the workers, a round
+  took 148 (133 to 154) over TCP and 113 (108 to 119) over ipc. Over ipc the difference is within the noise.
 
 The first stage of a pipeline frees the activations of several microbatches one after the other. As long as all blocks
 are small, glibc returns the top of its heap to the kernel each time. With ResNet-20 on two stages and microbatches of 8

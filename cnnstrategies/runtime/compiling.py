@@ -19,7 +19,7 @@ def compile_parts(trainer: Trainer, parts: Iterable[nn.Module], backend: str) ->
     """
     # In a forked rank, torch creates a new thread pool when the pool is first used. The backward pass of a compiled
     # network uses the pool from several threads at the same time, and if that is the first use, the process can abort
-    # ("Invalid thread pool!"). This call makes sure that the pool exists before.
+    # ("Invalid thread pool!"). This call makes sure that the pool exists before the backward pass.
     torch.set_num_threads(torch.get_num_threads())
     if not facts_of(trainer.strategy).compiles_network:
         for part in parts:

@@ -17,8 +17,8 @@ KEPT = ".metrics.csv.kept"
 class KeptCSVLogger(loggers.CSVLogger):
     """Lightning's CSVLogger, changed to keep the lines of an existing file. Runs with a name use this class.
 
-    The class is not called ``CSVLogger``, because jsonargparse accepts a class name without a module only if it is
-    unique.
+    The class is not called ``CSVLogger``, because jsonargparse accepts a class name without a module only if the class
+    name is unique.
 
     If the process is killed at any time, the existing lines are either in ``metrics.csv`` or in a file next to it.
     """

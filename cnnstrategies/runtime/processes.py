@@ -46,9 +46,10 @@ def end_with_parent(parent: int | None) -> None:
 def end_group_at_exit() -> None:
     """Register a function that destroys torch's default process group, if it exists, when the interpreter exits.
 
-    Without this, the threads of the group still run during the finalization of the interpreter. When they free memory
-    then, the process can abort with ``terminate called without an active exception`` although its work is done. This
-    happens rarely, and mostly on busy CPUs. Lightning destroys only NCCL groups, and torch destroys none.
+    Without this function, the threads of the group still run during the finalization of the interpreter. If a thread
+    frees memory during the finalization, the process can abort with ``terminate called without an active exception``
+    although its work is done. Such aborts are rare, and mostly occur on busy CPUs. Lightning destroys only NCCL groups,
+    and torch destroys no groups.
     """
     atexit.register(_end_group)
 
@@ -140,7 +141,7 @@ def starter_variable(name: str) -> str | None:
 
 @contextlib.contextmanager
 def one_refusal() -> Iterator[None]:
-    """Set the environment variables with which the ranks of this machine agree on the rank that failed first.
+    """Set environment variables that the ranks of this machine need to find out which rank failed first.
 
     The ranks inherit the path of a symbolic link, which the first failing rank creates (see :func:`first_to_fail`),
     and the id of this process.
@@ -166,7 +167,7 @@ def one_refusal() -> Iterator[None]:
 def forget_failure() -> None:
     """Remove the symbolic link that :func:`first_to_fail` has created.
 
-    In any other process than the one that starts the ranks, the function does nothing.
+    The function has an effect only in the process that starts the ranks.
     """
     if os.environ.get(STARTER) == str(os.getpid()):
         Path(os.environ[REFUSED]).unlink(missing_ok=True)
@@ -223,7 +224,7 @@ def cannot_be_sent(error: BaseException) -> bool:
 
 
 class _ThreadedSpawn(popen_spawn_posix.Popen):
-    """Spawned process to which a thread sends the pickled task."""
+    """Spawned process that gets its pickled task from a thread of the parent process."""
 
     _fds: list[int]
 

@@ -23,8 +23,8 @@ from cnnstrategies.strategies.protocol import StrategyFacts
 class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
     """DDP in which ranks may get different numbers of samples of each global batch, and all samples count equally.
 
-    The gradient is the mean over all samples of the global batch, for all shares. If the network has no batch
-    normalisation, this is the gradient that one process would compute for the global batch.
+    Whatever the shares are, the gradient is the mean over all samples of the global batch. If the network has no batch
+    normalisation, one process would compute the same gradient for the global batch.
 
     Args:
         shares: Division of each global batch among the ranks. A list has one number above 0 for each rank: with
@@ -99,7 +99,8 @@ class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
         return reduced
 
     def _open_group(self) -> GatherRows:
-        # On ranks outside the group, `new_group` returns -100; here all ranks are in the group.
+        # `new_group` returns a number only on ranks outside the group. All ranks are in this group, so mypy's error is
+        # ignored.
         self._group = dist.new_group(backend="gloo")  # type: ignore[assignment]
         return lambda row: gather_rows(row, self._group)
 

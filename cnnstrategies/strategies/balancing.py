@@ -62,8 +62,8 @@ def fitting(held: int, device: torch.device) -> float:
 class Stopwatch:
     """A stopwatch for this rank's own computation in a step, from the start of the forward to the last gradient.
 
-    On a GPU the times come from CUDA events. An event is read only after the device has reached it, so the host never
-    waits for the device.
+    On a GPU the times come from CUDA events. An event is read only after the GPU has reached the event, so the CPU
+    never waits for the GPU.
 
     Args:
         device: This rank's device.
@@ -96,7 +96,7 @@ class Stopwatch:
             self._seconds.append(self._now() - start - waited)
 
     def take(self) -> list[float]:
-        """Return the measured times that earlier calls have not returned yet: one for each timed step, in seconds."""
+        """Return the time of each measured step, in seconds. Times that an earlier call has returned are left out."""
         while self._events and self._events[0][1].query():
             start, end, waited = self._events.pop(0)
             self._seconds.append(start.elapsed_time(end) / 1000 - waited)
@@ -112,13 +112,13 @@ class Stopwatch:
 
 
 class Balance(Callback):
-    """Callback that exchanges measured times every few batches, and changes the shares if steps become faster.
+    """Callback that exchanges measured times every few batches, and changes the shares if this makes steps faster.
 
     All ranks receive the same times, so all ranks choose the same shares. New shares are used from the first batch that
     no rank's data loader has drawn yet.
 
-    Work is counted in units: in samples, or in microbatches if a subclass counts them. A rank may do several kinds of
-    work, such as forwards and backwards of a pipeline, and each kind has its own stopwatch.
+    The unit of work is a sample or, in a subclass, a microbatch. A rank may do several kinds of work, such as forwards
+    and backwards of a pipeline, and each kind has its own stopwatch.
 
     Attributes:
         unit: Plural name of a unit of work, for log lines.
@@ -126,7 +126,7 @@ class Balance(Callback):
     Args:
         deals: The ranks' shares. The callback changes them.
         stopwatches: The stopwatches of this rank, one for each kind of work.
-        gather: Collects the measured times of all ranks.
+        gather: Function that sends this rank's measured times to all ranks, and returns the times of all ranks.
     """
 
     unit = "samples"
@@ -142,7 +142,7 @@ class Balance(Callback):
         self._step_seconds: list[float] = []
         self._last_end: float | None = None  # Time at which the previous batch ended; None at the start of an epoch.
         self._held = 0  # Largest number of units of work that were in this rank's memory at once so far.
-        self._untimed = FIRST  # Number of batches that are still left out of the timing.
+        self._untimed = FIRST  # Number of batches, from the next batch on, that are not timed.
         self._next = (0, 0)  # Epoch and batch from which the current shares are used.
         # Time of a step with the previous shares, in seconds; None once the measured gain has been logged.
         self._step_before: float | None = None

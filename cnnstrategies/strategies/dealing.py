@@ -68,7 +68,7 @@ class Dealing:
         return self._deals
 
     def begin(self, gather: Callable[[], GatherRows], waited: Callable[[], float] = float) -> None:
-        """Prepare a run of the trainer. If it trains, add the callbacks that weight samples and change shares.
+        """Prepare a run of the trainer. If the run trains, add the callbacks that weight samples and change shares.
 
         Call this before `setup`: Lightning then restores the callbacks' states from a checkpoint.
 

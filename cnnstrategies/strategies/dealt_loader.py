@@ -16,8 +16,9 @@ class OrderBatches(DealtBatches):
     """Batch sampler that takes the order of the samples from a distributed sampler, and divides batches by shares.
 
     Each sample occurs once in an epoch. A distributed sampler repeats some samples, so that all ranks get the same
-    number, but these repetitions are left out here. Lightning sets the number of the epoch on the distributed sampler,
-    and this class reads it there. A run that is resumed within an epoch continues with the next batch.
+    number of samples, but this class leaves the repetitions out. Lightning sets the number of the epoch on the
+    distributed sampler, and this class reads the number there. A run that is resumed within an epoch continues with the
+    next batch.
 
     Attributes:
         sampler: The distributed sampler that gives the order.
@@ -29,7 +30,7 @@ class OrderBatches(DealtBatches):
     """
 
     def __init__(self, batches: BatchSampler, trainer: Trainer, deals: Deals) -> None:
-        # The caller has checked that the sampler is a distributed sampler.
+        # The caller has checked that the sampler is a distributed sampler, so mypy's error is ignored.
         self.sampler: DistributedSampler[Any] = batches.sampler  # type: ignore[assignment]
         ranks, rank, size = self.sampler.num_replicas, self.sampler.rank, samples_in(self.sampler)
         accumulated = trainer.accumulate_grad_batches

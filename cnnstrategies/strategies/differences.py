@@ -14,10 +14,10 @@ RANDOM_DRAWS = "random draws (as in dropout) are each process's own"
 
 
 def has_mean_loss(module: nn.Module) -> bool:
-    """Return whether a module's ``loss_weight(targets)`` returns the divisor of its ``loss(outputs, targets)``.
+    """Return whether a module's ``loss_weight(targets)`` returns the divisor of the mean ``loss(outputs, targets)``.
 
     ``loss_weight`` counts only if it is defined in the same class as ``loss`` or in a subclass of that class. If a
-    subclass overrides only ``loss``, the inherited ``loss_weight`` may not fit, and the answer is False.
+    subclass overrides only ``loss``, the inherited ``loss_weight`` may not fit, so the result is False.
     """
     for kind in type(module).__mro__:
         if "loss_weight" in vars(kind):

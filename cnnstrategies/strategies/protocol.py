@@ -62,8 +62,8 @@ class StrategyFacts:
     def display_name(self) -> str:
         """Name of the strategy in the start panel.
 
-        By default this is the attribute ``strategy_name`` of the strategy or of its own class. Without this attribute
-        it is the shortest name under which the class is registered, or else the name of the class.
+        By default this is the attribute ``strategy_name`` of the strategy or of its own class. Without this attribute,
+        the display name is the shortest name under which the class is registered, or else the name of the class.
         """
         kind = type(self._described)
         attributes = {**vars(kind), **vars(self._described)}
@@ -105,7 +105,7 @@ class StrategyFacts:
 
         The value is None for a strategy that trains with a single process.
 
-        The cluster code uses it to connect the hosts, and to check the number of processes that were started.
+        The cluster code uses the environment to connect the hosts, and to check how many processes were started.
         """
         return self._described.cluster_environment if isinstance(self._described, ParallelStrategy) else None
 
@@ -183,8 +183,9 @@ class StrategyFacts:
     def gradient_weighting(self) -> GradientWeighting:
         """How the strategy combines the gradients of the ranks.
 
-        The callback ``SampleWeights`` scales each gradient so that the result is a mean over all samples. Without such
-        a callback, data modules refuse to divide a global batch into batches of different sizes.
+        The callback ``SampleWeights`` scales each gradient so that the result is a mean over all samples. If the
+        weighting is "equal" and no callback weights the samples, data modules refuse to divide a global batch into
+        batches of different sizes.
         """
         return "equal"
 
@@ -208,7 +209,7 @@ class StrategyFacts:
 
     @property
     def traffic(self) -> "Counters | None":
-        """Counters of this worker's bytes and steps, and of its time of waiting for servers.
+        """Counters of the bytes that this worker sends and receives, of its steps, and of its waiting for servers.
 
         The value is None for a run without servers.
         """
@@ -251,13 +252,13 @@ class StrategyFacts:
 
         Return None if no other process has received a stop signal.
 
-        If the result is a signal on one rank, all ranks must return this signal sooner or later. The callback
+        If one rank returns a signal, all other ranks must return the same signal sooner or later. The callback
         ``GracefulStop`` calls this method after steps.
         """
         return None
 
     def agree_on_stop(self, received: int | None) -> int | None:
-        """Return the signal by which this process must stop now, or None if the process must continue.
+        """Return the signal because of which this process must stop now. Return None if the process must continue.
 
         This method is called only if `steps_in_lockstep` is False, because the processes then do not stop in the same
         step. By default each process stops after its own signal.

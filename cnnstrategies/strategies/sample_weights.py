@@ -20,8 +20,9 @@ class SampleWeights(Callback):
     if it only repeats samples, which happens if a rank would otherwise have no batch. Logged losses do not change.
 
     A module's loss may have a divisor that is not the number of samples, such as a sum of class weights. If
-    ``loss_weight(targets)`` of the module returns this divisor, batches are weighted by the divisor. With accumulated
-    batches they are weighted by the number of samples, because the divisors of later batches are not known yet.
+    ``loss_weight(targets)`` of the module returns this divisor, batches are weighted by the divisor. With gradient
+    accumulation, batches are weighted by the number of samples, because the divisors of later batches are not known
+    yet.
 
     The callback works for batches that are divided by shares: the batches of this package's data modules, and all
     batches under ``ddp_balanced``. The strategy ``hybrid_pipeline`` weights its batches itself.

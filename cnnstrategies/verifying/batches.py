@@ -42,7 +42,8 @@ class GlobalBatches:
 
     Args:
         folders: Folder of each rank's batches, in rank order.
-        ends: For each epoch except the last: number of batches that a rank has loaded since the start of the run.
+        ends: For each epoch except the last: number of batches that a rank has loaded from the start of the run to the
+            end of this epoch.
         length: Number of batches in an epoch, on which schedules may depend; None if the number is not known.
     """
 

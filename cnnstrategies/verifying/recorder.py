@@ -131,7 +131,7 @@ def _keeper(trainer: Trainer) -> BatchKeeper:
 
 
 def settle(module: nn.Module) -> list[str]:
-    """Turn off layers whose results differ by design between several processes and one device.
+    """Change the layers that, by design, give different results in several processes and on one device.
 
     Dropout is turned off, and batch normalisation uses its running statistics.
 

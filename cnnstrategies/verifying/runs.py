@@ -78,7 +78,7 @@ def verify(
         The result of the comparison: a row for each kind of value, with the differences.
 
     Raises:
-        ConfigurationError: The strategy refuses the module. The error message is that of the strategy.
+        ConfigurationError: The strategy refuses the module. The error message is the strategy's own error message.
         TrainingError: The training fails under the strategy or on one device.
     """
     if isinstance(strategy, str):

@@ -93,7 +93,7 @@ def test_recipes_are_found_by_name_and_files_come_first(run_cli, capsys):
     Path("quickstart").write_text("seed_everything: 1\n")
     assert recipes.find("quickstart") == Path("quickstart")
     Path("quickstart").unlink()
-    with pytest.raises(ConfigurationError, match=r"no recipe with the name .*; did you mean 'quickstart'"):
+    with pytest.raises(ConfigurationError, match=r"no configuration with the name .*; did you mean 'quickstart'"):
         recipes.find("quikstart")
     main(["configs"])
     assert [line for line in capsys.readouterr().out.splitlines() if not line.endswith(".")] == [], "cut off"

@@ -194,7 +194,7 @@ class Rollback(Callback):
         (Sparse, (), 1, "the gradient of words is sparse"),
         (Rewritten, (), 1, "net.head.weight was changed between two steps, or in training_step: the servers"),
         (Replaced, (), 1, "net.head.weight was changed between two steps, or in training_step: the servers"),
-        (Sudden, (), 1, "scale.weight was used without a forward of its own module"),
+        (Sudden, (), 1, "scale.weight was used although the forward of its own module did not run"),
         (Unseen, (), 1, "the gradient of net.head.weight was changed after backward"),
         (Module, (Rollback(),), 1, "weights were loaded in the middle of training"),
     ],

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ClusterJob(ABC):
-    """Base class of the jobs that launchers create. A job is a run in the form in which its launcher submits it."""
+    """Base class of the jobs that launchers create. A job contains all that is needed to submit a run to a cluster."""
 
     @abstractmethod
     def show(self) -> str:

@@ -198,7 +198,7 @@ def _changes(submission: "Submission", name: str) -> dict[str, Any]:
 
 
 def create(run: PodRun) -> None:
-    """Create the Kubernetes objects of a run. If the cluster refuses one of them, create none.
+    """Create the Kubernetes objects of a run. If the cluster refuses an object, no objects are created.
 
     Raises:
         ConfigurationError: kubectl is not installed, or the cluster refuses an object.

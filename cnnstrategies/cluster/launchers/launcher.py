@@ -22,7 +22,7 @@ class Restart(NamedTuple):
 
     Attributes:
         subject: Noun phrase for the restarted job, such as "a requeued job".
-        remedy: Advice how to turn restarts off, such as "set cluster.requeue to false".
+        remedy: Advice on how to turn restarts off, such as "set cluster.requeue to false".
     """
 
     subject: str
@@ -43,8 +43,8 @@ class Launcher(ABC):
         name: Short name for options and run names, such as ``slurm``. If the launcher accepts submissions,
             ``submit --to`` takes this name.
         title: Name for error messages, such as ``SLURM``.
-        precedence: Position in the order of launchers, which is different for each launcher: 10 torchrun, 20 and 30
-            mpirun, 40 Kubernetes, 50 Ray, 60 SLURM, 100 none.
+        precedence: Number by which the launchers are sorted; the lowest number comes first. Each launcher has a
+            different number: 10 torchrun, 20 and 30 mpirun, 40 Kubernetes, 50 Ray, 60 SLURM, 100 none.
         program: Name of the program that starts the ranks, such as ``srun``; None if Lightning starts the ranks.
         rank_variable: Name of the environment variable with the global rank.
         size_variable: Name of the environment variable with the world size.
@@ -82,7 +82,7 @@ class Launcher(ABC):
         return self.detect(environ) and {self.rank_variable, self.local_rank_variable} <= environ.keys()
 
     def starts_nodes(self, environ: Environ) -> bool:
-        """Whether the launcher has started one process on each node, in which Lightning starts the ranks.
+        """Whether the launcher has started only one process on each node, so that Lightning starts the ranks.
 
         By default this is false.
         """
@@ -100,7 +100,9 @@ class Launcher(ABC):
         return LaunchedEnvironment(self)
 
     def script_environment(self, environ: Environ, num_nodes: int) -> "ClusterEnvironment | None":
-        """Return the cluster environment for a process that is a job's script, in which Lightning starts the ranks.
+        """Return the cluster environment for a run that a job's script has started without starting the ranks.
+
+        Lightning then starts the ranks.
 
         If the result is None, which is the default, Lightning chooses the environment.
 

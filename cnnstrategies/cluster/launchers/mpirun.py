@@ -74,7 +74,9 @@ class MPICH(Mpirun):
 
     @override
     def launch_id(self, environ: Environ) -> str:
-        """Return an id from the user id, the working directory and the command-line arguments: Hydra has no job id.
+        """Return an id from the user id, the working directory and the command-line arguments.
+
+        Hydra itself does not set a job id.
 
         On a single machine, a Hydra process is the parent of all ranks. Its process id is then added to the id, so that
         two launches with equal arguments have different ids.

@@ -46,7 +46,7 @@ class Ray(Launcher):
         """Return a name from the job's submission id and the hash of the configuration.
 
         The hash is needed because one entry point may train several configurations. Ray's job id cannot be used,
-        because each new cluster numbers its jobs from the same number on.
+        because the job ids of every new cluster begin with the same number.
         """
         try:
             metadata = json.loads(environ[JOB_CONFIGURATION]).get("metadata") or {}

@@ -66,8 +66,8 @@ class Driver:
         probe: Shell script that fails if the package is not installed on a node.
         folder: The run folder, which contains the configuration. The programs' output is written to it.
         directory: Working directory of the programs.
-        variables: Environment variables for the programs. One is the run's name, by which a restarted program finds the
-            last checkpoint.
+        variables: Environment variables for the programs. One of the variables has the run's name, which a restarted
+            program needs to find the last checkpoint.
         foreign: Patterns for names of environment variables that the programs must not inherit from Ray's processes.
         max_restarts: Largest number of restarts.
         wait: Longest time to wait for free nodes, in seconds.
@@ -99,8 +99,8 @@ class Driver:
         """
         self._ray = ray
         self._logs = [self.folder / f"node{number}.log" for number in range(self.nodes)]
-        # Size of the part of each log, in bytes, that must not be printed any more: the output of an earlier run, and
-        # the output that the driver has already printed.
+        # For each log: number of bytes at its start that must not be printed again. They are the output of an earlier
+        # run, and the output that the driver has already printed.
         self._printed = [log.stat().st_size if log.exists() else 0 for log in self._logs]
         self._signal: int | None = None
         most = self.max_restarts
@@ -135,7 +135,9 @@ class Driver:
             self._ray.util.remove_placement_group(group)
 
     def _place(self) -> Any:
-        """Wait for free nodes, and return a placement group with the requested resources; None after a signal.
+        """Wait for free nodes, and return a placement group with the requested resources.
+
+        The result is None if the driver has received a signal while it was waiting.
 
         Raises:
             ConfigurationError: There were not enough free nodes within ``wait`` seconds.
@@ -230,7 +232,10 @@ class Driver:
         return ends
 
     def _note(self, ends: Ends, reference: Any, node: int, places: list[RayNode]) -> None:
-        """Record the result of a call of an actor's method: an exit code, or the loss of the actor's node."""
+        """Record the result of an actor's method: the exit code of the node's program, or the loss of the node.
+
+        Nothing is recorded if the actor is alive and the method has returned None.
+        """
         try:
             code = self._ray.get(reference)
         except self._ray.exceptions.RayActorError:

@@ -16,9 +16,9 @@ from cnnstrategies.errors import ConfigurationError
 class RayEnvironment(RayLightningEnvironment):  # type: ignore[misc]  # Ray is not installed where types are checked.
     """Ray's cluster environment for Lightning, with a main port that is free.
 
-    The coordinator of a parameter server listens at the main port. The main port of ``TorchTrainer`` is in use by the
-    store of the process group that it has created, so rank 0 chooses another port and broadcasts it. All workers must
-    create this object.
+    The coordinator of a parameter server listens at the main port. ``TorchTrainer`` creates a process group, and the
+    store of this process group already uses the main port of ``TorchTrainer``. Rank 0 therefore chooses another port
+    and broadcasts it. All workers must create this object.
 
     Raises:
         ConfigurationError: The nodes have different numbers of workers.

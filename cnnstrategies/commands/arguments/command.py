@@ -235,7 +235,10 @@ class Command:
         rows = [option.row for option in self.options]
         rows += self.keys
         for section, declaration in self.sections:
-            rows += [(f"--{section}.{option.name}", option.text) for option in options_of(declaration)]
+            rows += [
+                (f"--{section}.{option.name} {option.metavar or 'true|false'}", option.text)
+                for option in options_of(declaration)
+            ]
         return rows
 
     @property

@@ -21,10 +21,16 @@ FULL = "--help_full"
 CONFIGURATION = (
     (
         "--config FILE",
-        "a YAML file, or the name of a recipe (`cnnstrategies configs`); later files override earlier ones",
+        "a YAML file, or the name of a configuration from `cnnstrategies configs`; later files override earlier files",
     ),
-    ("--trainer.strategy NAME", "how the work is divided: auto, ddp, hybrid_pipeline, parameter_server, ..."),
-    ("--trainer.strategy.OPTION VALUE", "an option of the strategy; hybrid_pipeline has --trainer.strategy.stages"),
+    (
+        "--trainer.strategy NAME",
+        "how the work is divided: auto, ddp, hybrid_pipeline, parameter_server or another name",
+    ),
+    (
+        "--trainer.strategy.OPTION VALUE",
+        "an option of the strategy, for example --trainer.strategy.stages 2 for hybrid_pipeline",
+    ),
     ("--trainer.devices N", "processes or GPUs on each machine"),
     ("--trainer.num_nodes N", "machines"),
     ("--trainer.accelerator NAME", "auto, cpu or gpu"),

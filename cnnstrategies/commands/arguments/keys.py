@@ -141,8 +141,8 @@ def accepted(value: str, names: Sequence[str]) -> str:
 
     Args:
         value: The wrong name.
-        names: The accepted names. They are not listed if there are more than `MOST_NAMES`, and if one of them is
-            similar to the wrong name.
+        names: The accepted names. The message does not list them if there are more than `MOST_NAMES` names and one of
+            the names is similar to the wrong name.
     """
     if not names:
         return ""

@@ -47,10 +47,11 @@ def _process_number() -> int:
 )
 @dataclass
 class FitOptions:
-    """Train a network.
+    """Train the network with the configured strategy, and write checkpoints and logs to the run's folder.
 
     Attributes:
-        ckpt_path: Checkpoint to continue from: a file, or `last` or `best` for a checkpoint of the run with this name.
+        ckpt_path: Checkpoint to continue from: a file, or `last` or `best` for a checkpoint of the newest run, or of
+            the run that `--run_name` names.
     """
 
     ckpt_path: str | None = option(None, metavar="FILE")
@@ -89,7 +90,8 @@ class EvaluationOptions:
     """Evaluate a network, or predict with it, without training.
 
     Attributes:
-        ckpt_path: Checkpoint with the weights: a file, or `best` or `last` for a checkpoint of the run with this name.
+        ckpt_path: Checkpoint with the weights: a file, or `best` or `last` for a checkpoint of the newest run, or of
+            the run that `--run_name` names.
     """
 
     ckpt_path: str | None = option(None, metavar="FILE")
@@ -153,15 +155,15 @@ class PlanOptions:
     The command measures the network of a configuration on this machine, or reads a profile of a network from a file.
 
     Attributes:
-        profile: CSV file with the costs of the network's nodes. With this option no configuration is needed.
+        profile: CSV file with the costs of the network's layers. With this option no configuration is needed.
         profile_batch: Number of samples in the batch with which the profile was measured.
         cluster: YAML file that describes the machines. By default all ``trainer.devices`` on ``trainer.num_nodes``
             machines have the same speed, and all connections between them are equal.
         bandwidth: Bandwidth of the connections in Mbit/s, without ``--cluster``. By default it is measured between two
             processes on this machine.
         latency: Latency of the connections in ms, used with ``--bandwidth``.
-        batch_size: Number of samples in a step over all devices. By default the data module's global_batch_size is
-            used, or else its batch_size for each device.
+        batch_size: Number of samples in a step, added up over all devices. By default the data module's
+            global_batch_size is used, or else its batch_size for each device.
         batch_per_device: Number of samples in a step on each device, instead of ``--batch_size``.
         search: Choose the stages, replicas and microbatches of the hybrid pipeline, even if the configuration sets
             them.
@@ -247,12 +249,11 @@ class ScalingOptions:
     The cause with the largest possible gain comes first.
 
     Attributes:
-        devices: Numbers of devices to train on. By default they are 1 and the configuration's number of devices, but at
-            least 2.
+        devices: Numbers of devices to train on. By default they are 1, and the larger of 2 and ``trainer.devices``.
         minutes: Largest duration of the measurement. With ``--try`` it is also the largest duration of the trials.
         picture: PNG file to draw the samples/s and the parts of a step to.
         try_: Measure the proposed settings, and write the settings that are faster to a file.
-        output: YAML file to write these settings to. Use it as in ``fit --config X --config scaling.yaml``.
+        output: YAML file to write the faster settings to. Use it as in ``fit --config X --config scaling.yaml``.
     """
 
     devices: list[int] = option(default_factory=list, metavar="1,2,4")
@@ -281,7 +282,7 @@ class SubmitOptions:
     """Check a configuration, and submit its run to a cluster.
 
     Attributes:
-        command: Command of the job. It must be ``fit``.
+        command: The command that the job runs. Always write ``fit``.
         to: Launcher to which the run is submitted.
         dry_run: Print the job instead of submitting it.
     """
@@ -334,7 +335,7 @@ class DoctorOptions:
     """Check the versions, the connections and the shared directory of a cluster.
 
     Start the command with the launcher that will start the training (srun, torchrun or mpirun), one process on each
-    machine.
+    machine, for example ``srun cnnstrategies doctor``.
 
     Attributes:
         shared: Directory on shared storage where checkpoints will be saved; by default the working directory.
@@ -375,13 +376,13 @@ class PackOptions:
     check: Path | None = option(None, metavar="FOLDER")
 
 
-@command("configs", "list the recipes, or print a recipe", "quickstart", "arguments.recipes")
+@command("configs", "list the named configurations, or print a configuration", "quickstart", "arguments.recipes")
 @dataclass
 class ConfigsOptions:
-    """List the recipes, which are configuration files that are part of the package, or print some of them.
+    """List the named configurations, which are YAML files that are part of the package, or print some of them.
 
     Attributes:
-        names: Names of the recipes to print. Without a name all recipes are listed.
+        names: Names of the configurations to print. Without a name all named configurations are listed.
     """
 
     names: list[str] = positional(default_factory=list, metavar="NAME")

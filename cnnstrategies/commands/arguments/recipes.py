@@ -1,4 +1,4 @@
-"""Recipes: configuration files that are part of the package. ``cnnstrategies configs`` lists and prints them."""
+"""Named configurations: YAML files that are part of the package. ``cnnstrategies configs`` lists and prints them."""
 
 import re
 from collections.abc import Sequence
@@ -16,31 +16,33 @@ FOLDER = Path(__file__).parents[2] / "configs"
 
 
 def names() -> list[str]:
-    """Return the names of all recipes, sorted. A name is the file's path in the folder of recipes without ``.yaml``."""
+    """Return the sorted names of all named configurations.
+
+    A name is the file's path in the folder of configurations, without ``.yaml``.
+    """
     return sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml"))
 
 
 def find(file_or_name: str) -> Path:
     """Return the path of the configuration file for a value of ``--config``.
 
-    The value is the path of an existing file, or the name of a recipe.
+    The value is the path of an existing file, or the name of a named configuration.
 
     Raises:
-        ConfigurationError: Neither a file nor a recipe has this name.
+        ConfigurationError: Neither a file nor a named configuration has this name.
     """
     if Path(file_or_name).is_file():
         return Path(file_or_name)
     name = re.sub(r"^(?:\./)?(?:configs/)?(.*?)(?:\.yaml)?$", r"\1", file_or_name)
-    recipe = FOLDER / f"{name}.yaml"
     if name in names():
-        return recipe
+        return FOLDER / f"{name}.yaml"
     raise ConfigurationError(
-        f"config: there is no file and no recipe with the name {file_or_name!r}{accepted(name, names())}"
+        f"config: there is no file and no configuration with the name {file_or_name!r}{accepted(name, names())}"
     )
 
 
 def with_files(args: Sequence[str]) -> list[str]:
-    """Replace each name of a recipe after ``--config`` by the path of the recipe's file.
+    """Replace each name of a configuration after ``--config`` by the path of its file.
 
     Args:
         args: Command-line arguments.
@@ -58,7 +60,7 @@ def with_files(args: Sequence[str]) -> list[str]:
 
 
 def main(options: "ConfigsOptions") -> None:
-    """Print the recipes that the options name, or list all recipes with the first comment line of each."""
+    """Print the configurations that the options name, or list all configurations with their first comment lines."""
     if options.names:
         show("\n".join(find(name).read_text(encoding="utf-8").rstrip() for name in options.names))
         return

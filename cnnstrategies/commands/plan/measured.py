@@ -91,8 +91,8 @@ def _samples(
 
     Return None if neither the options nor the data module set this number.
 
-    Afterwards the data module's batch size is the batch size of one process. Usually a trainer divides the global batch
-    among the processes, but no trainer runs here.
+    This function also sets the data module's batch size to the batch size of one process. In a training, the trainer
+    divides the global batch among the processes, but this command has no trainer.
 
     Args:
         data: The data module.
@@ -131,7 +131,8 @@ def _states(model: LightningModule, options: PlanOptions) -> int:
         return options.optimizer_states
     try:
         configured: Any = model.configure_optimizers()
-    # The user's method may need a trainer, which does not exist here. The usual number is then used.
+    # The user's `configure_optimizers` may read `self.trainer` and fail, because this command has no trainer. The
+    # result is then the usual number, which is the number for Adam.
     except Exception:
         return USUAL_STATES
     optimizer = configured.get("optimizer") if isinstance(configured, dict) else configured

@@ -95,7 +95,7 @@ def check_names(keys: Sequence[ConfiguredKey]) -> None:
         if not isinstance(owner, type | str) or name in parameters_of(owner):
             continue
         if (new := renamed(owner, name)) is not None:
-            raise ConfigurationError(f"{key.path}: {is_now(name, new)}")
+            raise ConfigurationError(f"{key.path}: {is_now(name, new, root)}")
 
 
 def check_nulls(keys: Sequence[ConfiguredKey]) -> None:
@@ -230,7 +230,7 @@ def _explain_unknown(key: str, args: Sequence[str]) -> str:
     if hint := misspelt(key.partition(".")[0]):
         return f"unknown option {key}: {hint}"
     command = args[0] if args and args[0] in COMMANDS else "fit"
-    return f"unknown option {key}; `cnnstrategies {command} --help` lists the options"
+    return f"unknown option {key}; `cnnstrategies {command} --help_full` lists the options"
 
 
 def _unknown_key(path: str, owner: str | None, args: Sequence[str]) -> str:
@@ -246,8 +246,9 @@ def _unknown_key(path: str, owner: str | None, args: Sequence[str]) -> str:
         if part not in OF_CLASS and (hint := misspelt(part)):
             return f"unknown key {'.'.join(parts[:depth])}: {hint}"
     if owner is None:
-        options = [option.name for option in COMMANDS[args[0]].options] if args and args[0] in COMMANDS else []
-        return f"unknown key {path}{accepted(parts[-1], list(dict.fromkeys([*options, *ROOTS])))}"
+        command = args[0] if args and args[0] in COMMANDS else "fit"
+        names = list(dict.fromkeys([*(option.name for option in COMMANDS[command].options), *ROOTS]))
+        return f"unknown key {path}{accepted(parts[-1], names)}; see `cnnstrategies {command} --help_full`"
     names = [name for name in parameters_of(located(owner)) if name not in FROM_ELSEWHERE]
     label = owner if len(parts) > 2 else owner.rpartition(".")[2]
     return f"unknown key {path}: {label} has no {parts[-1]!r}{accepted(parts[-1], names)}"

@@ -175,8 +175,8 @@ class CLI(LightningCLI):
         """Do nothing, so that the model is built from the configuration only.
 
         Lightning's method would replace the model's configuration by the hyperparameters in the checkpoint, without a
-        message, even if the user has set them on the command line. The method's name is private, and
-        `tests/test_lightning_private.py` tests that it exists.
+        message, even if the user has set other values on the command line. The method's name is private, and
+        `tests/test_lightning_private.py` tests that Lightning has the method.
         """
 
     @override
@@ -309,9 +309,9 @@ def _explains_failure() -> Iterator[None]:
 def leaves_out_classes(arguments: Sequence[str]) -> bool:
     """Return whether the model's number of classes must come from the data module.
 
-    This is so if the configuration does not set it, and if both the module and the data module are classes of this
-    package or subclasses. The data module's own number of classes must not be a reference (`${...}`), as it is in a
-    recipe for segmentation.
+    The result is True if the configuration does not set the number, and if both the module and the data module are
+    classes of this package or subclasses. The data module's own number of classes must not be a reference (`${...}`),
+    such as in a recipe for segmentation.
 
     Args:
         arguments: Command-line arguments of the command.
@@ -336,7 +336,7 @@ def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
 
     Args:
         args: Command-line arguments, beginning with the command's name.
-        kind: Class or function that makes the command line.
+        kind: Class or function that creates the command-line object.
     """
     # LightningCLI and the error messages read sys.argv, so it must contain the arguments.
     sys.argv[1:] = args

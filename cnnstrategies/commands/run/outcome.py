@@ -99,7 +99,7 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
 def own_temporary_folder(launcher: Any) -> Iterator[None]:
     """Make spawned and forked ranks use a separate temporary folder inside this context, and then remove the folder.
 
-    Ranks that are killed leave files in the temporary folder. If this process is killed too, the next run removes the
+    Ranks that are killed leave files in the temporary folder. If this process is also killed, the next run removes the
     folder.
 
     Args:
@@ -127,9 +127,9 @@ def own_temporary_folder(launcher: Any) -> Iterator[None]:
 class FirstToFail(Callback):
     """Callback that records which rank is the first to fail, so that only this rank reports the failure.
 
-    Rank 0 may have started the other ranks as programs. On rank 0, Lightning then kills all ranks as soon as one of
-    them fails. This callback replaces that observer by :func:`end_all_after_one`, which first gives the ranks time to
-    report.
+    If rank 0 has started the other ranks as programs, a thread of Lightning on rank 0 kills all ranks as soon as one
+    rank fails. This callback replaces that thread by :func:`end_all_after_one`, which first gives the ranks time to
+    report the failure.
     """
 
     @override

@@ -65,7 +65,7 @@ def _timedelta(value: Any) -> timedelta:
         raise ValueError(f"it {str(error).partition(' ')[2]}") from None
 
 
-# With this type, the time-outs of Lightning's classes may be written in the same forms as the time-outs of this
+# After this call, the time-outs of Lightning's classes may be written in the same forms as the time-outs of this
 # package.
 register_type(timedelta, deserializer=_timedelta)
 # This setting lets references (`${...}`) refer to keys of other --config files and to keys of the command line.
@@ -110,8 +110,8 @@ class ArgumentParser(LightningArgumentParser):
 
     @override
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        # jsonargparse itself calls this method with a single argument to parse a value again, if a class is an argument
-        # of another class. It writes null as None.
+        # If a class is an argument of another class, jsonargparse calls this method with a single argument, to parse a
+        # value again. It writes null as None in this argument, so None is changed back to null.
         if args is not None and len(args) == 1 and args[0].startswith("--") and args[0].endswith("=None"):
             args = [f"{args[0].removesuffix('None')}null"]
         return super().parse_args(args, *rest, **kwargs)
@@ -150,8 +150,9 @@ class ArgumentParser(LightningArgumentParser):
         """Check whether a key accepts a value, but accept every value that contains a reference (`${...}`).
 
         jsonargparse also calls this method when a configuration replaces a class by another class: it drops the
-        arguments that the new class does not accept. A number of classes that is written as a reference would be
-        dropped. The method's name is private, and `tests/commands/test_parser.py` tests that it exists.
+        arguments that the new class does not accept. Without this method, jsonargparse would drop a number of classes
+        that is written as a reference. The method's name is private, and `tests/commands/test_parser.py` tests that
+        jsonargparse has the method.
         """
         try:
             return super()._check_value_key(action, value, *args, **kwargs)
@@ -166,7 +167,8 @@ class ArgumentParser(LightningArgumentParser):
 
         jsonargparse writes a configuration as YAML to resolve references and to save it. It replaces a device, and a
         text that may be the name of a function, by a text that begins with `UNWRITABLE`, and fails for a member of an
-        enumeration. The method's name is private, and `tests/commands/test_parser.py` tests that it exists.
+        enumeration. The method's name is private, and `tests/commands/test_parser.py` tests that jsonargparse has the
+        method.
         """
         original = cfg.clone()
         with warnings.catch_warnings():

@@ -44,7 +44,8 @@ WARNINGS = (
     r"You have overridden `on_(before|after)_batch_transfer` in `LightningModule` but have passed in a",
     r"torch.distributed.nn.functional.all_gather is deprecated",
     r"Grad strides do not match bucket view strides",
-    r"The dirpath has changed from ",  # A changed folder is normal: each run has its own, which the start panel shows.
+    # A changed folder is normal, because each run has its own folder. The start panel shows the folder.
+    r"The dirpath has changed from ",
 )
 
 

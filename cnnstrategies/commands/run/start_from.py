@@ -104,7 +104,7 @@ def _places(trainer: Trainer) -> list[tuple[str, str]]:
 
     The pattern describes the subfolders that contain checkpoints. Lightning's ModelCheckpoint chooses the same folders.
     """
-    # With fast_dev_run, the trainer has a DummyLogger.
+    # With fast_dev_run, the trainer has a DummyLogger, which has no folder.
     if trainer.loggers and not isinstance(trainer.loggers[0], DummyLogger):
         logger = trainer.loggers[0]
         usual = (str(Path(logger.save_dir or trainer.default_root_dir) / str(logger.name)), "*/checkpoints/")
@@ -141,8 +141,9 @@ class RunRecord(Callback):
     """Callback for runs that can be restarted, so that a restarted run continues its logs.
 
     The callback writes the run's name and the ids of the loggers' runs to the file ``run.json``, in the folder of the
-    checkpoints. It flushes all logs before each checkpoint, so that they are complete up to the checkpoint. When a run
-    continues from a checkpoint, the callback removes later lines from metrics.csv, because the run writes them again.
+    checkpoints. It flushes all logs before each checkpoint, so that the logs are complete up to the checkpoint. When a
+    run continues from a checkpoint, the callback removes the later lines from metrics.csv, because the run writes these
+    lines again.
 
     Args:
         name: Name of the run.

@@ -51,7 +51,7 @@ def _with_class(value: Any, previous: Any) -> tuple[Any, Any]:
 
 
 def _class_of(name: str, arguments: Any) -> dict[str, Any]:
-    """Return the registered class of a name and its arguments, as in a configuration.
+    """Return the class that is registered under a name, and its arguments, in the form of a configuration's value.
 
     Args:
         name: The registered name.
@@ -88,14 +88,14 @@ def with_help_of_class(arguments: Sequence[str]) -> list[str]:
 
 
 def check_recipe_names(keys: Sequence[ConfiguredKey]) -> None:
-    """Raise a ConfigurationError if ``trainer.strategy`` is not a strategy's name but the name of a recipe."""
+    """Raise a ConfigurationError if ``trainer.strategy`` is not a strategy's name but the name of a configuration."""
     for key in keys:
         if key.path in (KEY, f"{KEY}.class_path") and not is_registered(key.value):
-            recipe = f"strategy/{key.value}"
-            if recipe in names():
+            configuration = f"strategy/{key.value}"
+            if configuration in names():
                 raise ConfigurationError(
-                    f"{KEY}: {key.value!r} is the name of a recipe and not of a strategy; add --config {recipe} after "
-                    "the other --config"
+                    f"{KEY}: {key.value!r} is the name of a configuration and not of a strategy; add --config "
+                    f"{configuration} after the other --config"
                 )
 
 

@@ -15,7 +15,8 @@ from torch.utils.data import IterableDataset
 
 from cnnstrategies.models.samples import count_samples
 
-SUMMED = 1 << 22  # Largest size in bytes of a measured all-reduce. More would take seconds on a slow network.
+# Largest size in bytes of a measured all-reduce. A larger all-reduce would take seconds on a slow network.
+SUMMED = 1 << 22
 SUMS = 3  # Number of measured all-reduces.
 SAMPLE_SECONDS = 0.4  # Duration of one measurement of the dataset, in seconds.
 MADE = 300  # Largest number of samples or batches to read in a measurement.
@@ -153,7 +154,7 @@ def load_alone(loader: Any, seconds: float) -> dict[str, Any]:
     for number, batch in enumerate(loader):
         if began is not None:
             samples += count_samples(batch)
-        elif number + 1 >= ready:  # The batches before were loaded in advance, so they are not measured.
+        elif number + 1 >= ready:  # The batches so far were loaded in advance, so they are not measured.
             began = time.perf_counter()
             deadline = began + seconds
         if began is not None and time.perf_counter() > deadline:

@@ -180,7 +180,7 @@ class ScalingControl(StepControl):
                 self._mark = time.perf_counter()
             return
         self._meter.end_step()
-        # In a pipeline each rank gets the whole batch, so its samples are divided among the ranks.
+        # In a pipeline each rank gets the whole batch, so the number of samples is divided by the number of ranks.
         seen_by = 1 if self._meter.pipeline is None else trainer.world_size
         self._samples += (count_samples(batch) or self._usual) / seen_by
         self._left -= 1
@@ -231,7 +231,9 @@ def default_callbacks(callbacks: Sequence[Callback], configured: Set[str]) -> se
 
 
 def part_of_hook(action: str, default_callbacks: Set[str]) -> str | None:
-    """Return the part of a step for an action of Lightning's profiler that is a callback's or a module's hook.
+    """Return the part of a step to which the hook of a callback or of a module belongs.
+
+    Lightning's profiler reports each call of such a hook as an action.
 
     Args:
         action: Name of the action, such as ``[Callback]Name.on_train_batch_end``.
@@ -252,10 +254,10 @@ def part_of_hook(action: str, default_callbacks: Set[str]) -> str | None:
 
 
 class HostReads(OperationMode):  # type: ignore[no-untyped-call]
-    """Mode of torch that counts how often the host reads a tensor's value, because each read waits for the device.
+    """Mode of torch that counts how often the CPU reads the value of a tensor, because each read waits for the device.
 
     Attributes:
-        places: Number of reads for each line of code, by ``file:line``.
+        places: By line of code, as ``file:line``: number of reads in this line.
         seconds: Total duration of the reads, in seconds.
     """
 

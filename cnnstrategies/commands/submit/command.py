@@ -106,7 +106,7 @@ def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterS
 
 
 def main(options: SubmitOptions, arguments: Sequence[str]) -> None:
-    """Check a configuration, submit its run, and print the job's id and the place of its logs.
+    """Check a configuration, submit its run, and print the job's id and where the job's logs are.
 
     Args:
         options: The options of the command.

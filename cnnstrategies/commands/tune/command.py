@@ -62,8 +62,8 @@ def choices(config: Any, model: type, device: torch.device, allow: Collection[st
     """Return the groups of settings that ``tune`` combines.
 
     A combination has at most one setting of each group, because the settings of a group exclude each other. If the
-    module's class has an argument for a setting, the setting changes this argument. Otherwise it adds the callback
-    ComputeSettings.
+    module's class has an argument for a setting, the setting changes this argument. Otherwise the setting adds the
+    callback ComputeSettings.
 
     Args:
         config: The configuration.
@@ -96,7 +96,8 @@ def choices(config: Any, model: type, device: torch.device, allow: Collection[st
 def compilers(config: Any, model: type) -> list[Setting]:
     """Return the settings of compilation that ``tune`` tries.
 
-    They are tried only together with the fastest combination of other settings, because compiling takes much time.
+    ``tune`` tries these settings only together with the fastest combination of other settings, because compilation
+    takes much time.
 
     Args:
         config: The configuration.

@@ -51,8 +51,8 @@ class StepControl(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.fit_loop.max_epochs = -1
-        # Compiled code draws different random numbers from eager code. Without dropout, the losses of both can be
-        # compared.
+        # The random numbers of dropout differ between compiled and eager code. Dropout is therefore inactive at first,
+        # so that the losses of compiled and eager code can be compared.
         self._resting = [module for module in pl_module.modules() if isinstance(module, DROPOUT)]
         for module in self._resting:
             module.eval()

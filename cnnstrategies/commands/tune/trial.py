@@ -74,8 +74,8 @@ class TrialControl(StepControl):
             return
         self._left -= 1
         if self.note_loss(outputs):
-            # The learning rate 0 ends the learning, so that the gradients do not shrink further. After many steps on
-            # one batch they would be denormal numbers, and CPUs are slow at computing with denormal numbers.
+            # With learning rate 0 the gradients do not shrink further. After many steps on one batch the gradients
+            # would be denormal numbers, and CPUs are slow at computing with denormal numbers.
             for group in itertools.chain.from_iterable(optimizer.param_groups for optimizer in trainer.optimizers):
                 group["lr"] = 0.0
         if self._left:
@@ -88,7 +88,8 @@ class TrialControl(StepControl):
 class OneBatchCLI(TrialCLI):
     """Command line of a rank that trains on the same batch in all steps.
 
-    It has no loggers, checkpoints and validation, and no callbacks of the configuration except ComputeSettings.
+    The rank has no loggers, saves no checkpoints and does not validate. Of the configuration's callbacks, only
+    ComputeSettings is used.
     """
 
     @override

@@ -84,7 +84,10 @@ class Cut:
 
 
 def read_header(data: bytes) -> JpegHeader | None:
-    """Return the header of a JPEG file, or None if it is not a baseline JPEG with three components in one scan."""
+    """Return the header of a JPEG file.
+
+    The result is None if the file is not a baseline JPEG with three components in one scan.
+    """
     if data[:2] != b"\xff\xd8":
         return None
     at, interval, frame = 2, 0, 0
@@ -114,7 +117,7 @@ def read_header(data: bytes) -> JpegHeader | None:
 
 
 def cut(data: bytes, header: JpegHeader, left: int, top: int, right: int, bottom: int) -> Cut:
-    """Return a JPEG, as small as possible, in which a crop has exactly the same pixels as in the whole JPEG.
+    """Return the smallest possible JPEG that contains a crop with exactly the same pixels as in the whole JPEG.
 
     The compressed data is copied without decoding. The result usually contains more pixels than the crop.
 

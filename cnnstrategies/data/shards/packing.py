@@ -119,7 +119,7 @@ def pack(source: Path, out: Path, options: EncodingOptions, workers: int) -> Ind
 
 
 def _shards(part: str, images: Sequence[Image], root: Path, shard_bytes: int) -> list[list[Image]]:
-    """Divide the images of a split into shards, and return the images of each shard in the order in which to pack them.
+    """Divide the images of a split into shards, and return the images of each shard in packing order.
 
     Training images are shuffled.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cnnstrategies.errors import ConfigurationError
 
-NEVER = -1
+NEVER = -1  # mark of data that has not been written yet
 _ALIGNED = 64  # Gradients and values begin at multiples of this number of bytes, the size of a cache line.
 _LED, _BEGUN, _ENDED = range(3)  # indices of the marks that belong to the worker as a whole, not to a parameter
 _HEAD = 3  # number of the marks that belong to the worker as a whole

@@ -1,4 +1,4 @@
-"""The worker of a node on which one leader pushes and pulls for all workers."""
+"""A worker for nodes on which one leader pushes and pulls for all workers of the node."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,9 +20,9 @@ class CombinedWorker:
 
     The node's leader is the live worker with the lowest rank. It pushes the mean of the node's gradients, and publishes
     the new values in shared memory, so the servers see one worker per node (hierarchical aggregation, as in BytePS:
-    Jiang et al., OSDI 2020). If the leader dies, the worker with the next rank becomes leader. If the servers have not
-    finished the step, the new leader pushes the step's gradients again, which are still in shared memory. If the
-    servers have made steps without this node, its workers skip the batches of these steps.
+    Jiang et al., OSDI 2020). If the leader dies, the live worker with the next higher rank becomes the leader. If the
+    servers have not finished the step, the new leader pushes the step's gradients again, which are still in shared
+    memory. If the servers have made steps without this node, the node's workers skip the batches of these steps.
 
     Args:
         rank: Rank of this worker.
@@ -79,7 +79,7 @@ class CombinedWorker:
     def leader(self) -> int | None:
         """Rank of the leader whose values this worker takes; None before a leader is known.
 
-        If the leader changes, the batches of some steps may have to be skipped.
+        If the leader has changed, the worker may have to skip some batches; see :meth:`catch_up`.
         """
         return self._leader
 
@@ -117,8 +117,9 @@ class CombinedWorker:
         """
         self._follow_leader()
         if self._engine is None:
-            # Servers wait some seconds for a HELLO from each worker, so this worker connects to them once. If it cannot
-            # reach the servers, it thus reports the error now, and not when it becomes the leader.
+            # Servers wait some seconds for a HELLO from each worker, so this worker connects to the servers once. If
+            # the worker cannot reach the servers, this call also reports the error now, and not only when the worker
+            # becomes the leader.
             visitor = self._connect(lambda index, value: None)
             visitor.meet()
             visitor.close()
@@ -149,7 +150,7 @@ class CombinedWorker:
             groups: Hyperparameters of each parameter group.
             samples: Number of samples in this worker's batch.
         """
-        # This call also raises the error in a worker that counts as dead. `wait_all` alone would not raise it if all
+        # This call raises an error if this worker counts as dead. `wait_all` alone does not raise this error if all
         # parameters are up to date.
         self._follow_leader()
         self.wait_all()
@@ -185,7 +186,7 @@ class CombinedWorker:
             self._push_means(self._engine)
 
     def _publish_fetched(self, wait: bool = False) -> None:
-        """Publish the gradients that have been copied from the GPU to the host.
+        """Publish the gradients that have been copied from the GPU to CPU memory.
 
         Args:
             wait: Wait for all copies, and publish all gradients.
@@ -278,8 +279,8 @@ class CombinedWorker:
         """Wait until one parameter is up to date.
 
         Raises:
-            ServersUnreachableError: The leader has received nothing from the servers within the time-out, or the
-                servers have lost steps.
+            ServersUnreachableError: This worker leads, and has received nothing from the servers within the time-out.
+                Or the servers have lost steps.
             RemovedError: The coordinator counts this worker as dead.
         """
         while self._engine is None and self._value_marks[index] < self._mark:
@@ -319,7 +320,7 @@ class CombinedWorker:
     def interrupt(self) -> None:
         """Report that something other than training happens before the next step, such as validation.
 
-        The time of this step is then not used to choose compressions under ``auto``.
+        The time between the last step and the next step is then not used to choose compressions under ``auto``.
         """
         if self._engine is not None:
             self._engine.interrupt()
@@ -333,8 +334,8 @@ class CombinedWorker:
     def _mark(self) -> int:
         """Mark of the values for which this worker must wait.
 
-        Values that a compression may have rounded have twice the number of their step as their mark. The mark of the
-        servers' exact values is larger by 1.
+        The mark of values that a compression may have rounded is twice the number of the values' step. The mark of the
+        servers' exact values is twice the number of the step plus 1.
         """
         return 2 * self.step + self._exact
 
@@ -384,7 +385,7 @@ class CombinedWorker:
         """Become the node's leader: connect to the servers, and finish the last leader's step if necessary."""
         self._leader, self._exact = self._rank, True
         if self._staging is not None:
-            self._staging.settle()  # Wait for all copies to the GPU, because the connection makes them from now on.
+            self._staging.settle()  # Finish all copies to the GPU, because the connection makes the later copies.
         self._engine = self._connect(self._on_arrival)
         if self._first_state is not None and not self.step:
             self._engine.initialise(*self._first_state)

@@ -2,7 +2,8 @@
 
 Here a collective is an operation of the workers through the coordinator: each worker contributes a value, and receives
 the values of all workers. Collectives are numbered. A collective is complete once every worker of the group has
-contributed. A boundary is a collective between two steps at which the workers that wait for admission enter the group.
+contributed. A boundary is a collective between two steps. At a boundary, the workers that wait for admission enter the
+group.
 """
 
 import math
@@ -69,7 +70,7 @@ class _Result:
     view: int = 0
     frames: list[Buffer] = field(default_factory=list)
     admitted: list[int] = field(default_factory=list)
-    midway: int | None = None  # number of the last boundary, for workers that were admitted after it; None for others
+    midway: int | None = None  # number of the last boundary, if this result admits workers after that boundary
 
     def message(self, request: int, joined: bool) -> Message:
         fields = {"sequence": self.sequence, "ids": self.ids, "sizes": self.sizes, "joined": joined}
@@ -85,19 +86,20 @@ class Rounds:
 
     - The collective with the flag ``seal`` ends the set-up. From then on views contain the workers.
     - A collective with the flag ``boundary`` admits the workers that wait for admission. If worker 0 is lost, the
-      boundary waits until worker 0 is back, because otherwise the other workers could finish the training without it.
+      boundary waits until worker 0 is back. Otherwise the other workers could finish the training without worker 0,
+      which writes the checkpoints.
 
     The results of these collectives are sent only after all servers have seen the view with the new membership.
 
-    A worker may also be admitted between two boundaries. It then receives the result of the last boundary. This is
-    possible as long as the group has not begun another collective since that boundary (apart from `ADMITTED`), and
-    samples are left for the worker. For an original worker that was started again there are two more conditions: its
-    request contains the flag ``midway``, and the last boundary admitted no workers. Joiners are not original workers.
-    They do not take part in the set-up or in the collectives at the end of an epoch.
+    A worker may also be admitted between two boundaries. It then receives the result of the last boundary. Such an
+    admission is possible as long as the group has not begun another collective since that boundary (apart from
+    `ADMITTED`), and samples are left for the worker. For an original worker that was started again there are two more
+    conditions: the worker's request contains the flag ``midway``, and the last boundary admitted no workers. Joiners
+    are not original workers. They do not take part in the set-up or in the collectives at the end of an epoch.
 
     Args:
         roster: The members of the run.
-        dispatcher: The chunks of samples.
+        dispatcher: The assignment of chunks of samples to workers.
         answer: Function that sends a reply to a worker.
 
     Attributes:
@@ -119,8 +121,8 @@ class Rounds:
         self._joiners: dict[int, _Contribution] = {}
         self._boundary: _Result | None = None  # result of the last boundary; None before the first boundary
         self._operation = ""  # name of the last complete collective
-        # Results that must not be sent before all servers have seen the result's view. Each result comes with the
-        # contributions that it answers, and for each contribution with whether its worker is newly admitted.
+        # Results that must not be sent before all servers have seen the result's view, each with the contributions that
+        # get this result as their reply. The flag of a contribution says whether its worker is newly admitted.
         self._held_results: list[tuple[_Result, list[tuple[_Contribution, bool]]]] = []
         # By worker id: the worker's last contribution, the result that was sent to the worker, and whether the worker
         # was newly admitted. A worker that repeats the request gets the same result again.
@@ -273,8 +275,8 @@ class Rounds:
     def _send(self, contribution: _Contribution, result: _Result, joined: bool) -> None:
         peer = contribution.peer
         last, *_ = self._sent.get(peer.id, (contribution,))
-        # The worker may have received a held result in another reply, and may have gone on to a later collective. The
-        # record of the later collective must then stay.
+        # If the worker has repeated its request, it may have received this result earlier, and may have gone on to a
+        # later collective. The record of the later collective must then not be replaced.
         if last.peer != peer or last.sequence <= contribution.sequence:
             self._sent[peer.id] = contribution, result, joined
         self._answer(peer, result.message(contribution.request, joined))
@@ -294,7 +296,10 @@ class Rounds:
 
     @property
     def waits(self) -> list[CollectiveWait]:
-        """The waits of workers, in collectives or for admission, with the workers or servers for which they wait."""
+        """The current waits of workers in collectives or for admission.
+
+        Each wait contains the names of the workers or servers for which the workers wait.
+        """
         group = _workers(self._roster.group)
         waits = []
         if self._pending:
@@ -314,8 +319,8 @@ class Rounds:
     def deadlock(self) -> list[CollectiveWait]:
         """Return two waits that block each other. Return an empty list if there is no deadlock.
 
-        In a deadlock some workers wait in a collective for the other workers, and these need pushes of the waiting
-        workers before they can finish their step and reach the collective.
+        In a deadlock some workers wait in a collective for the other workers. The other workers need pushes of the
+        waiting workers before they can finish their step and reach the collective.
         """
         figures = {member.peer.id: member.figures for member in self._roster.members if member.peer.role == WORKER}
         pushed = {worker: figures[worker]["pushed"] for worker in self._pending if "pushed" in figures.get(worker, {})}

@@ -12,8 +12,8 @@ at the next boundary, which is a collective at a time when no worker is in the m
 is sent only after all servers have seen the view with the new worker.
 
 A coordinator serves one session. Once every worker has left, the session is over and the servers end. A process that
-comes later receives the message that the session is over. A script may have several sessions in sequence, each with its
-own coordinator at the same endpoint. A worker that reaches the next session before the other workers repeats its
+registers later receives the message that the session is over. A script may have several sessions in sequence, each with
+its own coordinator at the same endpoint. A worker that reaches the next session before the other workers repeats its
 registration until the coordinator of that session has started.
 
 If the coordinator's process is killed, another process continues from its journal; see :mod:`.journal`.
@@ -44,7 +44,7 @@ class Coordinator:
         roster: The members of the run.
         dispatcher: The assignment of chunks of samples to workers.
         rounds: The collectives of the workers.
-        ended: The message with which the run has ended; None before the end.
+        ended: The message that tells the members why the run has ended; None before the end.
         signal: Number of the first signal that a member has received, after which all members must stop; 0 if no member
             has received a signal.
         specification: The run's specification, as JSON in one frame; None before the first worker has sent it.
@@ -217,8 +217,8 @@ class Coordinator:
     def _after_change(self, now: float) -> None:
         """Continue the collectives after an event, and end this role if a supervision process has requested the end.
 
-        The role ends once all members are gone, and no process is expected that has never registered. After the
-        time-out, the role no longer waits for expected processes.
+        The role ends once all members are gone, and the coordinator no longer waits for a process that has never
+        registered. After the time-out, the role does not wait for such processes.
         """
         if self._stopping is not None and not self.roster.members:
             late = now - self._stopping > self._settings.timeout
@@ -242,8 +242,8 @@ class Coordinator:
     def _refuse(self, sender: Peer, message: Message) -> None:
         """Act on a message from a process that is not a member.
 
-        Send the `ended` message with the reason, if the run has ended or refuses the process. A process that has left
-        may repeat its request to leave, and then gets the reply again.
+        Send the `ended` message with the reason, if the run has ended or the process is refused. A process that has
+        left may repeat its request to leave, and then gets the reply again.
         """
         if self.roster.gone.get(sender):
             if message.kind == "leave":

@@ -1,6 +1,6 @@
 """Dynamic assignment of samples: workers request chunks of an epoch, so that faster workers process more chunks.
 
-A worker may request chunks before it has processed its earlier ones, and therefore reports its progress. If a worker
+A worker may request a chunk before it has processed its earlier chunks, and therefore reports its progress. If a worker
 dies, the chunks that it has not processed are assigned to other workers. Every sample is processed exactly once in an
 epoch without deaths. After a death some samples may be processed twice, but none is left out.
 """
@@ -18,8 +18,8 @@ class Chunk:
 
     Attributes:
         epoch: Number of the epoch.
-        start: First position.
-        stop: Position after the last one.
+        start: The chunk's first position.
+        stop: Position after the chunk's last position.
     """
 
     epoch: int
@@ -63,8 +63,8 @@ class Epoch:
     """The chunks of one epoch, and the workers to which they were assigned.
 
     Attributes:
-        waiting: Chunks that are not assigned to a worker. They may also be chunks of an earlier epoch, whose worker has
-            died or left.
+        waiting: Chunks that are not assigned to a worker. Some of these chunks may belong to an earlier epoch, because
+            their worker has died or left.
         samples: Number of samples in the epoch.
         chunk: Number of samples in a chunk; the epoch's last chunk may be smaller.
         shares: By worker: the chunks that were assigned to the worker.
@@ -144,7 +144,7 @@ class Dispatcher:
             number: Number of the epoch.
             processed: Number of samples that the worker has processed in this epoch. The worker processes its chunks in
                 the order of their assignment.
-            workers: Ids of the workers for which a chunk is reserved. Joiners are not among them.
+            workers: Ids of the original workers. A chunk is reserved for each original worker that has no chunk yet.
             ordinal: Number of the worker's request in this epoch. A repeated request gets the same reply.
 
         Returns:
@@ -215,16 +215,16 @@ class Dispatcher:
     def mark_boundary(self) -> None:
         """Record that a boundary is complete, and that all workers of the group now begin the newest epoch.
 
-        A boundary is a collective between two steps at which waiting workers are admitted.
+        A boundary is a collective between two steps. At a boundary, waiting workers are admitted.
         """
         self._boundary_epoch = max(self._epochs, default=None)
 
     def may_join(self, worker: int) -> bool:
         """Return whether an original worker that was started again may be admitted at once.
 
-        Otherwise the worker must wait for the next boundary (a collective between two steps at which waiting workers
-        are admitted). This is the case if another worker has already begun the next epoch, or if the worker has
-        requested a chunk of the current epoch and received the reply that no samples are left.
+        Return False if another worker has already begun the next epoch, or if the worker has requested a chunk of the
+        current epoch and received the reply that no samples are left. The worker must then wait for the next boundary,
+        the collective between two steps that admits waiting workers.
         """
         if self._boundary_epoch is None or self._boundary_epoch != max(self._epochs):
             return False
@@ -232,7 +232,7 @@ class Dispatcher:
         return worker not in epoch.shares or self._has_samples(epoch, worker)
 
     def can_spare(self, workers: Collection[int], others: bool) -> bool:
-        """Return whether each worker that has no chunk of the newest epoch yet can still get one.
+        """Return whether each worker that has no chunk of the newest epoch yet can still get a chunk.
 
         Args:
             workers: Ids of the workers that must each get at least one chunk.

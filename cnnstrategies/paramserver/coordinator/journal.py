@@ -69,7 +69,7 @@ class Journaled:
         for record, end in _records(contents):
             self._records, whole = self._records + 1, end
             self._read(record)
-        store.replace(contents[:whole])  # Remove an incomplete record at the end, which a later record must not follow.
+        store.replace(contents[:whole])  # Remove an incomplete record: records after it would not be read.
 
     def start(self, now: float) -> Effects:
         """Write the time to the journal, and call :meth:`.Coordinator.start`."""

@@ -13,7 +13,7 @@ BEAT = "beat"
 VIEW = 0  # A `Return` with this call number contains a new view. Calls have other numbers.
 # If the timer for a heartbeat is late by more than this fraction of the time-out, this process was stopped meanwhile.
 STOPPED_FRACTION = 0.25
-# A process that leaves waits for the coordinator's reply for this fraction of the time-out.
+# When a process leaves the run, it waits at most this fraction of the time-out for the coordinator's reply.
 LEAVING_FRACTION = 0.5
 LEFT_UNHEARD = "this process has left without a reply from the coordinator, which may have ended before"
 
@@ -78,7 +78,11 @@ class Participant:
         return []
 
     def on_timer(self, now: float, name: str) -> Effects:
-        """Send a heartbeat or a probe, depending on the timer. End the role if the coordinator is silent too long."""
+        """Send a heartbeat or a probe, depending on the timer.
+
+        End the role instead if the coordinator has been silent for longer than the time-out, or for longer than
+        `Address.appear` seconds before it has accepted the registration.
+        """
         if self.ended is not None:
             return []
         if name == TIMER:
@@ -86,8 +90,8 @@ class Participant:
         late = now - self._next_beat
         if late > STOPPED_FRACTION * self._address.timeout:
             # This process was stopped, so the time of the pause does not count as silence of the coordinator. If a
-            # message that arrived during the pause was read before this timer, `heard` is already the current time, and
-            # must not become later than that.
+            # message that arrived during the pause was read before this timer, `heard` is already the current time. It
+            # must not lie in the future, so `now` limits it.
             self.heard = min(now, self.heard + late)
         leaving = any(request.message.kind == "leave" for request in self._asking.open.values())
         if leaving and now - self.heard > LEAVING_FRACTION * self._address.timeout:

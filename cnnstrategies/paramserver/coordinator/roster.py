@@ -32,7 +32,7 @@ class Member:
         seen: Time of the last message from the process.
         endpoint: Address at which a server listens; empty for workers.
         public_key: The process's public CURVE key; empty without encryption.
-        acknowledged: Number of the newest view on which the process has reported to act.
+        acknowledged: Number of the newest view on which the process acts, according to its last report.
         since: For a server: number of the first view that contains this process. If training waited for the server,
             the number of the view with which training began.
         last_collective: For a worker: number of the newest collective to which it has contributed.
@@ -104,7 +104,7 @@ class _Place:
 
     Attributes:
         member: The process that has the place; None if the place is free.
-        appeared: Whether the coordinator no longer waits for the place's first process.
+        appeared: Whether the place's first process has registered, or is no longer expected.
         incarnation: Lowest incarnation that may register.
         lost: Lowest incarnation whose loss is not in the history yet. The loss of each process is counted once.
         promise: Time by which another process must take the place, and the error message with which the run ends
@@ -129,14 +129,16 @@ class Roster:
 
     Attributes:
         began: Time at which the coordinator began to wait for members.
-        group: Ids of the workers that take part in collectives. At first these are all original workers.
-        sealed: Whether training has begun. Views contain no workers before.
+        group: Ids of the workers that take part in collectives. At the start of the run the group contains all original
+            workers.
+        sealed: Whether training has begun. Views contain no workers before training begins.
         lost_servers: Ids of the servers that have died and were not replaced.
         silent: Role, id and incarnation of each member that was removed after a long silence. The supervision processes
             end these members' processes.
         history: The last faults.
-        view_message: Message with the current view. All members get the same object, so that it is encoded only once.
-        gone: By former member: whether it left on purpose. For each place of a joiner only the last process is kept.
+        view_message: Message with the current view. All members get the same object, so that the message is encoded
+            only once.
+        gone: By former member: whether the member left on purpose. For a joiner's place, only the last process is kept.
     """
 
     def __init__(
@@ -199,9 +201,9 @@ class Roster:
         return {worker for worker in self.group if not self.is_joiners_place(WORKER, worker)}
 
     def free_place(self) -> tuple[int, int] | None:
-        """Return the id of a free place for a joiner, and an incarnation that no process has used there.
+        """Return the lowest id of a free place for a joiner, and an incarnation that no process in this place has used.
 
-        Return None if no place is free. The free place with the lowest id is returned.
+        Return None if no place is free.
         """
         for (role, identity), place in self._places.items():
             if place.member is None and self.is_joiners_place(role, identity):
@@ -237,7 +239,7 @@ class Roster:
         place = self._places[peer.role, peer.id]
         place.member = None
         if self.is_joiners_place(peer.role, peer.id):
-            # A joiner may come in each epoch as a new incarnation, so `gone` must not keep all of them. The lowest
+            # A joiner may come in each epoch as a new incarnation, so `gone` must not keep all incarnations. The lowest
             # incarnation that may register is enough to recognise the earlier processes.
             place.incarnation = max(place.incarnation, peer.incarnation + 1)
             self.gone = {other: on_purpose for other, on_purpose in self.gone.items() if other[:2] != peer[:2]}
@@ -293,9 +295,9 @@ class Roster:
             self.history.note(now, f"{member} has taken the place of the process before it")
         if peer.role == SERVER:
             self.lost_servers.discard(peer.id)
-            # Training waits for the first process of a server, so this process counts as old as the other servers. If
-            # the first process has died, training may have begun with other servers that hold its slices. The new
-            # process then lacks the values, and must count as younger than those servers.
+            # Training waits for the first process of each server, so all these processes count as equally old. If the
+            # first process has died, training may have begun with other servers that hold the slices of this server. A
+            # new process then lacks the values, and must count as younger than those servers.
             member.since = (self._view.begun if was_waited_for else 0) or self.number + 1
             self.publish()
         return True
@@ -404,8 +406,8 @@ class Roster:
             member: The removed member.
             how: Cause of the loss, for messages to the user.
             replaced: Whether another process may take the member's place.
-            seconds: Seconds to wait for the other process, or for a report that it will come; None to wait as long as
-                for the first process of a place.
+            seconds: Seconds to wait for the other process, or for a report that the other process will come; None to
+                wait as long as for the first process of a place.
         """
         peer = member.peer
         place = self._places[peer.role, peer.id]
@@ -489,7 +491,7 @@ class Roster:
             self._send(member.peer, message)
 
     def not_seen(self, number: int) -> list[str]:
-        """Return the names of the servers that have not reported to act on a view or on a newer one.
+        """Return the names of the servers that have not yet reported that they act on a view or on a newer view.
 
         Lost servers are left out if other servers hold their slices.
 

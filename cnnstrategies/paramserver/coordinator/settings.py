@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 SERVER, WORKER = "server", "worker"
-# Number of random bits in the number that identifies a process to the coordinator. Other processes cannot guess it.
+# Number of random bits in the number that identifies a process to the coordinator. With this many bits, other processes
+# cannot guess the number.
 SECRET_BITS = 62
 
 
@@ -16,7 +17,7 @@ class CoordinatorSettings:
     servers: int  # number of servers, which the coordinator waits for; 0 if the run does not train
     timeout: float = 10.0  # seconds without a message after which a member counts as dead
     appear: float = 600.0  # seconds within which each member, and each replacement of a member, must register
-    survivable: int = 0  # number of servers that may be lost without losing a slice
+    survivable: int = 0  # largest number of servers that the run may lose without the loss of a slice
     supervised: bool = False  # whether supervision processes may replace silent processes, and report the replacements
     # Number of this session among the sessions in sequence at this endpoint. Messages of other sessions are dropped.
     session: int = 0
@@ -37,5 +38,5 @@ class Address:
     incarnation: int = 0  # number of earlier processes with the same role and id
     heartbeat: float = 0.5  # seconds between two heartbeats
     timeout: float = 10.0  # seconds without a message after which the coordinator counts as dead
-    appear: float = 60.0  # seconds within which the coordinator must reply for the first time
+    appear: float = 60.0  # seconds within which the coordinator must send its first reply
     session: int = 0  # number of the session; see `CoordinatorSettings`

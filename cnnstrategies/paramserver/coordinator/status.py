@@ -1,6 +1,6 @@
 """A coordinator's replies to watchers. A watcher is a process that asks for the state of a run but is not a member.
 
-The coordinator does not keep any state about watchers, and their questions do not change its state.
+The coordinator does not keep any state about watchers, and a watcher's request does not change the coordinator's state.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ def answer(
         now: The current time.
         question: The watcher's message.
         waits: The current waits in collectives.
-        ended: The message with which the run has ended; None before the end.
+        ended: The message that tells the members why the run has ended; None before the end.
 
     Raises:
         ControlError: The kind of the question is unknown.
@@ -99,7 +99,7 @@ def figures_of(message: Message) -> Mapping[str, float] | None:
     | name      | meaning                                                                                         |
     | --------- | ----------------------------------------------------------------------------------------------- |
     | step      | a worker's step; a server's number of updates                                                   |
-    | samples   | number of samples since the member's start                                                      |
+    | samples   | number of samples that a worker has trained on since its start                                  |
     | sent      | number of bytes sent since the member's start                                                   |
     | received  | number of bytes received since the member's start                                               |
     | waited    | seconds that a worker has waited for the servers since its start                                |

@@ -63,9 +63,9 @@ class Message(NamedTuple):
         return value
 
     def real(self, name: str) -> float:
-        """Return a field as a float. It must be a number of at least 0 or NaN, which norms and clipping factors can be.
+        """Return a field as a float. The field must be NaN or a number of at least 0; an integer must be below 2^63.
 
-        An integer must be below 2^63.
+        NaN is allowed, because norms and clipping factors can be NaN.
         """
         value = self.fields.get(name)
         if type(value) is int and 0 <= value < INTEGER_LIMIT:
@@ -146,11 +146,11 @@ class Timer(NamedTuple):
 
 
 class Return(NamedTuple):
-    """Effect: return the result of a call to the role's own process.
+    """Effect: return the result of a call to the process that made the call.
 
     Attributes:
         call: Number of the call.
-        value: The result, or a text with the reason why the call failed.
+        value: The result, or an error message with the reason why the call failed.
     """
 
     call: int
@@ -174,7 +174,7 @@ Effects = list[Effect]
 
 
 class Call(NamedTuple):
-    """A request that a process makes to its own role. The effect :class:`Return` with the same number ends the call."""
+    """A request that a process makes to its own role. A :class:`Return` effect with the call's number ends the call."""
 
     number: int
     kind: str

@@ -45,7 +45,7 @@ class Asking:
     Args:
         peer: The process to which the requests are sent.
         common: Fields that every message to the peer contains.
-        most: Largest number of seconds between two probes.
+        most: Longest time between two probes, in seconds.
 
     Attributes:
         open: By request number: the requests whose replies have not arrived.
@@ -213,7 +213,8 @@ class Answering:
     def probe(self, sender: Peer, message: Message) -> Effects:
         """Act on a probe: ask the peer to repeat the open requests that never arrived, or whose replies may be lost.
 
-        A reply that was sent may be lost, unless the reply is large and may still be on its way.
+        Every reply that was sent before the probe counts as possibly lost, unless the reply is large and may still be
+        on its way.
         """
         numbers, floor = message.integers("ids"), message.integer("floor")
         side = self._sides.get(sender, _Side())

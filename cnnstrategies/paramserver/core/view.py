@@ -15,8 +15,9 @@ class ServerInfo:
         id: Number of the server, 0 to `Specification.servers` - 1. A process that replaces the server gets the same id.
         endpoint: Address of the server's ROUTER socket, such as ``tcp://10.0.0.1:4000``.
         public_key: The server's public CURVE key, in Z85 form; empty without encryption.
-        since: Number of the first view that contains this process. It shows which of two servers is older. The oldest
-            server that holds a slice is the slice's primary, because younger servers may not have the values yet.
+        since: Number of the first view that contains this process. This number determines which of two servers is
+            older; see :meth:`View.age`. The oldest server that holds a slice is the slice's primary, because younger
+            servers may not have the values yet.
     """
 
     id: int

@@ -38,9 +38,9 @@ from cnnstrategies.paramserver.drivers import sockets
 from cnnstrategies.paramserver.security import PROOF_BYTES, KeyPair, fingerprint, prove
 
 TAG = b"CNNPS4"
-MAX_HEADER = 1 << 20
+MAX_HEADER = 1 << 20  # largest size of a message's JSON array, in bytes
 LARGEST_MESSAGE = 1 << 30  # largest size of a message in bytes; libzmq closes a connection that announces a larger one
-RECONNECT_MS = 20
+RECONNECT_MS = 20  # milliseconds after which libzmq replaces a closed connection
 ROLES = ("worker", "server", "supervision", "coordinator", "watcher")
 COORDINATOR = Peer("coordinator", 0)  # sender of the coordinator's messages
 _START = struct.Struct(f"<{len(TAG)}s{PROOF_BYTES}sI")
@@ -115,7 +115,7 @@ def parse_checked(frame: bytes | memoryview, key: str, run: KeyPair) -> tuple[Pe
 
 
 class Line:
-    """A process's connection to the coordinator. Only one thread may use it.
+    """A process's connection to the coordinator. Only one thread may use the connection.
 
     Args:
         address: Address of the coordinator, and the time-out.
@@ -173,9 +173,9 @@ class Line:
 
 
 class Loop:
-    """Driver of one role: it passes messages and expired timers to the role, and carries out the role's effects.
+    """Driver that passes messages and expired timers to a role, and carries out the role's effects.
 
-    Only one thread may use it.
+    Only one thread may use a loop.
 
     Args:
         role: The role.
@@ -210,7 +210,11 @@ class Loop:
         self.act(self.role.on_message(time.monotonic(), sender, message))
 
     def hear(self, received: Iterable[tuple[Peer, Message]]) -> None:
-        """Pass messages to the role, then all expired timers. Messages that are not valid are dropped."""
+        """Pass messages to the role, and then all expired timers. Messages that are not valid are dropped.
+
+        Args:
+            received: Pairs of a sender and its message.
+        """
         for sender, message in received:
             with contextlib.suppress(ControlError):
                 self.message(sender, message)

@@ -19,7 +19,7 @@ from cnnstrategies.paramserver.drivers.control import COORDINATOR, LARGEST_MESSA
 from cnnstrategies.paramserver.drivers.sockets import allow_files, key_of, secure, take
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 
-BIND_SECONDS = 60.0  # time for which binding is retried while the coordinator of an earlier session uses the endpoint
+BIND_SECONDS = 60.0  # seconds for which binding is retried while an earlier session's coordinator uses the endpoint
 LONGEST_WAIT = 0.1  # longest time, in seconds, between two checks whether the parent process is alive
 AT_ONCE = 200  # largest number of messages that are handled between two checks of the timers
 
@@ -36,7 +36,8 @@ class CoordinatorService:
     Attributes:
         endpoint: Endpoint to which the socket is bound, with the actual port.
         dropped: Number of messages dropped because they were not valid.
-        routes: By process, the route to it. The mapping contains all processes that have sent a message.
+        routes: By process: the route over which messages reach the process. The mapping contains all processes that
+            have sent a message, except watchers.
         loop: Driver of the role's messages and timers.
 
     Raises:
@@ -58,8 +59,8 @@ class CoordinatorService:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         secure(self._socket, keys)
-        # The gatekeeper admits every key, because each message contains a proof that its sender has the run's keys. It
-        # is needed because libzmq reports a connection's key only if a gatekeeper has admitted the key.
+        # The gatekeeper admits every key, because each message contains a proof that its sender has the run's keys. The
+        # gatekeeper is needed because libzmq reports a connection's key only if a gatekeeper has admitted the key.
         self._gatekeeper = None if keys is None else Gatekeeper(self._context, lambda key: True)
         role = Coordinator(settings)
         self._bind(settings, BIND_SECONDS if settings.session or follows else 0.0)
@@ -92,7 +93,7 @@ class CoordinatorService:
         """Serve until the role ends.
 
         If the coordinator fails with an exception, it reports the exception to all processes that have sent a message,
-        so that they end at once and not after the time-out.
+        so that these processes end at once instead of after the time-out.
 
         Args:
             orphaned: Function that is called several times a second; serving also ends when it returns True.
@@ -140,7 +141,7 @@ class CoordinatorService:
                 self.loop.message(sender, message)
             finally:
                 if sender.role == WATCHER:
-                    del self.routes[sender]  # A watcher gets only this reply, and its route is not needed afterwards.
+                    del self.routes[sender]  # A watcher gets only this reply, so its route is not needed any longer.
         except ControlError:
             self.dropped += 1
 
@@ -150,7 +151,7 @@ class CoordinatorService:
         if route is None:
             return
         if self._encoded[0] is not message:
-            # The encoded message is kept, because the same view is sent to all processes.
+            # Keep the encoded message, so that a view, which is sent to all processes, is encoded only once.
             self._encoded = message, encode(COORDINATOR, message)
         self._socket.send_multipart([route, self._encoded[1]], copy=False)
 

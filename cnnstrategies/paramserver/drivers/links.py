@@ -22,7 +22,7 @@ from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.slicing import Slice, largest_payload
 from cnnstrategies.paramserver.specification import Specification
 
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.05  # longest time between two checks of views and time-outs while a worker waits for messages
 
 
 class ServerLink(NamedTuple):
@@ -42,14 +42,14 @@ class ServerLink(NamedTuple):
 
 
 class Links:
-    """A worker's connections to all servers. Only :meth:`receive` may block, and only for the time passed to it.
+    """A worker's connections to all servers. Only :meth:`receive` blocks, for at most the time that its caller passes.
 
     Args:
         specification: The run's specification.
         slices: All slices.
         views: Source of the membership's views.
-        heard: Called for each message that arrives, with the time, the server's id and the header. It returns whether
-            the message is new; messages that are not new are dropped.
+        heard: Called for each message that arrives, with the time, the server's id and the header. The function returns
+            whether the message is new; messages that are not new are dropped.
         keys: CURVE keys of this process; None for no encryption.
     """
 

@@ -66,8 +66,8 @@ class ServerService:
     Attributes:
         role: The role.
         bounds: Limits of the messages that the server accepts.
-        endpoint: Endpoint to which the socket is bound, with the actual port. It is known before :meth:`run` is called,
-            so that the caller can register it with the coordinator first.
+        endpoint: Endpoint to which the socket is bound, with the actual port. The endpoint is known before :meth:`run`
+            is called, so that the caller can register the endpoint with the coordinator first.
 
     Raises:
         ConfigurationError: Other machines can reach the endpoint without encryption, or the limit on open files is too
@@ -236,7 +236,7 @@ class ServerService:
                 _LOG.warning("%s", effect.text)
 
     def _bundle_for(self, to: int | bytes) -> Bundle:
-        """Create the sender of messages for a worker's new route. Remove the senders for routes that are out of use."""
+        """Create the sender of messages for a worker's new route. Remove the senders for routes that no worker uses."""
         assert isinstance(to, bytes), "all servers of the view are connected"
         routes = set(self.role.routes.values())
         self._bundles = {

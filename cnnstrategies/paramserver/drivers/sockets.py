@@ -1,6 +1,7 @@
-"""Sockets of the data plane: a server's ROUTER, a worker's DEALERs, and sending large payloads without copying them.
+"""Sockets of the data plane: a server's ROUTER and the DEALERs of workers and servers.
 
-The module also checks the operating system's limits on open files (each connection needs a file) and on threads.
+Large payloads are sent without a copy. The module also checks the operating system's limits on open files (each
+connection needs a file) and on threads.
 """
 
 import resource
@@ -67,8 +68,8 @@ Context = zmq.Context[Socket]
 WAITING_MESSAGES = 64
 LINGER_MS = 500  # milliseconds for which a closed socket still sends its last messages
 # Time-out of the handshake in milliseconds, after which the process tries to connect again. The time-out is short,
-# because a server refuses a new member until it has the view with the member. But the time-out is long enough for a
-# handshake over a connection with a latency of one second.
+# because a server refuses a new member until the server has received the view that contains the member. But the
+# time-out is long enough for a handshake over a connection with a latency of one second.
 KNOCK_MS = 3000
 # Largest number of small messages in one frame, and number of payload bytes from which on a frame is sent at once.
 MOST_TOGETHER, BUNDLE_BYTES = 32, 1 << 19
@@ -150,8 +151,8 @@ def notice_silence(socket: Socket, seconds: float, largest: int = 0) -> None:
 
     libzmq itself reconnects only when the TCP connection is closed or broken. If the network corrupts a frame's length,
     the receiver waits for bytes that were never sent; only an unanswered heartbeat reveals this. libzmq then reconnects
-    within 5/8 of `seconds`. libzmq notices a frame only when it is complete, so the heartbeat's time-out is longer if
-    the largest frame needs more time than that.
+    within 5/8 of `seconds`. libzmq notices a frame only when the frame is complete, so the heartbeat's time-out is
+    longer than usual if the transfer of the largest frame may take longer than the usual time-out.
 
     Args:
         socket: The socket, which is not connected yet.
@@ -200,7 +201,7 @@ class Bundle:
     Most parameters of a CNN are small, and each libzmq message wakes a thread at both ends, so fewer messages are
     faster. A large payload is sent without a copy, in a frame of its own after the frame with its header. These two
     frames are separate libzmq messages, because libzmq aborts the process if a connection breaks inside a message of
-    several frames while its socket is being closed.
+    several frames while the connection's socket is being closed.
 
     Args:
         to: The socket.
@@ -221,8 +222,8 @@ class Bundle:
 
         Args:
             header: Header of the message.
-            payload: Payload of the message. A large payload is not copied: a thread of libzmq reads it later, and keeps
-                its memory alive until then.
+            payload: Payload of the message. A large payload is not copied: a thread of libzmq reads the payload later,
+                and libzmq keeps the payload's memory alive until then.
             wait: Delay a small message until :meth:`flush` is called or enough small messages are waiting.
         """
         self._waiting.append(header.pack())
@@ -311,7 +312,7 @@ class Inbox:
         self._open: dict[bytes, bytes] = {}  # By route: the header whose payload is expected in the next frame.
 
     def receive(self) -> list[Received]:
-        """Receive the next frame, and return the messages that are complete with it.
+        """Receive the next frame, and return the messages that this frame completes.
 
         A frame that a :class:`Bundle` cannot have sent is returned as one message whose header is not valid.
 

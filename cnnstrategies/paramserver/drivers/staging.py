@@ -1,4 +1,4 @@
-"""Asynchronous copies between GPU and host: gradients to the host and new values to the GPU, while the GPU computes."""
+"""Asynchronous copies of gradients to CPU memory and of new values to the GPU, while the GPU computes."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class StagedCopies:
-    """Copies between a GPU and pinned host memory, on a CUDA stream of their own, as in NCCL and DDP's reducer.
+    """Copies between a GPU and pinned CPU memory, on a separate CUDA stream, as in NCCL and DDP's reducer.
 
     Args:
         device: The GPU.
@@ -20,17 +20,17 @@ class StagedCopies:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def host(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in pinned memory, with the shape and dtype of `tensor`; its contents are undefined.
+        """Return an uninitialized tensor in pinned CPU memory, with the shape and dtype of `tensor`.
 
-        A copy to or from memory that is not pinned would block the calling thread.
+        The memory is pinned because a copy to or from other CPU memory would block the calling thread.
         """
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def begin(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
         """Queue a copy from `source` to `target`, and return an event that marks the end of the copy.
 
-        The copy starts after all work that is queued on the current stream: this work computes the gradient, and may
-        still read the old values.
+        The copy starts after all work that is queued on the current stream, because this work may still compute the
+        gradient or read the old values.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -49,13 +49,13 @@ class StagedCopies:
 
 
 class Staging:
-    """Host buffers for the gradients and the new values of parameters on a GPU.
+    """Buffers in pinned CPU memory for the gradients and the new values of parameters on a GPU.
 
-    Copies do not delay backward. They delay forward only where it needs a new value that has not been copied yet. Each
-    parameter has one buffer for its gradient and one for its value. The gradient's buffer is free again when the
-    parameter's new value has arrived. The value's buffer can be overwritten as soon as the next value arrives: by then
-    the gradient computed with the last value has been copied to the host, and the copies are made in the order in which
-    they were queued, so the copy of the last value to the GPU has ended.
+    Copies do not delay backward. Copies delay forward only where forward needs a new value that has not been copied
+    yet. Each parameter has one buffer for its gradient and one buffer for its value. The gradient's buffer is free
+    again when the parameter's new value has arrived. The value's buffer can be overwritten as soon as the next value
+    arrives. By then, the gradient that was computed with the last value has been copied to CPU memory. Copies are made
+    in the order in which they were queued, so the earlier copy of the last value to the GPU has also ended.
 
     Args:
         parameters: Parameters on one GPU.
@@ -74,7 +74,10 @@ class Staging:
 
     @cached_property
     def values(self) -> list[Tensor]:
-        """Host buffers into which new values are written. At first they contain the parameters' values on the GPU."""
+        """Buffers in pinned CPU memory into which new values are written, one for each parameter.
+
+        At first the buffers contain the parameters' values on the GPU.
+        """
         values = [self._copies.host(parameter) for parameter in self._parameters]
         self._take(values)
         return values
@@ -84,7 +87,7 @@ class Staging:
         self._take(self.values)
 
     def fetch(self, index: int, gradient: Tensor) -> None:
-        """Queue a copy of a parameter's gradient to the host, without waiting for the copy.
+        """Queue a copy of a parameter's gradient to CPU memory, without waiting for the copy.
 
         Args:
             index: Index of the parameter.
@@ -94,14 +97,14 @@ class Staging:
         self._to_host.append((index, gradient, event))
 
     def fetched(self, wait: bool = False) -> Iterator[tuple[int, Tensor]]:
-        """Yield the gradients that have arrived on the host, in the order of the calls of :meth:`fetch`.
+        """Yield the gradients that have been copied to CPU memory, in the order of the calls of :meth:`fetch`.
 
         Args:
             wait: Wait for all queued copies, and yield all gradients.
 
         Yields:
-            The parameter's index and its gradient on the host. The next :meth:`fetch` for the same parameter overwrites
-            this tensor.
+            The parameter's index, and its gradient as a tensor in CPU memory. The next call of :meth:`fetch` for the
+            same parameter overwrites the tensor.
         """
         while self._to_host and (wait or self._to_host[0][2].query()):  # type: ignore[no-untyped-call]
             index, _, event = self._to_host.popleft()
@@ -109,7 +112,12 @@ class Staging:
             yield index, self._gradients[index]
 
     def put(self, index: int, value: Tensor) -> None:
-        """Write a parameter's new value, a tensor on the host, into :attr:`values`, and queue its copy to the GPU."""
+        """Write a parameter's new value into :attr:`values`, and queue a copy of the value to the GPU.
+
+        Args:
+            index: Index of the parameter.
+            value: The new value, in CPU memory.
+        """
         self.values[index].copy_(value)
         self.bring(index)
 
@@ -118,7 +126,7 @@ class Staging:
         self._to_device[index] = self._copies.begin(self._parameters[index], self.values[index])
 
     def before_use(self, index: int) -> None:
-        """Make later work on the GPU wait until a parameter's new value has been copied."""
+        """Make later work on the GPU wait until a parameter's new value has been copied to the GPU."""
         event = self._to_device.get(index)
         if event is not None:
             self._copies.before_use(event)

@@ -16,7 +16,7 @@ class Asynchronous:
     """State machine for one server's work in steps that each worker makes independently of the other workers.
 
     Attributes:
-        clock: Numbers of steps that the workers have finished.
+        clock: The clock that counts the steps that each worker has finished.
         roll: The roll call with which a server that starts late learns the workers' steps.
         updates: Number of pushes that this server has applied to slices whose primary it is.
     """
@@ -43,7 +43,7 @@ class Asynchronous:
         return len(self._begun.keys() | self._held.keys())
 
     def follow(self, view: View) -> None:
-        """Act on a new view: remove the workers that are no longer members, and reply to pulls that waited for them."""
+        """Act on a new view: remove workers that are no longer members, and reply to pulls that waited for them."""
         incarnations = view.incarnations
         for worker in self.roll.follow(incarnations):
             self.leave(worker)
@@ -69,7 +69,10 @@ class Asynchronous:
         return self.clock.join(worker, step)
 
     def note_first_step(self, member: MemberKey, first: int) -> None:
-        """Record the step with which a worker began. A push is accepted only if no push since this step is missing.
+        """Record the step with which a worker began.
+
+        A later push of the worker is accepted only if the worker's pushes of all steps from its first step to the step
+        before have arrived.
 
         Args:
             member: Id and incarnation of the worker.
@@ -140,11 +143,12 @@ class Asynchronous:
         slowest = self.clock.slowest
         self.clock.finished(member[0], request)
         self._held[member[0]] = keys, Pull(request, member=member, step=request - 1, encoding=encoding)
-        # If the clock of the slowest worker has not changed, this pull cannot allow any other worker to go on.
+        # If the clock of the slowest worker has not changed, this pull cannot allow any other worker to go on. Only the
+        # worker of this pull is considered then.
         self.proceed(self._held if self.clock.slowest != slowest else (member[0],))
 
     def will_answer(self, key: int, member: tuple[int, int], request: int) -> bool:
-        """Return whether this server will reply to a worker's pull even if the worker does not send any message again.
+        """Return whether this server will reply to a worker's pull even if the worker does not repeat its messages.
 
         Args:
             key: Key of a slice whose primary is this server.

@@ -17,10 +17,10 @@ class SyncClock:
     """Clock of steps that all workers make together.
 
     Args:
-        expected: Number of nodes at the start of the run. Where each worker pushes its own gradients, every worker
-            counts as a node.
-        per_node: Number of workers of a node. If it is above 1, one worker pushes for the whole node: the node has
-            joined once any of its workers has joined, and is gone once all its workers are gone.
+        expected: Number of nodes at the start of the run. If each worker pushes its own gradients, every worker counts
+            as a node.
+        per_node: Number of workers of each node. If this number is above 1, one worker of a node pushes for the whole
+            node. The node has joined once any of its workers has joined, and is gone once all its workers are gone.
 
     Attributes:
         step: The current step, which is the first step without a decision.
@@ -145,7 +145,7 @@ class StaleClock:
 
         Args:
             worker: Id of the worker.
-            clock: Number of steps that the worker has finished; None to give a new worker the clock of the slowest one.
+            clock: Number of steps that the worker has finished; None to give a new worker the slowest worker's clock.
 
         Returns the worker's clock.
         """
@@ -188,7 +188,7 @@ class RollCall:
         expected: Number of workers at the start of the run.
 
     Attributes:
-        incarnations: By worker id: incarnations of the workers in the current view.
+        incarnations: By worker id: incarnation of the worker in the current view.
     """
 
     def __init__(self, expected: int = 0) -> None:
@@ -210,7 +210,7 @@ class RollCall:
         """Act on a new view. Return the ids of the workers that have left or died, or were replaced by a new process.
 
         Args:
-            incarnations: By worker id: incarnations of the workers in the new view.
+            incarnations: By worker id: incarnation of the worker in the new view.
         """
         gone = [worker for worker, incarnation in self.incarnations.items() if incarnations.get(worker) != incarnation]
         # Expected workers that are missing in the first view with workers have died before training began. Their ids
@@ -227,12 +227,14 @@ class RollCall:
         self._absent.discard(worker)
 
     def expire(self, now: float) -> bool:
-        """End the roll call if workers have not reported within `PATIENCE_SECONDS`. Return whether this call ended it.
+        """End the roll call if a worker has not reported within `PATIENCE_SECONDS`.
 
         The waiting time begins with the first call of this method after :meth:`call`.
 
         Args:
             now: The current time, in seconds.
+
+        Returns whether this call has ended the roll call.
         """
         if not self._absent:
             return False

@@ -41,8 +41,8 @@ class Copies:
         self._acknowledged: dict[tuple[int, int], int] = {}
         # Ids of servers that were started during training and do not have copies of all slices of this server yet.
         self._late: set[int] = set()
-        # By key of a slice that this server backs up: the primary whose whole copy has arrived here, as the id of the
-        # server and the number of the first view with the server's process.
+        # By key, for the slices of which this server has received a whole copy as a backup: the primary that sent the
+        # copy, as the primary's server id and the number of the first view with the primary's process.
         self._copied: dict[int, tuple[int, int]] = {}
 
     # Placement of the copies
@@ -94,8 +94,8 @@ class Copies:
             backup: Id of the backup's server.
             version: Version of the slice on the backup.
 
-        Returns True if the backup's server was started during training, and with this message has copies of all slices
-        that it backs up for this primary.
+        Returns True if the backup's server was started during training, and this acknowledgement was the last one that
+        was missing: the backup's server now has copies of all slices that it backs up for this primary.
         """
         self._acknowledged[key, backup] = max(version, self._acknowledged.get((key, backup), -1))
         keys = [key for key, backups in self._backups.items() if backup in backups] if backup in self._late else []
@@ -123,7 +123,8 @@ class Copies:
             key: Key of the slice.
             gradient: Gradient of the slice; None if the update does not change the values.
             options: Hyperparameters of the update.
-            member: Id and incarnation of the worker whose gradient it is; `ALL_MEMBERS` for the mean in common steps.
+            member: Id and incarnation of the worker that computed the gradient; `ALL_MEMBERS` for the mean gradient of
+                a common step.
             step: Step of the update.
             change: Payload from :meth:`.store.Changes.make`; empty in a run in which workers do not pull changes.
             absent: Bit i is set if part i of the slice has no gradient.
@@ -204,8 +205,8 @@ class Copies:
             payload, change = payload[:size], payload[size:]
             difference = changes.decoded(header.key, change)
         check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
-        # Without a whole copy from the current primary, the values here may contain different updates from the
-        # primary's values, even if both have the same version. The update must then not be applied.
+        # Without a whole copy from the current primary, the values here may differ from the primary's values, even if
+        # both have the same version. The update must then not be applied.
         if header.key not in self._copied:
             return
         # If this backup has missed an update, it ignores later updates until the primary has sent a whole copy.
@@ -251,4 +252,4 @@ class Copies:
 
     def _check_primary(self, server: int, key: int) -> None:
         if key not in self._store.slices or self._primary(key) != server:
-            raise InvalidMessageError("only the slice's primary may send updates and copies, and the sender is not it")
+            raise InvalidMessageError("the sender of the update or copy is not the slice's primary")

@@ -17,10 +17,10 @@ class Decision:
     Attributes:
         step: Number of the step.
         members: Ids and incarnations of the workers whose gradients make up the step. A process that replaces a dead
-            member has another incarnation, so its pushes do not count for this step.
+            member has a different incarnation, so the pushes of the new process do not count for this step.
         options: Hyperparameters of the step.
-        scale: Factor that clips the gradient by its global norm; None while the norm is not known, and 1 without
-            clipping.
+        scale: Clipping factor, by which the mean gradient is multiplied so that its global norm is not too large; None
+            while the norm is not known, and 1 without clipping by the norm.
     """
 
     step: int
@@ -88,7 +88,8 @@ class Reports:
 
         Args:
             server: Id of the server, which must be in the view.
-            complete: Steps and workers whose pushes have become complete on the server.
+            complete: Pairs of a step and a worker id. The worker's pushes of the step have become complete on the
+                server.
         """
         self._silent.discard(server)
         for step, worker in complete:

@@ -28,7 +28,7 @@ class Begin:
         options: Hyperparameters of the step.
         weight: Number of samples in the worker's gradient.
         pulls: Encoding in which the worker will pull the values after the step, if workers choose encodings.
-        level: Number of the worker's encodings in the ladder of encodings; see
+        level: 1 + the index of the worker's encodings in the ladder of encodings, if workers choose encodings; see
             :attr:`~cnnstrategies.paramserver.messages.Header.level`.
     """
 
@@ -41,7 +41,8 @@ class Begin:
 class Pushes:
     """The pushes of one step. Each worker sends one push for each slice.
 
-    The pushes of a worker that dies are kept, because the leader may have decided that the worker is a member.
+    The pushes of a worker that dies are kept, because the leader may have decided that the worker is a member of the
+    step.
 
     Attributes:
         begun: By worker: contents of its BEGIN message.
@@ -51,7 +52,8 @@ class Pushes:
         self.begun: dict[MemberKey, Begin] = {}
         # By slice key and worker: the encoded gradient, and the number of its encoding.
         self._pieces: dict[int, dict[MemberKey, tuple[memoryview, int]]] = {}
-        # By slice key and worker: bit i is set if part i of the slice has no gradient in the worker's push.
+        # By slice key and worker: an integer in which bit i is set if part i of the slice has no gradient in the
+        # worker's push.
         self._absent: dict[int, dict[MemberKey, int]] = {}
         self._counts: dict[MemberKey, int] = {}  # By worker: number of slices that the worker has pushed.
         # By slice key: the mean gradient that was computed last, and the workers whose gradients are part of the mean.
@@ -141,7 +143,7 @@ class Pushes:
         return mean
 
     def absent(self, key: int, workers: Iterable[MemberKey]) -> int:
-        """Return the parts of a slice that have no gradient in any worker's push: bit i is set for such a part i.
+        """Return an integer in which bit i is set if part i of a slice has no gradient in any worker's push.
 
         Call this only if the mean of the slice is not None.
 
@@ -254,7 +256,7 @@ class Backlog:
 class Updater:
     """Executor of the decided step: it computes the mean gradient of each slice and applies it, one slice at a time.
 
-    The slices come in the order in which the workers use them.
+    The slices are updated in the order in which the workers use them.
 
     Attributes:
         finished: Number of steps that are applied to all slices whose primary is this server.
@@ -274,7 +276,7 @@ class Updater:
         self._waiting: set[int] = set()
         self._members: tuple[MemberKey, ...] = ()  # workers whose pushes make up the step, dead workers included
         self._live_members: Collection[MemberKey] = ()  # live members, whose missing pushes will still arrive
-        self._waits_for_any = False  # whether a slice is not ready before at least one worker has pushed it
+        self._waits_for_any = False  # whether a slice is ready only after at least one worker has pushed the slice
 
     def plan(
         self, decision: Decision | None, live_members: Collection[MemberKey], successors: Collection[MemberKey]
@@ -284,7 +286,7 @@ class Updater:
         Args:
             decision: The decision about the step; None before the first decision.
             live_members: Ids and incarnations of the step's live members.
-            successors: Ids and incarnations of workers whose pushes count as well, because all members are dead; see
+            successors: Ids and incarnations of other workers whose pushes also count, because all members are dead; see
                 :attr:`.Synchronous._waits_for_successors`.
         """
         self._todo = deque()

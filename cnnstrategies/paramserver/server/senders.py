@@ -78,7 +78,7 @@ class Senders:
     def shows_connection(self, header: Header, user: str) -> bool:
         """Return whether a message proves that the connection from its sender works.
 
-        A message can prove this even if :meth:`check` refuses it.
+        Even a message that :meth:`check` refuses can prove that the connection works.
 
         Args:
             header: Header of the message.
@@ -94,7 +94,7 @@ class Senders:
             header: Header of the message.
             user: Public key of the connection, if it is encrypted.
 
-        Returns whether the sender is a server and earlier messages from it were lost.
+        Returns whether the sender is a server, and earlier messages from this server were lost.
 
         Raises:
             InvalidMessageError: The sender is not a member or may not send this message, or the message is a replay.
@@ -143,18 +143,18 @@ class Senders:
         return True
 
     def reset_repeats(self) -> None:
-        """Set the counts of repetitions that `MOST_REPEATS` limits to 0. Call this each time pings are sent."""
+        """Set the counts of repetitions, which `MOST_REPEATS` limits, back to 0. Call this each time pings are sent."""
         self._repeats.clear()
 
 
 class Outbox:
-    """The effects of a server that the driver has not taken yet, and the numbering of its messages.
+    """A server's effects that the driver has not taken yet, and the numbering of the server's messages.
 
     The messages to each other server are numbered without gaps, so that the receiver notices lost messages.
 
     Args:
         server: Id of the server.
-        session: Number of the run.
+        session: Random number that identifies the run.
 
     Attributes:
         routes: By worker: route of the connection on which the worker's last message arrived.
@@ -208,7 +208,7 @@ class Outbox:
             self.effects.append(Parcel(route, header, bytes(body) if wait else body, wait))
 
     def ask_again(self, worker: int) -> None:
-        """Ask a worker to repeat all messages to which it has received no reply."""
+        """Ask a worker to repeat all messages to which the worker has received no reply."""
         self.to_worker(worker, Kind.WELCOME, json={"again": True})
 
     def to_server(self, server: int, kind: Kind, payload: Any = b"", **fields: Any) -> None:

@@ -165,16 +165,16 @@ class Server:
         return self._outbox.take()
 
     def on_time(self, now: float) -> Effects:
-        """Send heartbeats to workers and pings to servers if it is time, and end a roll call whose time is over.
+        """Send the heartbeats to workers and the pings to servers that are due, and end a roll call whose time is over.
 
-        A ping tells another server how many gaps this server has found in its messages. The ping's own number also
-        shows the other server whether it has missed the messages before the ping.
+        A ping tells another server how many gaps this server has found in the other server's messages. The ping's own
+        number also shows the other server whether it has missed messages before the ping.
         """
         self._note_time(now)
         if now - self._sent_heartbeats > self._heartbeat_seconds:
             self._sent_heartbeats = now
-            # While a worker sends a large amount of data, it receives replies to its other messages late. Heartbeats
-            # show the worker that this server is alive.
+            # While a worker sends a large amount of data, the replies to its other messages arrive late. Heartbeats
+            # show the worker in the meantime that this server is alive.
             for worker in self._heard_workers:
                 self._outbox.to_worker(worker, Kind.PING)
             self._heard_workers.clear()
@@ -287,7 +287,7 @@ class Server:
             lacks = self._lacks_updates(member, step if has_parameters else step - 1, answered, first)
             if self._asynchronous is not None:
                 self._asynchronous.note_first_step(member, first)
-        # With its first HELLO, a newcomer asks for the step with which it begins. Its next HELLO contains this step.
+        # A newcomer's first HELLO contains no step, so the reply must contain the step with which the newcomer begins.
         first_step: int | None = 0
         if joins:
             first_step = (
@@ -333,11 +333,12 @@ class Server:
         return self._synchronous is not None and self._synchronous.clock.step > 0 and not self.shard.ready
 
     def _lacks_updates(self, member: MemberKey, step: int, answered: frozenset[int], first: int) -> bool:
-        """Return whether this server lacks updates that were applied according to a worker's report.
+        """Return whether this server lacks updates that a worker reports as already applied.
 
         Args:
             member: Id and incarnation of the worker.
-            step: The worker's step: the worker computes the gradients of this step, or waits for the values after it.
+            step: Number of the step that the worker is working on: the worker computes the gradients of this step, or
+                waits for the values that result from this step.
             answered: Keys of the slices whose values after this step the worker has already received.
             first: The step with which the worker began.
         """

@@ -31,7 +31,7 @@ class Pull:
         encoding: Encoding of the reply; `NOTHING` for the specification's encoding.
         mark: Mark of the values that the worker holds, in a run in which workers pull changes: a number that identifies
             these values (see :mod:`.store`). 0 if the values have no mark.
-        question: Id of a pull of the current values, which the reply repeats; 0 for any other pull. See
+        question: Id of a pull that requests the current values; 0 for any other pull. The reply repeats the id. See
             :class:`~cnnstrategies.paramserver.messages.Header`.
     """
 
@@ -111,7 +111,7 @@ class Shard:
         Args:
             worker: Id of the worker.
             keys: Keys of the slices.
-            pull: The pull, which replaces an earlier pull of the worker.
+            pull: The pull, which replaces the worker's earlier pull of each of these slices.
         """
         for key in keys:
             self._pulls[key][worker] = pull
@@ -196,11 +196,13 @@ class Shard:
             key: Key of the slice.
             gradient: Gradient of the slice; None if the update raises the version but does not change the values.
             options: Hyperparameters of the update.
-            member: Id and incarnation of the worker whose gradient it is; `ALL_MEMBERS` for the mean in common steps.
+            member: Id and incarnation of the worker that computed the gradient; `ALL_MEMBERS` for the mean gradient of
+                a common step.
             step: Step of the update.
             absent: Bit i is set if part i of the slice has no gradient.
             pulls: Encodings in which the workers will pull the new values, if workers choose encodings.
-            level: The first member's choice; see :attr:`~cnnstrategies.paramserver.messages.Header.level`.
+            level: The `level` in the BEGIN message of the step's first member; see
+                :attr:`~cnnstrategies.paramserver.messages.Header.level`.
         """
         self._level = level
         self.store.apply(key, gradient, options, absent)
@@ -210,7 +212,9 @@ class Shard:
         self.answer(key)
 
     def acknowledged(self, backup: int, key: int, version: int) -> None:
-        """Record that a backup has applied all updates of a slice up to a version. Reply to pulls that waited for it.
+        """Record that a backup has applied all updates of a slice up to a version.
+
+        Pulls that waited for this report of the backup get their replies.
 
         Args:
             backup: Id of the backup's server.

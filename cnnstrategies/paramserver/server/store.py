@@ -60,7 +60,7 @@ class Changes:
         encoding: Encoding of the changes.
         ratio: Fraction of the elements that ``topk`` sends; it sends at least one element.
         values: By key: values of the slices, which updates modify in place.
-        whole: Encoding of rounded values that workers may pull instead of changes; None if they always pull changes.
+        whole: Encoding of rounded values that workers may pull instead of changes; None if all pulls request changes.
 
     Attributes:
         known: By key: values of the workers that have received all changes up to the slice's version.
@@ -196,7 +196,8 @@ class Changes:
         Args:
             key: Key of the slice.
             mark: Mark of the values that the worker holds; 0 for no mark.
-            next_version: Whether the current version is the version that the worker needs, and not a later one.
+            next_version: Whether the current version is exactly the version that the worker needs; False if the current
+                version is later.
             asked: Encoding in the worker's PULL message; `NOTHING` for the specification's encoding.
         """
         last = self._last.get(key)
@@ -211,7 +212,7 @@ class Changes:
         return bytes(as_bytes(self.known[key])), Encoding.DENSE, self.mark(key)
 
     def mark(self, key: int) -> float:
-        """Return the mark, in messages, of the values in a slice's record. The mark is the lineage plus 2.
+        """Return the mark that identifies the values in a slice's record in messages: the lineage plus 2.
 
         The numbers below 2 have other meanings: 0 stands for no mark, and 1 is `ALONE`.
         """
@@ -220,7 +221,7 @@ class Changes:
     def encoded_values(self, key: int, encoding: int) -> Any:
         """Return a slice's values as a payload, if the slice's record contains the values rounded to this encoding.
 
-        Otherwise return None. The next change could then not be added to values in this encoding.
+        Return None otherwise, because the next change could not be added to values in this encoding.
         """
         return self._rounded.get(key) if encoding == self._whole else None
 
@@ -251,7 +252,7 @@ class Store:
     Attributes:
         slices: By key: the slices.
         values: By key: the slice's values.
-        memory: By key: a view of the bytes of the slice's values.
+        memory: By key: the bytes of the slice's values, as a memoryview that shares the storage of the values.
         versions: By key: number of updates of the slice; -1 before its initial values arrive. In common steps, the
             version is the number of steps that are applied.
         seen: By key, then by worker: the last step whose gradient from the worker was applied to the slice.
@@ -296,8 +297,8 @@ class Store:
 
         Args:
             key: Key of the slice.
-            update: Gradient of the slice; in mode local the workers' mean difference. If it is None, the values stay
-                the same.
+            update: Gradient of the slice, or in mode local the mean of the workers' differences; None to raise only the
+                version.
             options: Hyperparameters of each parameter group.
             absent: Bit i is set if part i of the slice has no gradient, so that its values stay the same.
         """

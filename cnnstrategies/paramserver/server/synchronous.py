@@ -167,7 +167,7 @@ class Synchronous:
 
         This happens only with pipelined steps, which are decided before all pushes have arrived. If all members of the
         step have died, some of their pushes may be missing forever. Other workers that hold gradients of the step, the
-        successors, may then push them. This ends once a worker has joined that begins after the step.
+        successors, may then push them. The property becomes false once a worker that begins after the step has joined.
         """
         if not self._pipelined or self._decision is None or self._live_members:
             return False
@@ -257,7 +257,7 @@ class Synchronous:
         return True
 
     def will_answer(self, key: int, member: MemberKey, request: int) -> bool:
-        """Return whether this server will reply to a worker's pull even if the worker does not send any message again.
+        """Return whether this server will reply to a worker's pull even if the worker does not repeat its messages.
 
         Args:
             key: Key of a slice whose primary is this server.
@@ -320,7 +320,7 @@ class Synchronous:
             self._outbox.to_server(server, Kind.DECIDE, json=decision.as_dict())
 
     def _accept(self, decision: Decision) -> None:
-        """Replace this server's decision by a newer one, and act on it. Ignore any other decision.
+        """Replace this server's decision by a newer decision, and act on the newer decision. Ignore any other decision.
 
         A decision is newer if it is about a later step, or about the same step and contains the clipping factor that
         this server's decision lacks.

@@ -16,20 +16,27 @@ Codecs = tuple[PushCompression, PullCompression]
 
 WARM_UP = 3  # steps before the first trial
 PAIRS = 5  # largest number of trial steps; each trial step is paired with a step that uses the current encodings
-GAIN = 0.95  # A different encoding is chosen if it reduces the time of a step to less than this fraction.
-# A trial ends early if one trial step takes WORSE times as long as a step with the current encodings, or if two trial
-# steps are BETTER times as fast.
+# A smaller encoding is chosen if it reduces the time of a step to less than this fraction of the current time. A more
+# exact encoding is chosen if it saves any time.
+GAIN = 0.95
+# A trial of a level ends early in two cases. Either its fastest step took more than WORSE times as long as a step with
+# the current encodings, or at least two trial steps were made and all of them were more than BETTER times as fast as
+# the steps with the current encodings.
 WORSE, BETTER = 1.5, 1.25
 SETTLED = 8  # number of steps whose median time is the reference for later steps
-SLACK = math.log(1.1)  # normal variation of a step's time (natural logarithm of the ratio); grows after a false alarm
+# Normal variation of a step's time, as the natural logarithm of a ratio. After a false alarm (a change of the time that
+# begins a round, and the round leaves the level unchanged), a larger variation counts as normal, up to MOST_SLACK.
+SLACK = math.log(1.1)
 MOST_SLACK = math.log(1.5)
-LARGEST = math.log(3)  # limit on the deviation of a single step, so that one slow step does not count as a change
+# Limit on the deviation of a single step, as a logarithm, so that one slow step does not count as a change of the time.
+LARGEST = math.log(3)
 # The time of a step counts as changed if the cumulative sum of its deviations exceeds this limit. Two steps that take 3
 # times the reference time exceed the limit, and so do three steps that take 2 times or six that take 1.5 times as long.
 THRESHOLD = 1.6
 # Smallest and largest number of steps between two search rounds while the time of a step does not change.
 WAIT, LONGEST_WAIT = 32, 1024
-# If a round has lost the time of n steps, the next round begins at least 100 n steps later: rounds cost at most 1 %.
+# If the trials of a round have cost the time of n steps, the next round begins at least 100 n steps later. Rounds then
+# cost at most 1 % of the training time.
 STEPS_PER_COST = 100
 
 
@@ -52,23 +59,24 @@ def ladder(specification: Specification) -> list[Codecs]:
 class CodecChooser:
     """Search for the level of the ladder with which a step takes the least time.
 
-    The search consists of rounds. A round compares the current level with its neighbours in alternating steps, and
-    moves to a neighbour as long as that saves time. A round begins when the time of a step has changed. If that round
-    leaves the level unchanged, a second round follows at once. Without a change of the time, rounds are repeated at
-    intervals. The interval grows while rounds leave the level unchanged, so that rounds cost at most 1 % of the time.
-    Changes are detected by two one-sided cumulative sums of the logarithm of the time (Page, "Continuous Inspection
-    Schemes", Biometrika 1954).
+    The search consists of rounds. A round compares the current level with a neighbouring level in alternating steps,
+    and moves to the neighbouring level if the move saves time. The round continues as long as moves save time. A round
+    begins when the time of a step has changed. If that round leaves the level unchanged, a second round follows at
+    once. While the time of a step does not change, rounds are repeated at intervals. The interval grows while rounds
+    leave the level unchanged, so that rounds cost at most 1 % of the training time. Changes of the time are detected by
+    two one-sided cumulative sums of the time's logarithm (Page, "Continuous Inspection Schemes", Biometrika 1954).
 
-    If all workers make common steps, a step is only faster when all workers change the level. Then the first worker
-    chooses. In each step, the other workers use the level that the first worker used two steps before. Only even steps
-    try another level, so in the second of two successive trials all workers use it. The first trial is ignored.
+    If all workers make common steps, a step is only faster when all workers change the level. Therefore the first
+    worker, which is the live worker with the lowest id, chooses the level for all workers. In each step, the other
+    workers use the level that the first worker used two steps before. Trial steps are even steps, so all workers use
+    the tried level from the second trial step on. The first trial step is ignored.
 
     Args:
         levels: Number of levels.
         followed: Whether other workers follow this worker's choice.
 
     Attributes:
-        chosen: The current level. Trial steps may use a different one.
+        chosen: The current level. Trial steps may use a different level.
     """
 
     def __init__(self, levels: int, followed: bool = False) -> None:
@@ -132,7 +140,8 @@ class CodecChooser:
             before, self._cost = self.chosen, 0.0
             directions = (-1, 1) if change < 0 else (1, -1)
             times = yield from self._climb([last] if change else [], directions)
-            if change and self.chosen == before:  # Search again: a connection that has just become slow loses packets.
+            # A connection that has just become slow loses packets, which may have misled the search, so search again.
+            if change and self.chosen == before:
                 times = yield from self._climb([(yield self.chosen)], directions)
             if self.chosen != before:
                 wait, slack = WAIT, SLACK
@@ -151,7 +160,8 @@ class CodecChooser:
             slack: Deviation of a step's time that counts as normal, as a logarithm.
 
         Returns:
-            The change (1 if steps have become slower, -1 if faster, 0 without a change), and the last step's seconds.
+            The change and the seconds that the last step took. The change is 1 if steps have become slower, -1 if they
+            have become faster, and 0 if their time has not changed.
         """
         settled = list(times)
         slower = faster = 0.0
@@ -170,9 +180,9 @@ class CodecChooser:
                 return 0, seconds
 
     def _climb(self, times: list[float], directions: Sequence[int]) -> Generator[int, float, list[float]]:
-        """Change the level by one as long as this makes steps faster.
+        """Move to the next level in one direction, again and again, as long as each move makes steps faster.
 
-        If the first direction does not make steps faster, try the other direction.
+        If the first move in a direction does not make steps faster, try the next direction.
 
         Args:
             times: Seconds of steps at the current level.
@@ -196,7 +206,7 @@ class CodecChooser:
         return times
 
     def _try(self, level: int, times: list[float]) -> Generator[int, float, list[float]]:
-        """Try another level: use it in even steps, and return the seconds of these steps.
+        """Use `level` in even steps as a trial, and return the seconds that each of these trial steps took.
 
         The odd steps use the current level, and their seconds are added to `times`.
         """

@@ -22,9 +22,10 @@ class Counters:
         steps: Number of steps that the worker has finished or skipped.
         samples: Number of samples in the batches from which the pushed gradients were computed.
         staleness: Sum of the staleness of all steps. A step's staleness is the number of other workers' updates that
-            the servers applied to the first slice after this worker pulled it and before they applied this worker's
-            update.
-        dropped: Number of steps that this worker skipped because the servers made them without its node.
+            the servers applied to the first slice after this worker had pulled the slice and before they applied this
+            worker's update.
+        dropped: Number of steps that this worker skipped because the servers made these steps without the worker's
+            node.
     """
 
     bytes_sent: int = 0
@@ -54,8 +55,8 @@ class Connections:
 
     Attributes:
         view: The current view.
-        owners: For each slice's key, the id of the primary and the number of the view in which the primary's process
-            first appeared. The id is -1 before the first view, and for a slice without a live server.
+        owners: By the slice's key: a pair of the primary's server id and the number of the view in which the primary's
+            process first appeared. The id is -1 before the first view, and for a slice without a live server.
         sequence: Sequence number of the last message.
         parcels: Messages to send.
     """
@@ -74,7 +75,7 @@ class Connections:
         # By server id: time of the server's last message, or a later time from which the server's silence is counted.
         self._heard: dict[int, float] = {}
         self._received: dict[int, float] = {}  # By server id: time of the server's last message.
-        # By server id: time at which this worker last probed the server, or received a reply to a pull from it.
+        # By server id: time at which this worker last probed the server, or received the server's reply to a pull.
         self._probed: dict[int, float] = {}
         # Time since which slices have no primary; None if all slices have one.
         self._orphaned_since: float | None = None
@@ -244,8 +245,8 @@ class Connections:
 
         Args:
             now: The time, in seconds.
-            server: Id of the server that made the report.
-            deaf: Ids of the servers from which that server has received nothing.
+            server: Id of the server that reports silent servers.
+            deaf: Ids of the silent servers: the reporting server has received nothing from them for some time.
 
         Raises:
             ServersUnreachableError: The connection between two live servers is broken.

@@ -1,4 +1,4 @@
-"""The pushes of a worker's current step: encoding, clipping, sending and repeating."""
+"""The pushes of a worker's current step: clipping, encoding, sending, and sending again."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from cnnstrategies.paramserver.worker.pulls import Pulls
 
 
 class Outgoing:
-    """A worker's pushes of the current step. Each push is kept until the server replies, so it can be sent again.
+    """A worker's pushes of the current step. Each push is kept until the server replies, so that it can be sent again.
 
     In modes without common steps (``async``, and ``ssp`` with a staleness above 0), this class also clips the
     gradients.
@@ -31,8 +31,8 @@ class Outgoing:
         answers: This worker's pulls, if each push also requests the slice's new values; otherwise None.
 
     Attributes:
-        unanswered: By the slice's key, each push without a reply: its payload, its encoding, and a bit for each part of
-            the slice that has no gradient.
+        unanswered: By the slice's key: the payload and the encoding of a push without a reply, and an integer in which
+            bit i is set if part i of the slice has no gradient.
         options: Hyperparameters of the current step, one dictionary for each parameter group.
     """
 
@@ -55,6 +55,7 @@ class Outgoing:
         self._counters = counters
         self._began_with = began_with
         self._answers = answers
+        # Number, hyperparameters and number of samples of the last begun step; None before the first step.
         self._begin: tuple[int, dict[str, Any], float] | None = None
         self._pulls, self._level = int(Encoding.NOTHING), 0
         self._sent: set[int] = set()  # keys of the slices that were pushed in this step
@@ -77,9 +78,9 @@ class Outgoing:
             encoder.compression = payload_compression(compression)
 
     def begin(self, step: int, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
-        """Begin a step: the gradients that are pushed from now on belong to this step.
+        """Begin a step. The gradients that are pushed from now on belong to this step.
 
-        See :meth:`~cnnstrategies.paramserver.api.Worker.begin_step` for the arguments.
+        See :meth:`~cnnstrategies.paramserver.api.Worker.begin_step` for the other arguments.
         """
         check_before_sending(groups, self._specification.groups, step)
         if not (math.isfinite(samples) and samples >= 0):
@@ -98,14 +99,14 @@ class Outgoing:
     def push(self, index: int, gradient: Tensor) -> None:
         """Send a parameter's gradient, or keep it until the norm of all gradients is known.
 
-        In mode ``local``, `gradient` is the parameter's value. The value before the worker's own steps minus this value
-        is sent.
+        In mode ``local``, the caller passes the parameter's current value as `gradient`. This method then sends a
+        difference: the parameter's value before the worker's own steps minus the current value.
         """
         assert self._begin is not None, "push before begin_step"
         flat = gradient.detach().to("cpu").contiguous().view(-1)
         if self._began_with:
-            # The difference has the sign of a gradient. It is a new tensor, because values that arrive before the
-            # message is sent overwrite `_began_with`.
+            # The difference has the sign of a gradient. The difference must be a new tensor: new values may arrive
+            # before the message is sent, and these values overwrite `_began_with`.
             flat = self._began_with[index].view(-1) - flat
         if not self._specification.aggregates:
             if self._specification.clip_norm is not None:
@@ -234,7 +235,7 @@ class Filling:
     """Buffer that collects the gradients of the small parameters in one slice.
 
     Attributes:
-        values: The gradients, flat. Each step uses a new tensor, because the last step's push may not have left yet.
+        values: The gradients, flat. Each step uses a new tensor, because the last step's push may not be sent yet.
         absent: Bits of the slice's parts: bit i is set while the gradient of part i is missing.
     """
 

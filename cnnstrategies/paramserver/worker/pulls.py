@@ -11,7 +11,7 @@ from cnnstrategies.paramserver.optimizer_state import SliceState, unpack_state
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
 from cnnstrategies.paramserver.worker.connections import Connections
 
-MOST_QUESTIONS = (1 << 32) - 1
+MOST_QUESTIONS = (1 << 32) - 1  # largest id of a request for the current values; the header has 32 bits for the id
 
 
 class Pulls:
@@ -23,17 +23,17 @@ class Pulls:
         slices: All slices.
         parameters: The parameters, into which pulled values are written.
         connections: Connections to the servers.
-        copies: One more tensor for each parameter, into which the parameter's values are also written; or empty.
-        changes: Whether a reply may be the difference from the values that arrived before.
+        copies: A second tensor for each parameter, into which pulled values are also written; empty for no copies.
+        changes: Whether a reply may contain only the difference from the values in an earlier reply.
 
     Attributes:
         step: The step whose parameters were requested last.
         pending: Keys of the slices that have not arrived, in the order in which the worker needs them.
         refreshing: Whether the last request was for the current values. Otherwise the servers reply only when the
             values contain this worker's last push.
-        states: The optimizer's state of each slice that has arrived, by key; None if the last request was for values.
-        encoding: Encoding requested for the values after a push; `NOTHING` for the encoding that the specification
-            names.
+        states: By the slice's key: the optimizer's states that have arrived; None if the last request was for values.
+        encoding: Number of the encoding in which the values after a push are requested; `NOTHING` for the encoding that
+            the specification names.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class Pulls:
         # By parameter index: number of the parameter's slices that have not arrived.
         self._left = [0] * len(parameters)
         self._order: list[int] = list(range(len(parameters)))
-        self._used: dict[int, None] = {}  # indices of the parameters used in this step, in the order of first use
+        # Indices of the parameters that the current step has used, in the order of their first use.
+        self._used: dict[int, None] = {}
 
     def waits_for(self, index: int) -> bool:
         """Return whether the worker still waits for a slice of a parameter.
@@ -70,7 +71,7 @@ class Pulls:
         return self._left[index] > 0
 
     def use(self, index: int) -> None:
-        """Record that the step uses a parameter now. :meth:`reorder` needs the order in which parameters are used.
+        """Record that the current step uses a parameter now. :meth:`reorder` needs the order of these calls.
 
         Args:
             index: Index of the parameter.
@@ -90,7 +91,7 @@ class Pulls:
         """Request all parameters.
 
         Args:
-            step: The step that will be worked on next.
+            step: The step that the worker will work on next.
             refresh: Request the current values instead of the values with which `step` begins.
             states: Request the optimizer's state of each slice instead of the values. The parameters do not change.
         """
@@ -172,7 +173,7 @@ class Pulls:
         by_server: dict[int, list[int]] = {server.id: [] for server in self._connections.view.servers}
         for key in keys:
             by_server.setdefault(self._connections.primary(key), []).append(key)
-        # The lowest bit requests the current values; the bits above it are the encoding.
+        # Bit 0 of `base` requests the current values. The higher bits contain the number of the requested encoding.
         base = 1 if self.refreshing else self.encoding << 1
         for server, server_keys in by_server.items():
             if self._pulled_values is None:
@@ -190,9 +191,9 @@ class Pulls:
 class PulledValues:
     """Base values of slices: the values to which the worker adds the differences in the replies to its pulls.
 
-    The differences are compressed, and leave out a remainder that the server sends later. The parameters cannot serve
-    as base values, because after a request for the current values they contain the servers' exact values, with the
-    remainders.
+    The differences are compressed, and leave out a remainder that the server sends later. The parameters themselves
+    cannot serve as base values: after a request for the current values, the parameters contain the servers' exact
+    values, which include the remainders.
 
     Each slice's base values have a version, and a mark that the server has chosen; see
     :class:`~cnnstrategies.paramserver.messages.Header`.

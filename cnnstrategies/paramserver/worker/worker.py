@@ -1,4 +1,4 @@
-"""The worker's side of the protocol: it pushes gradients and pulls parameters, and repeats messages that were lost."""
+"""The worker's side of the protocol: pushes of gradients, pulls of parameters, and repetition of lost messages."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,11 +26,11 @@ from cnnstrategies.paramserver.worker.pulls import Pulls
 
 PROBE_SECONDS = 1.0  # If a server has not replied to a pull for this time, the worker sends a HELLO message to it.
 REPEAT_SECONDS = 0.05  # seconds between two calls of `Wait.repeat`
-STOPPED_SECONDS = 1.0  # If the time between two calls of `on_time` is longer, this process was stopped in between.
+STOPPED_SECONDS = 1.0  # If more seconds pass between two calls of `on_time`, this process counts as stopped meanwhile.
 
 
 class Wait(NamedTuple):
-    """A condition that a procedure waits for; the procedure yields it to the driver.
+    """A wait that a procedure yields to the driver. The driver resumes the procedure when the wait is over.
 
     Attributes:
         waiting: Returns whether the procedure still has to wait.
@@ -102,7 +102,7 @@ class WorkerRole:
         self._replaces = incarnation > 0  # whether this worker replaces an earlier process with the same id
         # By id of a server without values: time at which this worker noticed that the values are missing.
         self._unready: dict[int, float] = {}
-        # By server id: contents of the server's last WELCOME message since this worker began to ask the servers.
+        # By server id: contents of the server's last WELCOME message since this worker last began to ask servers.
         self._welcomes: dict[int, dict[str, Any]] = {}
         self._first_values: tuple[Sequence[Tensor], dict[int, SliceState]] | None = None
         self._moved = False  # whether the run has made a step, after which the initial values are out of date
@@ -137,8 +137,8 @@ class WorkerRole:
 
         Args:
             now: The time, in seconds.
-            has: A step whose gradients this worker already has; None if there is no such step. The worker may begin
-                with that step if the servers have not finished it.
+            has: A step whose gradients this worker already has; None if there is no such step. If the servers have not
+                finished this step, the worker may begin with it.
 
         Returns:
             The step with which this worker begins.
@@ -161,7 +161,7 @@ class WorkerRole:
     def leave(self) -> Generator[Wait]:
         """Wait until all pulls have received replies, then leave the run.
 
-        The other workers then no longer wait for this worker.
+        From then on, the other workers do not wait for this worker.
         """
         yield self.all_here()
         self._joined = False
@@ -188,7 +188,7 @@ class WorkerRole:
     def here(self, index: int) -> Wait:
         """Return a wait that is over when the pulled value of a parameter has arrived.
 
-        This method also records that the step uses the parameter now; see :meth:`.Pulls.use`.
+        This method also records that the current step uses the parameter now; see :meth:`.Pulls.use`.
 
         Args:
             index: Index of the parameter.
@@ -208,7 +208,9 @@ class WorkerRole:
         return not self._specification.aggregates or all(self._id <= worker.id for worker in self.view.workers)
 
     def encode_as(self, compression: PushCompression, pull_compression: PullCompression, level: int) -> None:
-        """Set the compressions of pushes and pulls from the next step on. All pulled values must have arrived.
+        """Set the compressions of pushes and pulls from the next step on.
+
+        Call this when all pulled values have arrived.
 
         Args:
             compression: Compression of the pushes.
@@ -219,9 +221,10 @@ class WorkerRole:
         self._outgoing.encode_as(compression, self.pulls.encoding, level + 1)
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
-        """Begin a step: the gradients that are pushed next belong to this step. All pulled values must have arrived.
+        """Begin a step. The gradients that are pushed next belong to this step.
 
-        Until :meth:`end_step` returns, the driver must not pass messages to this object.
+        Call this when all pulled values have arrived. Until :meth:`end_step` returns, the driver must not pass messages
+        to this object.
 
         Args:
             groups: Hyperparameters of each parameter group.
@@ -319,8 +322,9 @@ class WorkerRole:
         answered_request = int(values["asked"])
         self._welcomes[server] = {**values, "step": header.step}
         self.connections.check_deaf(self._now, server, values["deaf"])
-        # The server received the HELLO after all earlier messages. A push or pull that still has no reply was lost,
-        # unless the server has it and only delays the reply until the step is complete.
+        # The server received the HELLO after all earlier messages of this worker. If a push or pull still has no reply,
+        # either the message was lost, or the server holds it and replies when the step is complete. Send the lost
+        # messages again.
         if values["held"] and answered_request > self._last_request:
             unsettled = (self._outgoing.unanswered.keys() | self.pulls.pending.keys()).intersection(server_keys)
             held = set(unpack_keys(payload[header.meta :]))
@@ -328,7 +332,7 @@ class WorkerRole:
                 self._send_again([key for key in server_keys if key not in held])
             elif not unsettled:
                 # This worker needs no reply from the server. But the server votes on the step, and cannot vote if the
-                # BEGIN message was lost.
+                # BEGIN message was lost, so send BEGIN again.
                 self._outgoing.begin_again((server,), self.step)
         if values["ready"] is not False:
             self._unready.pop(server, None)

@@ -84,48 +84,54 @@ from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_stat
 
 
 class HybridPipelineStrategy(StrategyFacts, DDPStrategy):
-    """Data and pipeline parallel: stages of the network on different devices, each replicated as often as it needs.
+    """Pipeline and data parallel training: the network is cut into stages, and a stage may have several replicas.
 
-    Each replica of the first stage loads batches as a DDP process does; the other ranks load nothing. The global batch,
-    which the batches of these replicas make, is cut into microbatches, for which the replicas of a stage take turns, as
-    often as their shares say. The gradients are means over the samples of the global batch.
+    Each replica is one device. The replicas of the first stage load batches as DDP processes do; the other ranks load
+    nothing. Together these batches are the global batch, which is divided into microbatches. Each microbatch is run by
+    one replica of each stage. The gradients are means over all samples of the global batch.
 
-    On every rank the module's steps see the same: the targets of the global batch, its images only by shape, and from
-    ``self.network(images)`` the outputs for it, sent from the last stage. So what they log is the same everywhere and
-    as in one process; a sum over ranks is the value itself.
+    Every rank runs the module's steps once for the global batch. The steps get the targets of the global batch, the
+    shapes of its images, and the network's outputs, which the last stage sends to all ranks. The values that the steps
+    log are therefore the same on every rank, and the same as in one process.
 
-    A network that the module builds in ``configure_model`` is on no rank as a whole: each keeps the parameters of its
-    own stage. That needs named ``cuts``.
+    If the module builds the network in ``configure_model``, each rank keeps only the parameters of its own stage. The
+    cuts must then be named.
 
     Args:
-        stages: Number of stages; by default as many as ``replicas`` or ``cuts`` say, else 2.
-        replicas: Replicas of each stage; by default all devices are shared out evenly.
-        cuts: Names of modules after which the network is cut; by default the cuts with the least predicted step time,
-            from a profile taken when the run starts.
-        microbatches: Microbatches of a global batch; by default 4 for each stage and replica of the widest stage. Where
-            the network has batch normalisation, so many that each has at least 8 samples, if the data module says with
-            ``batch_size`` how many a process loads.
-        schedule: ``1f1b``, or ``gpipe``, which holds the activations of all microbatches.
-        run_ahead: Under ``1f1b`` have stages hold the activations of one microbatch more than they need, so that
-            messages travel while they compute. By default where it gains time and fits into ``memory_limit``, as far as
-            a profile tells; with ``cuts`` and without a limit always.
-        memory_limit: Memory that a device may hold, for automatic cuts: bytes, or a size such as ``8GiB``.
-        activation_checkpointing: Recompute activations in the backward: ``never``, for all microbatches but each
-            rank's last (``except_last``), or ``always``.
-        placement: How ranks are numbered, and so which are on one node: ``stages`` puts the replicas of a stage
-            together, which sum their gradients; ``replicas`` those that send each other activations.
-        shares: For each rank how many microbatches it runs in proportion to the other replicas of its stage, such as
-            ``[3, 1, 1]`` for replicas 2 and 1; ``equal``; or ``auto``: equal at first, then by each rank's own time for
-            a microbatch, dealt anew wherever that makes a step more than 3 % quicker. Replicas of the first stage load
-            what they run.
-        initial_shares: The shares with which ``auto`` begins, as ``plan`` writes them.
-        submodule: The path of the submodule that is divided, such as ``model``; by default the one that has all of the
-            module's parameters.
-        timeout: Longest wait for another rank: seconds, ``minutes:seconds`` or a timedelta.
-        **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices and launching.
+        stages: Number of stages. By default it follows from ``replicas`` or ``cuts``; without both it is 2.
+        replicas: Number of replicas of each stage, such as ``[3, 1]``. By default all devices are divided evenly among
+            the stages.
+        cuts: Names of the modules after which the network is cut. By default the network is profiled when the run
+            starts, and the cuts with the smallest predicted step time are chosen.
+        microbatches: Number of microbatches of a global batch. The default is 4 times the number of stages times the
+            largest number of replicas. If the network has batch normalisation and the batch size is known, the default
+            is lowered until each microbatch has at least 8 samples.
+        schedule: Order of the forwards and backwards: ``1f1b`` runs the backward of a microbatch as soon as possible;
+            ``gpipe`` runs all forwards first, and stores the activations of all microbatches.
+        run_ahead: Whether stages under ``1f1b`` store the activations of one more microbatch than necessary, so that
+            messages are sent during computation. If the cuts are chosen automatically, the default is true if the
+            profile predicts that this saves time and fits into ``memory_limit``. With ``cuts`` or one stage, the
+            default is true if there is no ``memory_limit``.
+        memory_limit: Largest memory of a device for automatic cuts: a number of bytes, or a size such as ``8GiB``.
+        activation_checkpointing: Whether activations are computed again in the backward, which saves memory:
+            ``never``, ``always``, or ``except_last`` for all microbatches except the last of each rank.
+        placement: Order in which ranks are numbered, which decides which ranks are on one node. ``stages`` puts the
+            replicas of a stage, which sum their gradients, on the same node. ``replicas`` puts ranks that send each
+            other activations on the same node.
+        shares: Division of the microbatches among the replicas of each stage, with one number above 0 for each rank.
+            With ``replicas: [2, 1]`` and ``[3, 1, 1]``, the first rank runs three of four microbatches of the first
+            stage. ``equal`` gives all replicas of a stage the same number. ``auto`` begins with ``initial_shares`` and
+            measures each rank's time for a microbatch; whenever other shares would make a step more than 3 % faster,
+            the shares are rebalanced.
+        initial_shares: The shares with which ``auto`` begins: ``equal``, or a list as for ``shares``. The command
+            ``plan`` writes such a list.
+        submodule: Path of the submodule that is divided, such as ``model``. By default it is the submodule that has all
+            of the module's parameters.
+        timeout: Longest time to wait for another rank: seconds, ``minutes:seconds`` or a timedelta.
+        **kwargs: Options of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices and launching.
 
     Raises:
-        ConfigurationError: The numbers contradict each other. What depends on the devices and the module is checked
+        ConfigurationError: Options contradict each other. Options that do not fit the devices or the module are refused
             before processes are started.
     """
 
@@ -213,7 +219,8 @@ class HybridPipelineStrategy(StrategyFacts, DDPStrategy):
         if self._layer_sync is not None:
             raise ConfigurationError(
                 "sync_batchnorm=True: the replicas of a stage run different microbatches and would wait for each "
-                "other; set trainer.sync_batchnorm to false; the running statistics are those of the whole batch"
+                "other; set trainer.sync_batchnorm to false; it is not needed for validation, because the running "
+                "statistics are those of the whole batch"
             )
         if not decide_by_shapes(network, partial(example_on_device, module, path)) and not is_attached(module):
             return  # The ranks, which have the data, check again.

@@ -59,7 +59,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         super().__init__(start_method=start_method, timeout=timedelta(seconds=options.timeout), **kwargs)
         self.options = options
         self._address: RunAddress | None = None  # The run's address, for the commands `watch` and `join`.
-        # The log directory into which rank 0 has written the address; None if there is none.
+        # The log directory into which rank 0 has written the address; None if no address has been written.
         self._folder: Path | None = None
         self._start = start_method
         self._services: Supervision | None = None
@@ -280,7 +280,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all workers, or whether any worker, has decided True. All workers must call this.
+        """Combine the decisions of all workers into one decision, and return it. All workers must call this.
 
         Args:
             decision: The decision of this worker.

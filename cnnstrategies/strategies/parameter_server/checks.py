@@ -18,7 +18,7 @@ from cnnstrategies.paramserver.specification import hyperparameters
 from cnnstrategies.strategies.observer_hooks import TO_PYTHON, HookContexts, TensorOrigins, tensors_in
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
-GATHERS = "gather_distributed"  # End of the names of lightly's options for gathering tensors from all processes.
+GATHERS = "gather_distributed"  # Suffix of the names of lightly's options for gathering tensors from all processes.
 
 
 def check_module(module: LightningModule, options: ParameterServerOptions) -> None:
@@ -155,7 +155,7 @@ def watch_gradients(module: LightningModule, callbacks: Iterable[Callback]) -> H
     """Make the user's hooks in `HOOKS` raise a ConfigurationError if they compute a nonlinear function of gradients.
 
     Returns:
-        The replacement of the hooks, which lasts until its ``end`` is called.
+        The replacement of the hooks. Its method ``end`` restores the original hooks.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return HookContexts((module, *callbacks), HOOKS, partial(Linear, names))

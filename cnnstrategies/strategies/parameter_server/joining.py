@@ -103,7 +103,7 @@ class JoiningStrategy(ParameterServerStrategy):
         leaving: Whether the process was told to leave, by Ctrl-C or SIGTERM.
         epochs: Numbers of the epochs in which the process has computed batches.
         batches: Number of batches that the process has computed.
-        samples: Number of samples in these batches.
+        samples: Number of samples in the batches that the process has computed.
 
     Args:
         options: The options of the run's configuration.
@@ -153,7 +153,8 @@ class JoiningStrategy(ParameterServerStrategy):
     def setup(self, trainer: Trainer) -> None:
         loop = trainer.fit_loop
         self._configured = self._configured or (loop.max_epochs, loop.max_steps)
-        # Learning-rate schedules read these two limits during set-up, and need the same values as on the other workers.
+        # Learning-rate schedules read max_epochs and max_steps during set-up. These must have the same values as on the
+        # other workers, so the configured values are restored here.
         loop.max_epochs, loop.epoch_loop.max_steps = self._configured
         super().setup(trainer)
         worker = self._enter()

@@ -64,7 +64,7 @@ def forwarding(supervision: Supervision) -> Iterator[None]:
 
 
 class _Watching:
-    """Base class of the two launchers, which checks the run, and starts and watches this node's processes."""
+    """Base class of the two launchers. It checks the run, and starts and watches the processes of this node."""
 
     _strategy: Any
     _supervision: Supervision | None = None
@@ -199,7 +199,8 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
             pipe.send(("ended", local_rank, str(ended)))
             sys.exit(ENDED)
         except Exception as error:
-            # Lightning would call this hook only in the process that called `fit`, but the error occurred in this rank.
+            # Lightning would call this hook only in the process that called `fit`. The error occurred in this rank, so
+            # the hook is called here.
             self._strategy.on_exception(error)
             pipe.send(("failed", local_rank, traceback.format_exc()))  # The process that called `fit` raises the error.
             sys.exit(1)

@@ -54,8 +54,8 @@ class ChunkSampler:
         self.dispatch.begin(self.epoch, self.count, done if epoch == self.epoch else "")
         while chunk := self.dispatch.take(self.epoch):
             if chunk.epoch not in epochs:
-                # The coordinator gave out items of an earlier epoch, because the worker that had taken them died at the
-                # end of that epoch. This worker processes them now.
+                # The coordinator gave out items of an earlier epoch, because the worker that had taken these items died
+                # at the end of that epoch. This worker processes the items instead.
                 epochs[chunk.epoch] = items_of(self.sampler, chunk.epoch)
             yield from epochs[chunk.epoch][chunk.start : chunk.stop]
 
@@ -132,7 +132,7 @@ class BatchDispatch:
     def take(self, epoch: int) -> Chunk:
         """Request this worker's next batches of an epoch, and return their positions.
 
-        The result is empty if none are left.
+        The result is empty if the epoch has no batches left.
         """
         return self._strategy.collectives.take(epoch, self.processed)
 
@@ -170,8 +170,8 @@ class DispatchedLoader(DataLoader[Any]):
         """Return the progress within the epoch, for a checkpoint. All workers must call this.
 
         The dictionary has three keys. ``epoch`` is the number of the epoch, ``batches`` the number of batches in the
-        epoch, and ``done`` a text that encodes the positions of the processed batches. The state does not contain
-        batches of the previous epoch that a dead worker has left.
+        epoch, and ``done`` a text that encodes the positions of the processed batches. If a worker died at the end of
+        the previous epoch, the state does not contain the batches that this worker had not processed.
         """
         epoch = self.chunks.epoch
         return {"epoch": epoch, "batches": self.chunks.count, "done": self.dispatch.progress(epoch)}

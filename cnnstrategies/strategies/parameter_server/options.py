@@ -217,10 +217,11 @@ class ParameterServerOptions(RunOptions):
 
         Args:
             module: The module that is trained.
-            optimizer: The module's optimizer. In mode ``local`` the specification has the outer optimizer instead.
+            optimizer: The module's optimizer. In mode ``local`` the specification describes the outer optimizer
+                instead.
             nodes: Number of nodes.
             workers: Number of workers over all nodes.
-            **changes: Values of fields of the specification that differ from the options or the defaults.
+            **changes: Values of fields of the specification. They replace the values from the options.
         """
         options = {field.name: getattr(self, field.name) for field in fields(RunOptions)}
         options |= {"servers": self.server_count(nodes), "timeout": max(self.timeout, LEAST_SECONDS), **changes}

@@ -126,7 +126,7 @@ def choose_rendezvous(
 
 
 def machine_directory(layout: NodeLayout) -> Path:
-    """Return the private directory that ranks on one machine share, if another package's launcher has started them.
+    """Return the private directory that the ranks on one machine share if a launcher of another package started them.
 
     The last rank that ends removes the directory.
     """
@@ -261,7 +261,7 @@ def _start_server(
 def _listening(coordinator: str) -> str:
     """Return the endpoint to which the coordinator binds its socket.
 
-    For a TCP address other than localhost, this is the port on all interfaces: on the coordinator's machine, the
+    For a TCP address other than localhost, the endpoint has the port of this address, and listens on all interfaces. A
     machine's own host name may resolve to a loopback address, which other machines cannot reach.
     """
     if coordinator.startswith("ipc://"):

@@ -39,8 +39,8 @@ def join_servers(
 ) -> tuple[Worker | CombinedWorker, Specification, int | None]:
     """Connect this worker to the servers at the start of training. All workers must call this.
 
-    Rank 0 publishes the run's specification. If the run trains already, this worker was restarted: it waits until the
-    run admits it, and takes the progress of the other workers.
+    Rank 0 publishes the run's specification. If the run trains already, this worker was restarted. The worker then
+    waits for its admission, and takes over the progress of the other workers.
 
     Args:
         strategy: The strategy, with an open session.
@@ -51,7 +51,7 @@ def join_servers(
     Returns:
         The connection to the servers, the run's specification, and a number of steps. For a restarted worker, the last
         value is the number of steps that the other workers have made since the last outer step, which is 0 unless the
-        mode is ``local``. It is None if training has just begun.
+        mode is ``local``. If training has just begun, the last value is None.
     """
     options, run, trainer = strategy.options, strategy.collectives, module.trainer
     if strategy.global_rank == 0:
@@ -150,8 +150,8 @@ def combined_worker(
         strategy: The strategy, with an open session.
         specification: The run's specification.
         parameters: Tensors into which received values are written, in the order of the specification.
-        connect: Returns a connection to the servers. Its argument is called with the index and the value of each
-            parameter that arrives.
+        connect: Returns a connection to the servers. The argument of ``connect`` is a function that is called with the
+            index and the value of each parameter that arrives.
     """
     size, this_rank, per_node = size_of(parameters), strategy.global_rank, strategy.num_processes
     memory = SharedMemory(size)
@@ -173,7 +173,7 @@ def _pause() -> None:
 class Alive:
     """Function object that returns the ranks of a node's living workers.
 
-    The object reads the membership's view at most once in `LOOK_SECONDS`.
+    The object reads the membership's view at most once every `LOOK_SECONDS`.
 
     Args:
         view: Returns the current view.

@@ -20,7 +20,8 @@ from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.strategies.observer_hooks import tensors_in
 
-NOTED_STEPS = 2  # Number of first steps that record which parameters are read outside of their own modules.
+# Number of steps at the start of training that record which parameters are read outside of their own modules.
+NOTED_STEPS = 2
 
 
 class Stepper:
@@ -32,9 +33,9 @@ class Stepper:
     Usually each module waits for its own parameters right before its forward. If a hook of the user may read weights
     between two steps, each step waits for all parameters at its end.
 
-    Code may also read a parameter outside of the module that owns it. The first steps wait for all parameters before
-    the forward, and record which parameters are read in this way. Later steps wait before the forward only for the
-    recorded parameters.
+    Code may also read a parameter outside of the module that owns it. The first `NOTED_STEPS` steps wait for all
+    parameters before the forward, and record which parameters are read outside of their modules. Later steps wait
+    before the forward only for the recorded parameters.
 
     Args:
         module: The module that is trained.
@@ -44,7 +45,7 @@ class Stepper:
         early: Whether gradients may be pushed during backward, because no hook of the user reads or changes them later.
         sees_weights: Names of the hooks that may read weights between two steps.
         sync_every: In mode ``local``, the number of steps between two outer steps; otherwise 0.
-        own_steps: Initial value of the attribute `own_steps`. It is not 0 if the worker joins a run that trains.
+        own_steps: Initial value of the attribute `own_steps`. It can be above 0 if the worker joins a run that trains.
 
     Attributes:
         worker: The worker.
@@ -139,8 +140,8 @@ class Stepper:
         """Add the samples of a batch to the current step.
 
         Args:
-            samples: Number of samples in the batch. The servers weight the step's gradient by the
-                number of samples in all its batches.
+            samples: Number of samples in the batch. The servers weight the gradient of a step by the number of samples
+                in all batches of the step.
         """
         self._samples += samples
         self._batches += 1
@@ -161,7 +162,10 @@ class Stepper:
             yield
 
     def before_backward(self) -> None:
-        """Begin to push gradients if a step's last backward begins, and if gradients may be pushed during backward."""
+        """Begin to push gradients before the last backward of a step.
+
+        Do nothing if gradients may not be pushed during backward, or if this worker skips the step.
+        """
         if self._early and not (self.accumulating or self._sync_every or self._left_out):
             self._begin()
 
@@ -177,7 +181,8 @@ class Stepper:
         """End a training step. Call this after the optimizer's step.
 
         Args:
-            last: Whether the step is the last one of an epoch, after which hooks may read weights.
+            last: Whether the step is the last step of an epoch. Hooks may read weights after the epoch, so this step
+                waits for all values.
         """
         if self._sync_every:
             self.own_steps += 1
@@ -251,8 +256,8 @@ class Stepper:
     def _take_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Wrap the closure of the optimizer's step, so that the closure pushes the gradients and then removes them.
 
-        This is a pre-hook of the optimizer's step. Without gradients the optimizer changes nothing: the servers make
-        the step.
+        This is a pre-hook of the optimizer's step. Without gradients the optimizer changes nothing, because the servers
+        update the parameters instead.
         """
         closure = kwargs["closure"]
 
@@ -299,12 +304,13 @@ class Stepper:
                 continue
             if parameter.grad is not None and index not in self._waited and index not in awaited:
                 raise ConfigurationError(
-                    f"{self._names[index]} was used without a forward of its own module, unlike in the first "
-                    f"{NOTED_STEPS} steps, and may have had an old value: call the module, use the parameter directly "
-                    "from the first step on, or use strategy ddp"
+                    f"{self._names[index]} was used although the forward of its own module did not run, and may have "
+                    f"had an old value, because strategy parameter_server records such uses in the first {NOTED_STEPS} "
+                    "steps only: call the module, use the parameter directly from the first step on, or use strategy "
+                    "ddp"
                 )
             # An assignment to `.data` does not increase the write count, but changes the memory address. If a weight
-            # has no gradient, a new address is allowed, because a callback may exchange weights for their average.
+            # has no gradient, a new address is allowed, because a callback may replace weights by an average.
             moved = parameter.grad is not None and parameter.data_ptr() != self._memory[index]
             if moved or writes(parameter) != self._written[index] or changed[index]:
                 suspects = f" (maybe by {', '.join(self._sees_weights)})" if self._sees_weights else ""
@@ -331,8 +337,9 @@ class Stepper:
 class Readers(TorchFunctionMode):
     """Mode of torch that records which parameters are read outside of a forward of the module that owns them.
 
-    Examples are a weight that is passed to ``F.linear``, the weight of the last layer of ``nn.MultiheadAttention``,
-    whose forward is never called, a weight in a penalty of the loss, and a weight in a moving average.
+    Examples of such parameters are a weight that is passed to ``F.linear``; a weight in a penalty of the loss; a weight
+    in a moving average; and the weight of the last layer of ``nn.MultiheadAttention``, because the forward of this
+    layer is never called.
 
     Attributes:
         indices: Indices of the recorded parameters.
@@ -376,11 +383,11 @@ class Readers(TorchFunctionMode):
 def _noted(child: nn.Module, computing: list[nn.Module]) -> Iterator[RemovableHandle]:
     """Register hooks that keep a list of the modules whose forward is running, and yield the hooks' handles.
 
-    The hooks are plain functions: a deep copy of the module then shares the hooks, and does not copy the list.
+    The hooks are plain functions, so that a deep copy of the module shares the hooks and does not copy the list.
 
     Args:
         child: The module that gets the hooks.
-        computing: The list. Each module follows the module that calls it.
+        computing: List of the modules whose forward is running. Each module comes after the module that calls it.
     """
 
     def begin(module: nn.Module, *_: Any) -> None:

@@ -180,7 +180,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         The launcher calls this before it starts processes.
 
         Raises:
-            ConfigurationError: The servers cannot train the module, or an option does not suit the number of processes.
+            ConfigurationError: The servers cannot train the module, or an option contradicts the number of processes.
         """
         check_module(self.module, self.options)
         self.options.check_nodes(self.num_nodes)
@@ -246,7 +246,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
                 "parameter_server does not exchange it; use bf16-mixed"
             )
         if trainer.state.fn == TrainerFn.FITTING and self.options.mode != "local":
-            for name in CLIPPING:  # The servers clip instead, because only they know the norm of the whole gradient.
+            # The servers clip instead of this plugin, because only the servers know the norm of the whole gradient.
+            for name in CLIPPING:
                 setattr(self.precision_plugin, name, _clip_nothing)
         self.share_metrics(self.module)
 
@@ -404,7 +405,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def _settle(self, refresh: bool = True) -> None:
         """Load the servers' parameters and the mean of the workers' buffers into the module.
 
-        All workers must call this during training. Outside of training it does nothing.
+        All workers must call this during training. Outside of training this method does nothing.
 
         Args:
             refresh: Whether to pull the parameters again, in full precision, if this worker may have older or rounded
@@ -416,7 +417,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         worker.interrupt()
         if self.options.mode == "local":
             self._stepper.outer_step()
-            # An outer step is made early here. Its duration must not influence the choice of encodings.
+            # The outer step above was made early. This call makes sure that the choice of encodings ignores the
+            # duration of the early step.
             worker.interrupt()
         worker.wait_all()
         self._dispatch.processed = self._dispatch.seen
@@ -435,7 +437,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def on_validation_end(self) -> None:
         if self._stepper is not None:
-            self._stepper.note_values()  # A callback may have exchanged the weights during validation.
+            # A callback may write weights during validation. The next step must not refuse these writes.
+            self._stepper.note_values()
 
     @property
     def _averages_weights(self) -> bool:
@@ -468,10 +471,10 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer for a checkpoint, as a run on one device saves it.
+        """Return the state of an optimizer for a checkpoint, in the same form as in a run on one device.
 
-        During training the servers hold the state, except in mode ``local``, and only rank 0 receives it. All ranks
-        must call this.
+        During training the servers hold the state, except in mode ``local``, and only rank 0 receives the state from
+        the servers. All ranks must call this.
         """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
@@ -505,7 +508,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights into the module. The servers receive them, with the optimizer's state, when training starts.
+        """Load weights into the module. The servers receive the weights and the optimizer's state when training starts.
 
         Raises:
             ConfigurationError: Training has started already.
@@ -563,7 +566,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def teardown(self) -> None:
         for name in CLIPPING:
-            vars(self.precision_plugin).pop(name, None)  # Another Trainer may use the same plugin, and must clip.
+            # `setup` has replaced the plugin's clipping methods. This line restores the original methods, because
+            # another Trainer may use the same plugin.
+            vars(self.precision_plugin).pop(name, None)
         if self._watch is not None:
             self._watch.end()
             self._watch = None
