@@ -96,11 +96,11 @@ class Cluster:
     def ring(self, first: int, count: int) -> Link:
         """Return the slowest connection between neighbours in a ring of devices with consecutive numbers.
 
-    The connection from the last device to the first device is not considered.
+        The connection from the last device to the first device is not considered.
 
         Args:
-            first: First device of the ring.
-            count: Number of devices in the ring, at least 2.
+                first: First device of the ring.
+                count: Number of devices in the ring, at least 2.
         """
         return slower(*(self.link(device, peer) for device, peer in itertools.pairwise(range(first, first + count))))
 
