@@ -26,7 +26,7 @@ from cnnstrategies.errors import ConfigurationError
 
 Buffer = bytes | bytearray | memoryview
 
-MAX_STRUCTURE = 16 << 20  # largest size, in bytes, of the JSON with the structure of a value
+MAX_STRUCTURE = 16 << 20  # largest size, in bytes, of the JSON that contains the structure of a value
 MAX_DEPTH = 40  # largest number of levels of nesting in a value
 WORD = 8  # number of bytes of each length in the byte strings of `to_bytes`
 DTYPES = {
@@ -56,8 +56,8 @@ CONSTANTS = {
     for constant in vars(torch).values()
     if isinstance(constant, torch.dtype | torch.memory_format)
 }
-# An instance of a subclass of these classes is decoded as an instance of the base class, unless it is a NamedTuple or a
-# registered pytree node.
+# Instances of subclasses of these classes are decoded as instances of the base class. Exceptions are NamedTuples and
+# registered pytree nodes, which are decoded as instances of their own class.
 CONTAINERS = (dict, list, tuple)
 
 
@@ -71,8 +71,8 @@ def encode(value: Any) -> list[Buffer]:
     Args:
         value: None, bool, int, float, str, ``Path``, tensor, NumPy array of numbers, torch dtype, memory format or
             device; or a list, tuple, dict (keys: str, int, float, bool or None), NamedTuple, dataclass or registered
-            pytree node of such values. Tensors are encoded as contiguous CPU tensors, and tensors on the meta device
-            only with their shape and dtype.
+            pytree node that contains only these kinds of values. Tensors are encoded as contiguous CPU tensors. Of a
+            tensor on the meta device, only the shape and the dtype are encoded.
 
     Returns:
         The structure as JSON, followed by one buffer for each tensor.
@@ -91,11 +91,12 @@ def encode(value: Any) -> list[Buffer]:
 
 
 def decode(frames: Sequence[Any]) -> Any:
-    """Decode the frames of a message into the value from which :func:`encode` made them.
+    """Return the value that :func:`encode` has encoded as the frames of a message.
 
     Args:
-        frames: Buffers, which are copied into tensors on the CPU. Each frame after the first may also be a uint8
-            tensor; the value's tensor is then a view of it, without a copy.
+        frames: The frames. The first frame is a buffer with the structure. Each of the other frames contains the
+            elements of one tensor. If such a frame is a buffer, its bytes are copied into a new CPU tensor. If the
+            frame is a uint8 tensor, the decoded tensor is a view of the frame, without a copy.
 
     Raises:
         CodecError: The frames are not a valid message.
@@ -123,7 +124,7 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(message: bytes) -> Any:
-    """Decode a byte string into the value from which :func:`to_bytes` made it.
+    """Return the value that :func:`to_bytes` has encoded as a byte string.
 
     Raises:
         CodecError: The bytes are not a valid message.
@@ -177,7 +178,7 @@ def _pack_special(value: Any, buffers: list[Buffer], depth: int) -> Any:
         return ["n", _pack_array(value, buffers)]
     if isinstance(value, np.generic):
         return _pack(value.item(), buffers, depth + 1)
-    if isinstance(value, TreeSpec):  # Encode an example tree with this structure. The decoder returns its structure.
+    if isinstance(value, TreeSpec):  # Encode an example of a tree with this structure, from which the decoder reads it.
         return ["g", _pack(tree_unflatten(range(value.num_leaves), value), buffers, depth + 1)]
     if (record := _record(type(value))) is not None:
         return ["o", _name(type(value)), [_pack(part, buffers, depth + 1) for part in record.to_parts(value)]]
@@ -229,7 +230,7 @@ class _Record:
 
 
 def _record(cls: type) -> _Record | None:
-    """Return the conversion for instances of a class. Return None if messages must not contain such instances."""
+    """Return the conversion for instances of a class. Return None if a message cannot contain them."""
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return _Record(list, partial(_named_tuple, cls))
     # A defaultdict is not a record, because its factory is a function, which cannot be encoded.

@@ -101,7 +101,8 @@ def _of_weights(name: str, weights: Any) -> Preprocessing | None:
         names = get_model_weights(name).__members__
         weights = names.get(str(weights).rpartition(".")[2], names["DEFAULT"])
     transform = weights.value.transforms()
-    if not hasattr(transform, "crop_size"):  # The transforms of segmentation networks, for example, do not crop.
+    # The transforms of segmentation networks, for example, do not crop, so the size of the images is not known.
+    if not hasattr(transform, "crop_size"):
         return None
     return _known(
         transform.crop_size[0],

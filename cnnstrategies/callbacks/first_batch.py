@@ -20,8 +20,8 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples, samples_of
 from cnnstrategies.strategies.protocol import facts_of
 
-ELEMENTS = 1 << 16  # Number of elements at the start of each tensor that enter the checksum of a batch.
-DRAWN = 1000  # Number of indices at the start of an epoch that enter the checksum of a sampler's order.
+ELEMENTS = 1 << 16  # The checksum of a batch covers this many elements from the start of each tensor.
+DRAWN = 1000  # The checksum of a sampler's order covers this many indices from the start of an epoch.
 
 
 class FirstBatch(Callback):
@@ -33,10 +33,11 @@ class FirstBatch(Callback):
       data among a different number of processes. The callback warns.
     - Two processes have loaded the same samples, for example from an ``IterableDataset`` that does not depend on the
       rank. Each process then trains on all of the data, and more devices do not help. The callback warns.
-    - Some processes have fewer batches than others. The others would wait forever at the end of the epoch. The callback
-      raises an error.
-    - The sampler is seeded differently in each process, so that each process takes its part of a different order. The
-      callback raises an error if the package divides the samples, and warns otherwise.
+    - Some processes have fewer batches than others. The processes with more batches would wait forever at the end of
+      the epoch. The callback raises an error.
+    - The sampler is seeded differently in each process. The processes then divide different orders of the samples, so
+      some samples are used twice and others never. The callback raises an error if the package divides the samples, and
+      warns otherwise.
 
     The processes exchange four numbers once in a run. If the lengths of the loaders are not known, the processes
     exchange one more number for each batch.

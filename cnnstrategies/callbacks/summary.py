@@ -33,7 +33,7 @@ class TrainingSummary(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # All ranks must read the metrics, because reading a metric may reduce it over the ranks.
+        # All ranks must execute this line, because reading a metric may run a collective that reduces the metric.
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.history[trainer.current_epoch] = metrics
 

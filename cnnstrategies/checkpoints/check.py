@@ -43,7 +43,7 @@ def check_weights(
     if not path.is_file():
         return
     try:
-        # Files in torch's legacy format are not zip archives and cannot be memory-mapped. torch reads them completely.
+        # Files in torch's legacy format are not zip archives and cannot be memory-mapped, so they are read completely.
         content = torch.load(path, map_location="meta", mmap=zipfile.is_zipfile(path), weights_only=weights_only)
     except Exception as error:
         raise unreadable(path, error) from error

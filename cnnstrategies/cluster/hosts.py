@@ -103,8 +103,8 @@ def meet(
 def own_interface(store: Store, node: int, main_address: str, wanted: str | None) -> Interface:
     """Return the interface of this host for the traffic to the other hosts.
 
-    The first host uses its route to another host, which has written its own address to the key ``source`` of the store.
-    The other hosts use their routes to the main address.
+    Each other host uses its route to the main address, and writes its own address to the key ``source`` of the store.
+    The first host uses its route to the address in ``source``.
     """
     if node == 0:
         # The main address is an address of this host, and the route to it uses the loopback interface. The address of
@@ -254,5 +254,5 @@ def across_hosts(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]
         if watch is not None and probe is not None:
             watch.close()
             probe.close()
-        # The store must stay open until the run ends: in rank 0's process, torch's own store uses the same server.
+        # The store must stay open until the run ends, because in rank 0's process torch's own store uses its server.
         del store

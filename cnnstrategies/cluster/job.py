@@ -139,7 +139,8 @@ def setup_lines(options: ClusterOptions) -> str:
     lines = list(options.setup)
     if options.cpus_per_task is not None:
         lines.insert(0, f"export OMP_NUM_THREADS={options.cpus_per_task}")
-    # The user's lines may put a different interpreter on the PATH, so the virtual environment is activated after them.
+    # The user's lines may put a different interpreter on the PATH, so the virtual environment is activated after the
+    # user's lines.
     if options.venv is not None:
         lines.append(f"source {shlex.quote(str(options.venv / 'bin/activate'))}")
     return "".join(f"{line}\n" for line in lines)

@@ -123,7 +123,7 @@ class ImageDataModule(LightningDataModule):
 
     @batch_size.setter
     def batch_size(self, size: int) -> None:
-        # Lightning's BatchSizeFinder uses this setter.
+        # Lightning's BatchSizeFinder sets this property.
         if self.global_batch_size is not None:
             raise ConfigurationError(
                 f"batch_size={size} cannot be set, because global_batch_size={self.global_batch_size} determines the "

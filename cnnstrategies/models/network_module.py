@@ -206,7 +206,8 @@ class NetworkModule(LightningModule):
             groups: list[dict[str, Any]] = [{"params": decayed}, {"params": undecayed, "weight_decay": 0.0}]
             optimizer = self.optimizer_factory(groups if decayed else groups[1:])
         else:
-            # A user's factory may not accept parameter groups, so it gets a list of parameters.
+            # A user's function that builds the optimizer may not accept parameter groups, so it gets a list of
+            # parameters.
             optimizer = self.optimizer_factory(trained)
         if self.lr_scheduler_factory is None:
             return optimizer

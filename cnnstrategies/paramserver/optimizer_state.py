@@ -14,7 +14,7 @@ from cnnstrategies.paramserver.slicing import Part, Slice
 from cnnstrategies.paramserver.specification import Specification
 
 SliceState = list[dict[str, StateValue]]
-"""For each part of a slice, its optimizer state: values such as the momentum buffer, by name."""
+"""Optimizer state of a slice: for each part of the slice, a dictionary of values such as a momentum buffer."""
 
 
 def join_state(
@@ -23,7 +23,7 @@ def join_state(
     states: Mapping[int, SliceState],
     options: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Join the states of all slices to the state dict that the optimizer of a single process would save.
+    """Join the states of all slices into the state dict that the optimizer of a single process would save.
 
     Args:
         specification: The run's specification.
@@ -65,13 +65,16 @@ def _join_parts(
 def cut_state(
     specification: Specification, slices: Sequence[Slice], state_dict: Mapping[str, Any]
 ) -> dict[int, SliceState]:
-    """Cut the state dict of a single process into the states of the slices; the inverse of :func:`join_state`.
+    """Cut the optimizer's state dict of a single process into the states of the slices.
+
+    This is the inverse of :func:`join_state`.
 
     Returns:
         The optimizer state of each slice, by key.
 
     Raises:
-        ConfigurationError: The parameter groups in the state dict have different sizes than the specification's.
+        ConfigurationError: The numbers of parameters in the state dict's parameter groups differ from the numbers in
+            the specification's parameter groups.
     """
     sizes = [len(group["params"]) for group in state_dict["param_groups"]]
     if sizes != [len(group.parameters) for group in specification.groups]:
@@ -145,7 +148,7 @@ def split_state(raw: memoryview, slice_: Slice, count: int = 1) -> tuple[SliceSt
         count: Number of tensors after the state; each of them has the size of the slice.
 
     Returns:
-        The decoded state, and the bytes of the tensors.
+        A pair of the decoded state and a view of the tensors' bytes.
 
     Raises:
         InvalidMessageError: The payload is too short, or does not begin with a valid state of this slice.

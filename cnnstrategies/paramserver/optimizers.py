@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from cnnstrategies.errors import ConfigurationError
 
-# Optimizers that update each element from the gradients of this element only. With them, parts of a tensor can be
-# updated separately.
+# Optimizers in torch.optim that update each element only from the gradients of this element. Parts of a tensor can
+# therefore be updated separately.
 _ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop",
 )  # fmt: skip
-StateValue = Tensor | float | int | bool | None
+StateValue = Tensor | float | int | bool | None  # a value in the optimizer's state of a parameter
 
 
 def load_optimizer(path: str) -> type[Optimizer]:
@@ -55,9 +55,10 @@ class FusedOptimizer:
     """The user's optimizer for some parameters of one parameter group.
 
     Parameters that are updated together need only one call of the optimizer's ``step``. For small parameters, the fixed
-    cost of a call is larger than the cost of the update. If the user's options select no implementation, torch's fused
-    implementation is used, which reads and writes memory only once. On one core it is 1.5 times (SGD with momentum) to
-    2.4 times (Adam) as fast for 2 MiB, and even faster in comparison for smaller tensors.
+    cost of a call is larger than the cost of the update. If the user's options do not select an implementation, torch's
+    fused implementation is used, which reads and writes memory only once. On one core and for tensors of 2 MiB, the
+    fused implementation is 1.5 times (SGD with momentum) to 2.4 times (Adam) as fast as the implementation that torch
+    uses otherwise. For smaller tensors the ratio is even larger.
 
     Args:
         optimizer_class: The class of the optimizer.
@@ -94,8 +95,8 @@ class FusedOptimizer:
         group.update((name, tupled(option)) for name, option in options.items())
         if self._is_fused:
             group["fused"] = True
-            # In a fused step of SGD, either all parameters or no parameters must have a momentum buffer. Therefore
-            # parameters that have a gradient for the first time are updated separately.
+            # In a fused step of SGD, either all parameters or no parameters must have a momentum buffer. Parameters
+            # that have a gradient for the first time do not have a buffer yet, so they are updated separately.
             state = self.optimizer.state
             first = [pair for pair in gradients if all(value is None for value in state.get(pair[0], {}).values())]
             if 0 < len(first) < len(gradients):
@@ -113,5 +114,8 @@ class FusedOptimizer:
 
 
 def tupled(option: Any) -> Any:
-    """Return a hyperparameter that is a list as a tuple. JSON has turned tuples such as ``betas`` into lists."""
+    """Return a list as a tuple, and any other hyperparameter unchanged.
+
+    This restores tuples such as ``betas``, which JSON has turned into lists.
+    """
     return tuple(option) if isinstance(option, list) else option

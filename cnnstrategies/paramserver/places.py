@@ -1,4 +1,7 @@
-"""Requests to a running coordinator from processes that are not members: its address, the run's status, and joining."""
+"""Requests to a run's coordinator from processes that are not members, and the file with the coordinator's address.
+
+Such a process requests the run's status, or a place as a joiner.
+"""
 
 import json
 import os
@@ -17,8 +20,8 @@ from cnnstrategies.paramserver.drivers.control import Line
 from cnnstrategies.paramserver.security import KeyPair, is_local, process_number
 
 NAME = "watch.json"  # name of the file, in a run's folder, that contains the address of the run's coordinator
-ANSWER_SECONDS = 2.0  # seconds without a reply after which a request is repeated
-FIRST_SECONDS = 10.0  # seconds without any reply after which `find_place` gives up by default
+ANSWER_SECONDS = 2.0  # seconds without a reply after which a request is sent again
+FIRST_SECONDS = 10.0  # default of `find_place`: seconds without any reply after which it raises an error
 PAUSE = 0.5  # seconds between two requests while all places for joiners are taken
 OVER = "the run is over"
 
@@ -56,12 +59,12 @@ class RunAddress:
         """Find the address of the run that the command-line option ``--run`` names.
 
         Args:
-            run: An endpoint or a run's folder. If the folder contains the folders of several runs, the run that started
-                last is used.
+            run: An endpoint, a run's folder, or a folder that contains the folders of several runs. In the last case,
+                the run that started last is used.
 
         Raises:
-            ConfigurationError: `run` is neither an endpoint nor a folder, or no run with a parameter server is
-                training in the folder.
+            ConfigurationError: `run` is neither an endpoint nor a folder, or the folder does not contain a valid file
+                with the address of a run.
         """
         if "://" in run:
             is_local(run)  # raises an error if the endpoint is not valid
@@ -92,7 +95,7 @@ class RunAddress:
 
 
 class Watcher(Line):
-    """A connection to a coordinator for requests of a process that is not a member of the run.
+    """A connection over which a process that is not a member of a run sends requests to the run's coordinator.
 
     Args:
         coordinator: The coordinator's endpoint.
@@ -114,7 +117,7 @@ class Watcher(Line):
                 :mod:`.coordinator.status`.
 
         Returns:
-            The reply; None if it did not arrive in time.
+            The reply; None if no reply has arrived in time.
         """
         self._questions += 1
         self.send(Message(kind, request=self._questions))
@@ -150,13 +153,13 @@ def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool
 
     Args:
         address: Address of the run's coordinator.
-        patience: Longest time in seconds without any answer. A coordinator that is being restarted does not answer for
+        patience: Longest time in seconds without any reply. A coordinator that is being restarted does not reply for
             some seconds.
-        waits: Whether to wait without a limit while all places are taken. Otherwise the wait ends after the run's
-            time-out: until then, the place of a joiner that was killed still counts as taken.
+        waits: Whether to wait without a limit while all places are taken. Otherwise the wait ends shortly after the
+            run's time-out, because the place of a killed joiner counts as taken until the time-out has passed.
 
     Raises:
-        ConfigurationError: The coordinator does not answer, or admits no joiners, or no place has become free.
+        ConfigurationError: The coordinator does not reply or does not admit joiners, or no place has become free.
         RunEnded: The run is over.
     """
     keys = None if address.key_file is None else KeyPair.load(address.key_file)

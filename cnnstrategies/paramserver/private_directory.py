@@ -1,8 +1,8 @@
 """Directories for a run's sockets and keys on one machine. Only the user who started the run can enter them.
 
-Each process that uses a directory holds a file lock on it, which the kernel releases when the process ends. A locked
-directory is in use. Process ids would not show this, because containers that share a temporary directory do not see
-each other's processes.
+Each process that uses a directory holds a file lock on it, which the kernel releases when the process ends. A directory
+is in use as long as a process holds a lock on it. Process ids cannot show whether a directory is in use, because
+containers that share a temporary directory do not see each other's processes.
 """
 
 import contextlib
@@ -27,15 +27,18 @@ _held: dict[Path, int] = {}  # By directory: the file descriptor with this proce
 def temporary_place() -> Path:
     """Return the directory in which all private directories are created.
 
-    This is the system's temporary directory, or ``/tmp`` if the path of the temporary directory is too long for
-    sockets, as on some clusters.
+    This is the system's temporary directory. If its path is too long for the path of a socket, as on some clusters, the
+    directory is ``/tmp``.
     """
     place = Path(tempfile.gettempdir())
     return place if len(os.fsencode(place)) <= LONGEST else Path("/tmp")
 
 
 def make_run_directory() -> Path:
-    """Create and lock a directory for a run whose processes this process starts. Remove unused directories."""
+    """Create and lock a directory for a run whose processes this process starts.
+
+    Also remove the directories of earlier runs that no process uses any longer.
+    """
     place = temporary_place()
     for existing in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
@@ -47,10 +50,10 @@ def make_run_directory() -> Path:
 
 
 def shared_directory(rendezvous: str) -> Path:
-    """Create and lock the common directory of a run's processes on this machine that were started separately.
+    """Create and lock the directory that a run's separately started processes share on this machine.
 
     Args:
-        rendezvous: A text that these processes share, and that differs between all runs of this user.
+        rendezvous: A text that is equal in all processes of a run, and different in all other runs of this user.
     """
     digest = hashlib.sha256(rendezvous.encode()).hexdigest()[:16]
     path = temporary_place() / f"{PREFIX}{os.getuid()}-{digest}"
@@ -97,7 +100,7 @@ def keys_in(path: Path) -> str:
         scratch = path / f"{_KEYS}-{os.getpid()}"
         KeyPair.create().save(scratch)
         with contextlib.suppress(FileExistsError):
-            os.link(scratch, keys)  # A link creates the complete file atomically, and does not replace an existing one.
+            os.link(scratch, keys)  # A link creates the complete file atomically and never replaces an existing file.
         scratch.unlink()
     return str(keys)
 
@@ -115,7 +118,7 @@ def _remove_unused(path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path, ignore_errors=True)
     except OSError as error:
-        # With these two error numbers, another process holds the lock. Any other error is a failure.
+        # These two error numbers mean that another process holds the lock, so the directory stays.
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             raise
     finally:

@@ -1,4 +1,4 @@
-"""CURVE keys, admission of connections by their key, and the check of which endpoints need encryption."""
+"""CURVE keys, admission of connections by their public key, and the check whether an endpoint must be encrypted."""
 
 import hashlib
 import hmac
@@ -16,7 +16,7 @@ from zmq.utils import z85
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import SECRET_BITS
 
-PROOF_BYTES = 32
+PROOF_BYTES = 32  # number of bytes of a proof that a process has the run's keys; see `prove`
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class KeyPair:
 def fingerprint(public_key: str) -> int:
     """Return the number by which the coordinator identifies the process with this public key.
 
-    Only the process with the matching secret key can send messages in the name of this number.
+    Only the process that has the matching secret key can send messages with this number as the sender.
     """
     return int.from_bytes(hashlib.sha256(public_key.encode()).digest()[:8], "big") >> (64 - SECRET_BITS)
 
@@ -148,16 +148,16 @@ ZAP_DOMAIN = b"cnnstrategies"
 class Gatekeeper:
     """ZAP handler (ZeroMQ RFC 27) that admits or refuses connections by their CURVE public key.
 
-    It needs no thread: the caller polls :attr:`socket`, and calls :meth:`answer` when the socket is readable. Unknown
-    keys are refused with the status for temporary errors (300), so the peer tries again, and may be a member by then.
-    Each libzmq context can have only one gatekeeper.
+    The gatekeeper needs no thread: the caller polls :attr:`socket`, and calls :meth:`answer` when the socket is
+    readable. Unknown keys are refused with the status for temporary errors (300). The peer then tries again later, when
+    it may have become a member. Each libzmq context can have only one gatekeeper.
 
     Args:
-        context: libzmq's context of the sockets to protect.
+        context: libzmq context that contains the sockets to protect.
         admitted: Function that returns whether the process with a public key, encoded in Z85, may connect.
 
     Attributes:
-        socket: Socket at which libzmq's requests arrive.
+        socket: Socket on which libzmq's requests to admit connections arrive.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admitted: Callable[[str], bool]) -> None:

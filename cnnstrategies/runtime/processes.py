@@ -60,7 +60,7 @@ def leave_group_at_exit() -> None:
 
 
 def _end_group() -> None:
-    # The command line imports this module before it imports torch, which takes seconds.
+    # The command line imports this module when it starts. torch is imported only here, because this takes seconds.
     import torch.distributed as dist
 
     if dist.is_initialized():

@@ -100,7 +100,8 @@ def verify(
             "logger": DummyLogger(),
             **QUIET,
             **trainer,
-            # Schedules may depend on the user's `max_epochs`. It is raised if it would end the run before `steps`.
+            # Schedules may depend on the user's `max_epochs`, so this value is kept. It is raised only if it would end
+            # the run before `steps` steps.
             "max_epochs": max(trainer.get("max_epochs") or MANY_EPOCHS, steps),
         }
         if alone:

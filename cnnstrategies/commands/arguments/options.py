@@ -50,8 +50,8 @@ class FitOptions:
     """Train the network with the configured strategy, and write checkpoints and logs to the run's folder.
 
     Attributes:
-        ckpt_path: Checkpoint to continue from: a file, or `last` or `best` for a checkpoint of the newest run, or of
-            the run that `--run_name` names.
+        ckpt_path: Checkpoint to continue from: a file, or `last` or `best` for a checkpoint of the newest run in the
+            logger's folder. If the run that `--run_name` names has a checkpoint, that run's last checkpoint is used.
     """
 
     ckpt_path: str | None = option(None, metavar="FILE")
@@ -90,8 +90,8 @@ class EvaluationOptions:
     """Evaluate a network, or predict with it, without training.
 
     Attributes:
-        ckpt_path: Checkpoint with the weights: a file, or `best` or `last` for a checkpoint of the newest run, or of
-            the run that `--run_name` names.
+        ckpt_path: Checkpoint with the weights: a file, or `best` or `last` for a checkpoint of the newest run in the
+            logger's folder.
     """
 
     ckpt_path: str | None = option(None, metavar="FILE")
