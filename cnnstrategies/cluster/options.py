@@ -183,8 +183,9 @@ class ClusterOptions:
         signal_seconds: Time between the warning signal and the time limit, as seconds or ``minutes:seconds``. In this
             time the run must finish its step, or a validation. SLURM may send the signal up to a minute earlier.
         max_requeues: Largest number of times that a job requeues itself.
-        folder: Directory for run folders, on a file system that all nodes share. With ``--to ray`` the default is
-            ``ray``.
+        folder: Directory for run folders, on a file system that all nodes share. The default is the name of the
+            launcher, ``slurm`` with ``--to slurm`` and ``ray`` with ``--to ray``. Kubernetes needs a directory in a
+            volume.
         check_data: Whether ``submit`` checks on this machine that the data exist. Set this to false if only the nodes
             have the data.
         server_nodes: Number of additional nodes with a dedicated parameter server each, for a

@@ -87,6 +87,11 @@ class Submission:
         if self.options.check_data and self.datamodule is not None:
             self.datamodule.prepare_data()
 
+    def parent_folder(self, launcher: Launcher) -> Path:
+        """Return the directory for run folders: ``cluster.folder``, or by default the name of the launcher."""
+        folder = self.options.folder
+        return Path(launcher.name) if folder == ClusterOptions.folder else folder
+
     def run_folder(self, parent: Path) -> Path:
         """Return the path of the run folder. Its name is the run's name, or a new name if the run has no name.
 

@@ -1,8 +1,9 @@
 """Compressions of gradients and parameters: one class for each method, and the registry of these classes.
 
 Parameter servers can use each :class:`PayloadCompression`; DDP can use each class with a communication hook. All other
-code gets the compressions from the registry: the options with their help and errors, the division into slices, the
-ladder of ``auto``, the planner and the tests. `docs/development/add-a-compression.md` shows how to add a class.
+code gets the compressions from the registry: the options with the list of choices in their help and with their errors,
+the division into slices, the ladder of ``auto``, the planner and the tests. `docs/development/add-a-compression.md`
+shows how to add a class.
 
 Sources: Stich et al., "Sparsified SGD with Memory" (NeurIPS 2018), for top-k with error feedback; Seide et al., "1-Bit
 Stochastic Gradient Descent" (Interspeech 2014), for one bit per element, here with one mean for the positive elements
@@ -86,7 +87,8 @@ class PayloadCompression(Compression):
 
     Attributes:
         encoding: Number of the encoding in message headers, from 0 to 255. The wire format itself uses the numbers of
-            :class:`~cnnstrategies.paramserver.messages.Encoding`.
+            :class:`~cnnstrategies.paramserver.messages.Encoding`. Numbers from 100 are free for classes outside of this
+            project.
         for_pulls: Whether servers can compress the replies to pulls. A lossy compression then encodes the difference
             that a common step makes to the parameters; any other compression encodes the parameters themselves.
         largest: Largest absolute value that can be encoded. A larger gradient is an error; larger parameters are
@@ -195,7 +197,7 @@ def register(compression: Registered) -> Registered:
                     f"{compression.__name__}: the ladder of pulls already contains {other.name}, and can contain only "
                     "one lossy compression and one that is not lossy; set pull_level of one of the two to None"
                 )
-        add_encoding(instance.encoding)
+        add_encoding(instance.encoding, compression.__name__)
         PAYLOADS[instance.encoding] = instance
     COMPRESSIONS[instance.name] = instance
     return compression

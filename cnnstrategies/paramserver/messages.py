@@ -70,18 +70,29 @@ class Encoding(IntEnum):
 
 # By number: the kind. A lookup in this dictionary takes a third of the time of `Kind(number)`.
 _KIND_BY_NUMBER = {int(kind): kind for kind in Kind}
-_encodings = {int(Encoding.NOTHING), int(Encoding.KEYS)}
+# Keys: numbers of encodings. Values: names for error messages, such as the name of the compression's class.
+_encodings = {int(Encoding.NOTHING): "messages without a tensor", int(Encoding.KEYS): "messages with keys of slices"}
 
 
-def add_encoding(number: int) -> None:
+def add_encoding(number: int, owner: str) -> None:
     """Register the number of a compression's encoding, so that :func:`unpack` accepts it.
+
+    Args:
+        number: The number, which must fit into one byte of the header.
+        owner: Name of the compression's class, for error messages.
 
     Raises:
         ValueError: The number does not fit into a header, or is in use already.
     """
-    if not 0 <= number <= 255 or number in _encodings:
-        raise ValueError(f"encoding={number}: use a number from 0 to 255 other than {sorted(_encodings)}")
-    _encodings.add(number)
+    if not 0 <= number <= 255:
+        raise ValueError(f"{owner}: encoding={int(number)} does not fit into a header: use a number from 0 to 255")
+    if number in _encodings:
+        taken = ", ".join(str(other) for other in sorted(_encodings))
+        raise ValueError(
+            f"{owner}: encoding={int(number)} is already the number of {_encodings[number]}: use a number from 0 to "
+            f"255 that is not in use; the numbers in use are {taken}"
+        )
+    _encodings[int(number)] = owner
 
 
 def known_encodings() -> list[int]:

@@ -255,8 +255,8 @@ class Supervision:
     def _was_cut_off(self, child: Watched, code: int) -> bool | None:
         """Return whether a process ended by itself because it had lost the connection to the coordinator.
 
-        This is the case if the coordinator received no heartbeats from the process before the process ended. Return
-        None if the coordinator cannot be reached now. A later call must then decide.
+        Return True if the coordinator has removed the process as silent before the process ended. Return None if the
+        coordinator cannot be reached now. A later call must then decide.
         """
         if not 0 < code < 128 or child.role == COORDINATOR or self._over or self._ended_at is not None:
             return False
@@ -346,7 +346,7 @@ class Supervision:
             fields: Fields of the request.
 
         Returns:
-            The reply; None if it did not arrive in time.
+            The reply; None if the reply did not arrive in time.
         """
         number = next(self._numbers)
         answers: dict[int, Message | str] = {}

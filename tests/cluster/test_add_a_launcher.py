@@ -23,8 +23,9 @@ SIZE = ["--trainer.num_nodes=2", "--trainer.devices=2"]
 
 @pytest.fixture(autouse=True)
 def _toy(monkeypatch):
-    """Register the page's launcher for one test."""
-    monkeypatch.setattr(registry, "REGISTRY", dict(registry.REGISTRY))
+    """Register the page's launcher for one test, also if somebody has saved it in the package."""
+    others = {name: launcher for name, launcher in registry.REGISTRY.items() if launcher.precedence != 55}
+    monkeypatch.setattr(registry, "REGISTRY", others)
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     exec(compile(code, PAGE.name, "exec"), {"__name__": "toy"})
 
@@ -87,18 +88,41 @@ def test_a_submission_is_shown_and_queued(capsys):
     cli.main([*RUN, *SIZE])
     queued = capsys.readouterr().out
     assert queued.startswith("Submitted job 17: 2 nodes x 2 tasks\n")
-    (folder,) = Path("slurm").iterdir()
+    (folder,) = Path("toy").iterdir()
     assert {file.name for file in folder.iterdir()} == {"config.yaml", "job.sh"}
+    program.write_text("#!/bin/sh\necho Welcome to Toy\necho 18\n")
+    with pytest.raises(SystemExit):
+        cli.main([*RUN, *SIZE])
+    assert r"returned 'Welcome to Toy\n18' instead of a job id on one line" in capsys.readouterr().err
+    assert len(list(Path("toy").iterdir())) == 2, "the job may be in the queue"
 
 
 def test_the_help_and_a_refusal_name_the_launcher(capsys):
+    names = launchers.job_launchers()
+    expected = ["kubernetes", "ray", "toy", "slurm"]
+    assert [name for name in names if name in expected] == expected
     cli.main(["submit", "--help"])
-    assert "kubernetes|ray|toy|slurm" in capsys.readouterr().out
+    assert "|".join(names) in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["submit", "fit", "--to=elsewhere"])
-    assert "kubernetes, ray, toy, slurm" in capsys.readouterr().err
+    assert ", ".join(names) in capsys.readouterr().err
 
 
-def test_two_launchers_cannot_have_the_same_place():
-    with pytest.raises(ValueError, match=r"launcher toy \(precedence 55\): Toy is already registered as toy"):
-        launchers.register(type(launchers.launcher_named("toy")))
+def test_two_launchers_cannot_have_the_same_name_or_precedence():
+    toy = type(launchers.launcher_named("toy"))
+    with pytest.raises(ValueError, match="classes Toy and Again have the same name 'toy'"):
+        launchers.register(type("Again", (toy,), {"precedence": 56}))
+    message = "classes Toy and Again have the same precedence 55: .* 50 ray, .*55 toy, .*60 slurm"
+    with pytest.raises(ValueError, match=message):
+        launchers.register(type("Again", (toy,), {"name": "again"}))
+
+
+def test_a_launcher_without_a_required_member_is_refused():
+    with pytest.raises(TypeError, match="class Bare does not define title, precedence, detect: "):
+        launchers.register(type("Bare", (launchers.Launcher,), {"name": "bare"}))
+
+
+def test_the_pages_table_has_the_names_and_precedences_of_the_launchers():
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \|", PAGE.read_text(), re.MULTILINE)
+    assert rows == [(name, str(launchers.launcher_named(name).precedence)) for name, _ in rows]
+    assert [name for name, _ in rows] == ["torchrun", "openmpi", "mpich", "kubernetes", "ray", "slurm", "none"]

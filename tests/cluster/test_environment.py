@@ -156,7 +156,7 @@ def test_the_innermost_launcher_determines_the_ranks() -> None:
     everything = {**SLURM, **MPIRUN, **TORCHRUN, "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}
     everything |= {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}
     names = ["torchrun", "openmpi", "mpich", "kubernetes", "ray", "slurm", "none"]
-    assert [launcher.name for launcher in launchers()] == names
+    assert [launcher.name for launcher in launchers() if launcher.name in names] == names
     assert [launcher.name for launcher in detected(everything)] == names
     for number, name in enumerate(names):
         inner = [launcher_named(other) for other in names[:number]]

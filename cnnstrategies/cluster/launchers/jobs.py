@@ -42,7 +42,7 @@ class ScriptJob(ClusterJob):
         folder: The run folder, on a file system that all nodes share. :meth:`submit` writes the script ``job.sh`` and
             ``config.yaml`` to it.
         script: Text of the script, which runs ``fit`` with this ``config.yaml``.
-        queue: Function that submits the script at a path and returns the job id.
+        queue: Function that submits the script at a path and returns only the job id, without a line break.
         changes: Values that the launcher sets in the configuration; keys are keys of the configuration.
     """
 
@@ -66,6 +66,11 @@ class ScriptJob(ClusterJob):
             if is_new:
                 shutil.rmtree(self.folder)
             raise
+        if len(job.splitlines()) != 1:  # The job may be in the queue, so the run folder is kept.
+            raise ConfigurationError(
+                f"the launcher's function `queue` returned {job!r} instead of a job id on one line: the job may have "
+                "been submitted; correct the function, which must return only the job id"
+            )
         size, server_nodes = self.submission.size, self.submission.options.server_nodes
         servers = f", and {server_nodes} server nodes" if server_nodes else ""
         return (

@@ -5,7 +5,6 @@ import os
 import shlex
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from typing_extensions import override
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from cnnstrategies.cluster.submission import Submission
 
 JOB_CONFIGURATION = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-FOLDER = Path("ray")  # Default directory for run folders.
 
 
 @register
@@ -69,7 +67,7 @@ class Ray(Launcher):
                 f"cluster.server_nodes={options.server_nodes} cannot be used with --to ray, but only with SLURM and "
                 "Kubernetes: leave it out, so that the servers run on the trainer's nodes"
             )
-        folder = submission.run_folder(FOLDER if options.folder == ClusterOptions.folder else options.folder)
+        folder = submission.run_folder(submission.parent_folder(self))
         python = options.python or ("python" if options.venv else None)
         interpreter = f'"${PYTHON}"' if python is None else shlex.quote(python)
         setup = setup_lines(options)

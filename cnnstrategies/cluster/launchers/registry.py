@@ -12,15 +12,28 @@ def register(kind: LauncherClass) -> LauncherClass:
     """Class decorator that adds a launcher to the registry.
 
     Raises:
+        TypeError: The class does not define a required member.
         ValueError: A launcher with the same name or the same precedence is already registered.
     """
+    missing = [member for member in ("name", "title", "precedence") if not hasattr(kind, member)]
+    missing += sorted(kind.__abstractmethods__)
+    if missing:
+        raise TypeError(
+            f"launcher class {kind.__name__} does not define {', '.join(missing)}: see the descriptions in the class "
+            "Launcher"
+        )
     launcher = kind()
     for other in REGISTRY.values():
-        if launcher.name == other.name or launcher.precedence == other.precedence:
+        if launcher.name == other.name:
             raise ValueError(
-                f"launcher {launcher.name} (precedence {launcher.precedence}): {type(other).__name__} is already "
-                f"registered as {other.name} with precedence {other.precedence}; choose a different name and a "
-                "different precedence"
+                f"the launcher classes {type(other).__name__} and {kind.__name__} have the same name {other.name!r}: "
+                "choose a different name"
+            )
+        if launcher.precedence == other.precedence:
+            taken = ", ".join(f"{taken.precedence} {taken.name}" for taken in launchers())
+            raise ValueError(
+                f"the launcher classes {type(other).__name__} and {kind.__name__} have the same precedence "
+                f"{other.precedence}: choose a number that is not taken; taken are {taken}"
             )
     REGISTRY[launcher.name] = launcher
     return kind

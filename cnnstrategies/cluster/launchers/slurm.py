@@ -116,7 +116,7 @@ class Slurm(Launcher):
     @override
     def job(self, submission: "Submission", command: str) -> ScriptJob:
         options = submission.options
-        folder = submission.run_folder(options.folder)
+        folder = submission.run_folder(submission.parent_folder(self))
         submission.prepare_data()
         goes_on = submission.server_options is not None
         script = sbatch_script(options, submission.size, folder, sys.executable, command, goes_on)

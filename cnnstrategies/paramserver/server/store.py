@@ -127,8 +127,8 @@ class Changes:
             key: Key of the slice.
             pulled: Encodings in which workers will pull the new values, if workers choose encodings.
 
-        Returns the payload with which :meth:`apply` updates the records of the backups in the same way. It is the
-        change, or one byte with the encoding of the values that all workers will hold. The payload is empty if the
+        Returns the payload with which :meth:`apply` updates the records of the backups in the same way. This payload is
+        the change, or one byte with the encoding of the values that all workers will hold. The payload is empty if the
         workers will pull exact values and the record is not updated.
         """
         wanted = self._whole is None or self.encoding in pulled

@@ -138,7 +138,7 @@ class Synchronous:
         Args:
             worker: Id of the worker.
             step: The step that the worker is working on; None for a newcomer.
-            gradients_step: The step whose gradients a newcomer holds; None if it holds no gradients.
+            gradients_step: The step whose gradients a newcomer holds; None if the newcomer holds no gradients.
 
         Returns the step with which the worker begins. Returns None, and does not add the worker, if the worker is a
         newcomer and this server is a leader that does not know the steps of all workers and servers yet.
@@ -188,7 +188,7 @@ class Synchronous:
         """Whether this server, as leader, knows the steps of all workers and the state of all servers.
 
         If this is false, newcomers have to wait: a server that has not reported yet may have the only copy of a
-        decision, so the current step may be a later one than this server knows.
+        decision, so the current step may be later than the last step that this server knows.
         """
         return self.roll.complete and not self._lacks_a_holder and self._reports.complete(self.clock.step) is not None
 
