@@ -96,8 +96,8 @@ class JoiningStrategy(ParameterServerStrategy):
     """Strategy of a joiner: an additional worker of a run, which gets its batches from the run's coordinator.
 
     For Lightning the process is a run of one process. Each call of ``fit`` covers an epoch of the run, or the rest of
-    an epoch. The joiner first waits until the run admits it, and leaves the run at the end of the epoch, so that the
-    other workers can end the epoch without it.
+    an epoch. The joiner first waits for its admission by the run, and leaves the run at the end of the epoch, so that
+    the other workers can end the epoch without the joiner.
 
     Attributes:
         leaving: Whether the process was told to leave, by Ctrl-C or SIGTERM.
