@@ -32,8 +32,8 @@ class BatchHeader(NamedTuple):
         shapes: Shape of one image, for each tensor that the network takes.
         dtypes: Dtype of each tensor that the network takes.
         specs: Shape and dtype of a row, for each other tensor of the batch, such as targets.
-        form: The structure of the batch, and its values that are not tensors. The strategy makes it; the pipeline only
-            sends it to all ranks.
+        form: The structure of the batch, and the batch's values that are not tensors. The strategy makes this object;
+            the pipeline only sends the object to all ranks.
     """
 
     rows: int
@@ -77,7 +77,9 @@ def share_batch(
     transport: Transport,
     usual: int | None = None,
 ) -> Batch:
-    """Send each rank the parts of the global batch that it needs; see `Pipeline.share`. All ranks must call this.
+    """Send each rank the parts of the global batch that the rank needs. All ranks must call this.
+
+    The arguments are the same as those of `Pipeline.share`.
 
     Returns:
         The batch; it has 0 samples if no replica has samples.
@@ -162,7 +164,8 @@ def _all_headers(header: BatchHeader | None, transport: Transport) -> list[Batch
 def end_together(transport: Transport) -> None:
     """Check that all ranks have reached the end of their batches.
 
-    A rank calls this instead of :func:`share_batch` when it has no more batches. All ranks must call one of the two.
+    A rank calls this function instead of :func:`share_batch` when it has no more batches. All ranks must call one of
+    the two functions.
 
     Raises:
         ConfigurationError: Another rank called :func:`share_batch`. The error is raised on all ranks.
@@ -206,7 +209,7 @@ def _gather_bytes(data: bytes, size: int, transport: Transport) -> list[bytes]:
     return [table[rank * size : (rank + 1) * size] for rank in range(world)]
 
 
-@functools.lru_cache(maxsize=64)  # Most headers are equal to those of other ranks and steps, so few must be decoded.
+@functools.lru_cache(maxsize=64)  # Most headers are equal to headers of other ranks or steps, so few must be decoded.
 def _read(data: bytes) -> BatchHeader | None:
     header: BatchHeader | None = from_bytes(data) if data else None
     return header
@@ -225,7 +228,8 @@ def _send_to_all_ranks(
         split: Division of the batch.
         transport: Transport of this rank.
     """
-    # For each tensor and then for each replica: index of the first buffer element, and shape and dtype of the rows.
+    # For each tensor, and then for each replica: the index of the buffer's element with which the replica's rows begin,
+    # and the shape and the dtype of these rows.
     areas: list[list[tuple[int, tuple[int, ...], torch.dtype]]] = [[] for _ in specs]
     words = 0
     for rows in split.rows:
@@ -241,7 +245,7 @@ def _send_to_all_ranks(
         if len(split.rows) == 1:
             dist.broadcast(buffer, transport.placement.ranks(0)[0])
         else:
-            # At each index of the buffer, only one rank has a value that is not zero, so the sum is this value.
+            # At each index of the buffer, at most one rank has a value that is not zero, so the sum is this value.
             dist.all_reduce(buffer)
     return tuple(split.assemble([_section(buffer, *area) for area in replica_areas]) for replica_areas in areas)
 
@@ -261,7 +265,7 @@ def _section(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dt
 
 
 class OutputGatherer:
-    """A collector of the last stage's outputs. It returns them on every rank, in the order of the global batch."""
+    """A collector that sends the last stage's outputs to every rank, in the order of the global batch."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -273,14 +277,15 @@ class OutputGatherer:
 
         Args:
             split: Division of the batch.
-            outputs: In the last stage, the outputs of this rank's microbatches by microbatch; empty in other stages.
-            kind: Key of the outputs' structure. Batches with equal keys have outputs with equal structures and dtypes.
+            outputs: In the last stage, by microbatch of this rank: the network's outputs. Empty in other stages.
+            kind: Key of the outputs' structure. If two batches have equal keys, their outputs have equal structures and
+                dtypes.
         """
         placement = self.transport.placement
         last = placement.stages - 1
         if kind not in self._structures:
             first = next(microbatch for microbatch, size in enumerate(split.sizes) if size)
-            # In the structure, each tensor is replaced by a tensor without storage that has the shape of one row.
+            # In the structure, each tensor is replaced by a tensor on the device `meta` that has the shape of one row.
             structure = tree_map_only(Tensor, _row, outputs.get(first))
             source = placement.rank_of(last, first)
             structure = broadcast_value(structure, source, group=self.transport.control)
@@ -313,5 +318,5 @@ class OutputGatherer:
 
 
 def _row(tensor: Tensor) -> Tensor:
-    """Return a tensor without storage that has the shape and dtype of a row of a tensor."""
+    """Return a tensor on the device ``meta`` with the shape and the dtype of one row of a tensor."""
     return torch.empty(tensor.shape[1:], dtype=tensor.dtype, device="meta")

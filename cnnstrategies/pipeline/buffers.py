@@ -25,10 +25,11 @@ class StageBuffers:
     """The buffers of a stage, which are kept equal on all replicas of the stage.
 
     BatchNorm layers normalise each microbatch separately, as in GPipe. During a step, the mean and variance of each
-    microbatch are recorded. At the end of the step the replicas combine them into the mean and the unbiased variance of
-    the whole batch, and each replica updates the running statistics once with these values. The result is that of one
-    forward with the whole batch, so the layer's momentum has the same effect with any number of microbatches.
-    (torchgpipe calls this deferred batch normalization.)
+    microbatch are recorded. At the end of the step the replicas combine the recorded values into the mean and the
+    unbiased variance of the whole batch, and each replica updates the running statistics once with this mean and
+    variance. The running statistics are then the same as after one forward with the whole batch, so the layer's
+    momentum has the same effect with any number of microbatches. (torchgpipe calls this method deferred batch
+    normalization.)
 
     Other buffers, such as the vectors of a spectral norm, are copied from the first replica to the other replicas after
     each step, as under DDP. The first step shows which buffers change. Buffers that do not change are not copied.
@@ -96,8 +97,8 @@ class StageBuffers:
 
         Args:
             microbatch: The microbatch.
-            again: Whether the forward recomputes activations. Nothing is recorded then, because the first forward of
-                the microbatch was recorded.
+            again: Whether the forward recomputes activations. If so, nothing is recorded, because the values of the
+                microbatch's first forward were already recorded.
         """
         for record in self._training:
             record.counts.clear()
@@ -107,7 +108,7 @@ class StageBuffers:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Update the running statistics, and copy other buffers from the first replica to all replicas.
+        """Restore and update the running statistics, and copy other buffers from the first replica to all replicas.
 
         All replicas of the stage must call this at the end of a step.
         """
@@ -160,16 +161,17 @@ class StatisticsRecorder:
 
     The layer's own kernel computes the means and variances: with momentum 1, it overwrites the running statistics with
     the mean and variance of the current call. During a step, other tensors take the place of the running statistics, so
-    that these are not lost. All microbatches use the same tensors, because a compiled stage would be compiled again for
-    different tensors.
+    that the running statistics are not lost. All microbatches use the same replacement tensors, because a compiled
+    stage would be compiled again for different tensors.
 
     Attributes:
         name: Name of the layer.
         layer: The layer.
         calls: Number of times that a forward of the stage calls the layer. The number is equal on all replicas, even if
             a replica has no microbatch in a step.
-        places: For each call, the tensors (C,) into which the kernel writes the mean and the variance.
-        counts: Number of values per channel, for each call that the current forward has made.
+        places: For each call of the layer in a forward, two tensors (C,) that are reserved for this call. The kernel
+            writes the mean and the variance into them.
+        counts: For each call of the layer that the current forward has made, the number of values per channel.
     """
 
     def __init__(self, name: str, layer: Any, calls: int) -> None:
@@ -180,9 +182,10 @@ class StatisticsRecorder:
         layer.register_forward_pre_hook(self._before)
 
     def begin(self) -> None:
-        """Save the layer's running statistics, and replace them by the tensors of the layer's first call.
+        """Save the layer's running statistics, and put the tensors of the first call (`places[0]`) in their place.
 
-        The layer's kernel then writes the mean and variance of the call into these tensors.
+        When a forward calls the layer for the first time, the layer's kernel then writes the mean and variance of this
+        call into these tensors.
         """
         layer = self.layer
         self._saved = (layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum)
@@ -210,12 +213,12 @@ class StatisticsRecorder:
             self._put(call)
 
     def _put(self, call: int) -> None:
-        """Replace the layer's running statistics by the tensors of a call.
+        """Let the layer write the mean and variance of a call into the tensors that are reserved for this call.
 
-        The layer's kernel then writes the mean and variance of the call into these tensors.
+        The tensors `places[call]` become the layer's running statistics, which the layer's kernel overwrites.
 
         Args:
-            call: Index of the call among the calls that one forward of the stage makes.
+            call: Index of the call among the calls of the layer that one forward of the stage makes.
         """
         for name, place in zip(("running_mean", "running_var"), self.places[call], strict=True):
             put_buffer(self.layer, name, place)
@@ -224,9 +227,9 @@ class StatisticsRecorder:
 class StatisticsTable:
     """A table of the means and unbiased variances of a step, from which it updates the layers' running statistics.
 
-    It has an entry for each microbatch and each call of a layer. The channels of all layers are concatenated, so that a
-    single computation on the device updates all layers, and the host reads no values. The table also counts the values
-    per channel of each entry; the count is 0 if the call was not made.
+    The table has an entry for each microbatch and each call of a layer. The channels of all layers are concatenated, so
+    that a single computation on the device updates all layers, and the CPU does not have to read values from the
+    device. For each entry, the table also holds the number of values per channel, which is 0 if the call was not made.
 
     Args:
         records: Recorders of the layers in training mode.
@@ -318,7 +321,7 @@ class StatisticsTable:
 def numbers_on(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
     """Return nested tuples of numbers as a tensor on a device.
 
-    Results are cached, because the host would have to wait for each copy from the host to the device.
+    Results are cached, because the process would have to wait for each copy from the CPU's memory to the device.
     """
     return torch.tensor(numbers, dtype=torch.float64, device=device)
 

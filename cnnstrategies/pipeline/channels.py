@@ -33,16 +33,17 @@ Order = tuple[int, Kind, int, int]
 class Channels:
     """The sends and receives of one rank.
 
-    Transfers begin between the rank's tasks (:meth:`exchange`), so that data travels while the rank computes. The rank
-    waits for the end of a send of activations only when the gradients of these activations have arrived. The send has
-    then already ended, so the rank never has to wait until another rank begins a receive.
+    Transfers begin between the rank's tasks (:meth:`exchange`), so that data travels while the rank computes. In
+    training, the rank waits for the end of a send of activations only when the gradients of these activations have
+    arrived. At that time the send has already ended, so the rank never has to wait until another rank begins a receive.
 
     Args:
         graph: Graph of the stage.
         turn: Function that returns the turn of a task; see :func:`.timetable.turns`. All ranks use the same function.
         transport: Transport of this rank.
-        ask_for_all: Whether to ask for the gradients of all floating-point outputs. This is needed if a forward runs
-            without autograd and is recomputed later, because it then does not show which outputs require a gradient.
+        ask_for_all: Whether to ask for the gradients of all floating-point outputs. This is needed if forwards are
+            recomputed, because the first forward may run without autograd and then does not show which outputs require
+            a gradient.
     """
 
     def __init__(
@@ -88,13 +89,13 @@ class Channels:
         All ranks begin their transfers in the same order, namely by the turn of the task that sends the message. The
         first transfer in this order that has not ended does not wait for any other transfer, so it can end. Therefore
         the ranks never wait for each other forever, even if a rank continues only after all its transfers have ended.
-        This can happen on a GPU: when a kernel is loaded or memory is freed, for example, the host waits until the GPU
-        has completed everything that was started on it.
+        A rank may have to wait like this on a GPU: when a kernel is loaded or memory is freed, for example, the process
+        waits until the GPU has completed all work that was started on it.
 
         Args:
             now: Turn of the rank's next task.
-            until: Receives begin for messages that are sent before this turn. If a message is sent at ``now`` or later,
-                its receive only begins if the message's shapes are known.
+            until: Turn before which messages must be sent so that their receives begin. If a message is sent at ``now``
+                or later, its receive only begins if the shapes of the message's tensors are known.
         """
         while self._awaited and self._awaited[0][0][0] < until:
             order, sender, size = self._awaited[0]
@@ -121,8 +122,8 @@ class Channels:
             size: Size key of the microbatch; see :meth:`plan`.
 
         Returns:
-            The inputs by name. Also, for each stage that sent inputs, the received tensors whose gradients this stage
-            must send back; they are autograd leaves.
+            Two dictionaries. The first dictionary has the inputs by name. The second dictionary has, by stage that sent
+            inputs, the received tensors whose gradients this stage must send back. These tensors are autograd leaves.
         """
         values: dict[str, Any] = {}
         leaves: dict[int, list[Tensor]] = {}
@@ -203,7 +204,7 @@ class Channels:
         """Wait for the gradients of the outputs that were sent for a microbatch, and return them.
 
         Returns:
-            For each receiving stage, the gradients of the tensors that :meth:`send_forward` returned for the stage. The
+            For each receiving stage, the gradients of the tensors that :meth:`send_forward` returned for the stage. A
             gradient is None if the receiving stage has not computed a gradient for the tensor.
         """
         gradients: dict[int, list[Tensor | None]] = {}
@@ -213,7 +214,7 @@ class Channels:
             gradients[target] = [
                 tensor if has_gradient else None for tensor, has_gradient in zip(tensors, reached.tolist(), strict=True)
             ]
-        # The gradients have arrived, so the receivers have the activations, and this call does not block.
+        # The gradients have arrived, so the receivers must have received the activations, and this call does not block.
         self._wait_for_sends(microbatch)
         return gradients
 
@@ -230,8 +231,8 @@ class Channels:
             content = f"the gradients of microbatch {microbatch}"
             sends = []
             if tensors:
-                # The receiver must know which tensors have no gradient. If it used zeros as gradients, weight decay
-                # would change parameters that it does not change when the network runs on one device.
+                # The receiver must know which tensors have no gradient. If the receiver used zeros as gradients, weight
+                # decay would change parameters that stay unchanged when the network runs on one device.
                 reached = torch.tensor([tensor.grad is not None for tensor in tensors])
                 sends.append(self._prepare(order, self.transport.send(reached, rank, REACHED, content)))
             for tensor in tensors:
@@ -401,7 +402,8 @@ class TensorHeader:
     def on(self, device: torch.device) -> "TensorHeader":
         """Return a copy of the header in which all devices are replaced by ``device``.
 
-        A network may read the device of a tensor and pass it on as a value. The receiving stage needs its own device.
+        A network may use the device of a tensor as a value, and the value may cross a cut. The receiving stage then
+        needs its own device in place of the sender's device.
         """
         leaves = tuple(device if isinstance(leaf, torch.device) else leaf for leaf in self.leaves)
         return TensorHeader(leaves, self.tree)
@@ -410,7 +412,7 @@ class TensorHeader:
         """Rebuild the nested containers of a message, and return its values.
 
         Args:
-            tensors: The message's tensors, in the order of their descriptions, which they replace.
+            tensors: The message's tensors, in the order of the leaves. Each tensor replaces its description.
         """
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
@@ -461,7 +463,8 @@ def memory_format_of(tensor: Tensor) -> torch.memory_format:
 def on_the_wire(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
     """Return a contiguous tensor for a transfer. Its elements are in the order of a memory format.
 
-    If the tensor has this memory format, the result is a view of the tensor; otherwise it is a view of a copy.
+    If the tensor already has this memory format, the result is a view of the tensor; otherwise the result is a view of
+    a copy.
     """
     formatted = tensor.detach().contiguous(memory_format=memory_format)
     return formatted if memory_format == torch.contiguous_format else formatted.movedim(1, -1)

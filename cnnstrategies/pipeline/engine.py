@@ -27,10 +27,10 @@ from cnnstrategies.runtime.allocation import reuse_freed_memory
 
 TIMEOUT = timedelta(minutes=10)
 # Under gloo, a receive begins this number of turns (see `timetable.turns`) before the task that needs its message. This
-# is early enough for all messages that a stage that runs ahead may send. Under gloo, a receive that only begins when
-# its message arrives is slow: the receive holds the lock of the connection, and gloo's thread waits for the lock in a
-# loop, which takes milliseconds if there are too few cores.
-# Under NCCL, receives do not begin early. A receive occupies the device until its message arrives, but the host may
+# is early enough even for messages of a stage that runs ahead. Under gloo, a receive that only begins when its message
+# arrives is slow: the receive holds the lock of the connection, and gloo's thread waits for the lock in a loop, which
+# takes milliseconds if there are too few cores.
+# Under NCCL, receives do not begin early. A receive occupies the device until its message arrives, but this process may
 # have to wait at any moment until the device has completed all its work; see `Channels.exchange`.
 AHEAD = 4
 
@@ -44,7 +44,7 @@ class Pipeline:
 
     Args:
         network: The whole network. This rank's stage uses the network's own parameters, not copies.
-        cuts: Names of modules after which the network is cut, or positions, as in
+        cuts: Names of modules after which the network is cut, or indices of the first nodes after the cuts; see
             :func:`~cnnstrategies.pipeline.stage.divide`.
         replicas: Number of replicas of each stage.
         microbatches: Number of microbatches of a step, over all replicas.
@@ -59,7 +59,7 @@ class Pipeline:
         placement: Numbering of the ranks, stage by stage (``stages``) or pipeline by pipeline (``replicas``); see
             :class:`~cnnstrategies.pipeline.timetable.Placement`.
         compile_backend: Backend of ``torch.compile`` for the stage. The stage is compiled once for each microbatch
-            size. By default it is not compiled.
+            size. By default the stage is not compiled.
         shares: Share of each rank. The replicas of a stage divide the microbatches in proportion to their shares, by
             default equally.
 
@@ -67,11 +67,14 @@ class Pipeline:
         module: The module of this rank's stage. Its parameters have the names that they have in the network.
         own_microbatches: Microbatches that this rank runs.
         shapes: Shapes of all parameters and buffers of the network, by name.
-        loss_sum: In the last stage, the part of the last step's loss that comes from this rank's microbatches.
-        watchers: Functions that are called with each span of a training step. Without watchers no times are measured.
-            On a GPU, measuring synchronises the device at each task.
-        clocks: Clocks by kind of span, and by ``loss`` for the computation of the loss. They are called when a span
-            begins and ends, and must not wait for the device.
+        loss_sum: In the last stage, the part of the last step's loss that comes from this rank's microbatches; 0 in
+            other stages.
+        watchers: Functions that are called with each :class:`~cnnstrategies.pipeline.timeline.Span` of a training step.
+            A span is a period of time in which the rank performs one action, such as a forward. Without watchers no
+            times are measured. On a GPU, measuring a span synchronises the device at its start and at its end.
+        clocks: Stopwatches for each kind of span; the key ``loss`` is for the computation of the loss. Each stopwatch
+            is started when a span of its kind begins, and stopped when the span ends. Starting and stopping must not
+            wait for the device.
 
     Raises:
         ConfigurationError: Cuts, replicas, microbatches and ranks do not fit together, or the network cannot be cut.
@@ -193,10 +196,10 @@ class Pipeline:
                 network takes several. Ignored in other stages.
             rest: In the first stage, this replica's targets (n, ...) and other tensors with one row per sample. Ignored
                 in other stages.
-            form: In the first stage, the structure of this replica's batch, and its values that are not tensors. It is
-                sent to all ranks, and must consist of plain data.
-            usual: Average number of samples that a replica has in a batch of the usual size, equal on all ranks. If a
-                batch is smaller, it is divided into fewer microbatches instead of very small microbatches.
+            form: In the first stage, the structure of this replica's batch, and the batch's values that are not
+                tensors. The structure and the values are sent to all ranks, and must consist of plain data.
+            usual: Mean number of samples that a replica has in a batch of the usual size, equal on all ranks. A smaller
+                batch is divided into fewer microbatches, so that microbatches do not become very small.
         """
         with self.transport.collective("sharing a batch"):
             return share_batch(images, rest, form, self.transport, usual)
@@ -204,7 +207,8 @@ class Pipeline:
     def end_together(self) -> None:
         """Check that all ranks have reached the end of their batches.
 
-        A rank calls this instead of :meth:`share` when it has no more batches. All ranks must call one of the two.
+        A rank calls this method instead of :meth:`share` when it has no more batches. All ranks must call one of the
+        two methods.
 
         Raises:
             ConfigurationError: Another rank called :meth:`share`. The error is raised on all ranks.
@@ -238,8 +242,8 @@ class Pipeline:
         """Return all parameters and buffers of the network by name, on the CPU of every rank. All ranks must call this.
 
         Args:
-            copy: A pair of this rank's stage and the whole network, for another network that is divided in the same
-                way, such as an average of the weights. By default, the network that is trained.
+            copy: This rank's stage and the whole network, as a pair, of a copy of the network that is divided in the
+                same way, such as a copy with averaged weights. By default, the network that is trained.
         """
         module, network = copy or (self.module, self.blueprint.network)
         # If a tensor has several names, all its names are listed here, because without duplicates the stage and the
@@ -277,14 +281,16 @@ class Pipeline:
             loss: Function that returns the mean loss from the network's outputs and the targets (n, ...), or a loss in
                 parts. The last stage calls it for each microbatch.
             scale: Factor by which the loss is multiplied.
-            more: Whether another batch follows before the optimizer's step. If the stage has several replicas, it then
-                keeps the gradients and adds the gradients of the next batch, so that the replicas only sum them once.
+            more: Whether another batch follows before the optimizer's step. If so, a stage with several replicas keeps
+                the gradients and adds the gradients of the next batch to them, so that the gradients of all batches are
+                summed over the replicas only once.
 
         Returns:
-            Two values. The first is a list with the gradient of ``scale`` times the loss of the global batch, for each
-            of ``parameters``, or None if the parameter has no gradient. It is equal on all replicas of the stage, and
-            contains kept gradients of earlier batches. The second value is, in the last stage, the outputs of this
-            rank's microbatches by microbatch; in other stages it is empty.
+            Two values. The first value is a list with an element for each of ``parameters``: the gradient of ``scale``
+            times the loss of the global batch, or None if the parameter has no gradient. The gradients are equal on all
+            replicas of the stage, and contain the kept gradients of earlier batches. If gradients are kept, all
+            elements are None. The second value is a dictionary. In the last stage, its keys are this rank's
+            microbatches, and its values are the network's outputs; in other stages it is empty.
 
         Raises:
             ConfigurationError: Parameters were frozen or unfrozen, and :meth:`refresh` was not called.
@@ -307,7 +313,8 @@ class Pipeline:
         """Run the forwards of a batch, in the current mode of ``module``. All ranks must call this.
 
         Returns:
-            In the last stage, the outputs of this rank's microbatches by microbatch; empty in other stages.
+            A dictionary. In the last stage, its keys are this rank's microbatches, and its values are the network's
+            outputs; in other stages it is empty.
         """
         step = Step(self, batch)
         step.evaluate()
@@ -340,8 +347,9 @@ class Pipeline:
             images: In the first stage, this replica's images (n, C, H, W) on ``device``. Ignored in other stages.
             targets: In the first stage, the targets of the images (n, ...). Ignored in other stages.
             loss: Function that returns the mean loss from outputs and targets.
-            more: Whether another call follows before the optimizer's step. If the stage has several replicas, only the
-                last call then sets ``grad``.
+            more: Whether another call follows before the optimizer's step. If the stage has several replicas, a call
+                with ``more`` leaves ``grad`` unchanged, and the next call without ``more`` adds the gradients of all
+                these batches.
 
         Returns:
             The mean loss over the global batch, on every rank.

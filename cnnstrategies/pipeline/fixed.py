@@ -25,8 +25,8 @@ from cnnstrategies.errors import ConfigurationError
 _PLAIN = (int, float, str, bytes, type(None))
 SHAPE_METHODS = ("size", "dim", "numel", "is_contiguous")
 SHAPE_ATTRIBUTES = ("shape", "ndim", "dtype", "device", "is_cuda")
-# A number that follows from shapes is determined twice: with this number of samples, and with one sample less. If the
-# two results differ, the number depends on the number of samples, and the network is refused.
+# A number that a forward derives from shapes is determined twice: with this number of samples, and with one sample
+# less. If the two results differ, the number depends on the number of samples, and the network is refused.
 SAMPLES = 3
 
 
@@ -58,7 +58,10 @@ def check_contexts(began: Mapping[str, Any], where: str) -> None:
 
 
 def contexts() -> dict[str, Any]:
-    """Return the current state of grad mode, inference mode and autocast. Keys are the names for error messages."""
+    """Return the current states of grad mode, inference mode and autocast.
+
+    Keys are texts that name the mode in error messages.
+    """
     return {
         "torch.no_grad or torch.enable_grad": torch.is_grad_enabled(),
         "torch.inference_mode": torch.is_inference_mode_enabled(),
@@ -98,7 +101,7 @@ def same_each_time(network: nn.Module) -> Iterator[None]:
 
 
 class TracedModule(nn.Module):
-    """A module that replaces a module whose own code was traced. The graph runs instead of the module's code."""
+    """A module in the place of a module whose code was traced. A graph runs in place of the original module's code."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a submodule, a tensor or an internal attribute; refuse any other new attribute.
@@ -229,7 +232,7 @@ def hold_to(graph: fx.Graph, decided: Decided, name: str) -> None:
 
 
 def of_shapes(images: Any, shapes: Sequence[Sequence[int]], name: str) -> Any:
-    """Check the shapes of images, and return the images. The check is a node of the graph; see :func:`hold_to`.
+    """Check the shapes of images, and return the images. :func:`hold_to` makes a node of the graph that calls this.
 
     Raises:
         ConfigurationError: An image does not have the expected shape.

@@ -20,7 +20,7 @@ class Bucket:
         views: For each parameter, its gradient as a view of ``flat`` that has the parameter's shape.
         reached: Before the reduction, 1 for each parameter with a gradient and 0 for the others. After the reduction,
             for each parameter, the number of replicas on which it has a gradient.
-        missing: Number of parameters whose gradient the last backward has not computed yet.
+        missing: Number of parameters whose gradient the batch's last backward has not computed yet.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -44,8 +44,8 @@ class Bucket:
         """Return the parameters that have no gradient on any replica. A gradient of zeros counts as a gradient.
 
         Args:
-            reached: Parameters that have a gradient on this replica. If they include all parameters of the bucket,
-                nothing is read from the device, because the host would have to wait for it.
+            reached: Parameters that have a gradient on this replica. If these are all parameters of the bucket, no
+                numbers are read from the device, because this process would have to wait for the device.
         """
         if reached.issuperset(self.parameters):
             return []
@@ -54,7 +54,7 @@ class Bucket:
 
 
 class GradientReducer:
-    """An accumulator for the gradients of one or several batches, which also sums them over the replicas.
+    """An accumulator for the gradients of one or several batches, which also sums the gradients over the replicas.
 
     First call :meth:`begin`. Then run the backwards of all microbatches, and call :meth:`overlap` before the last
     backward. At the end call :meth:`finish`. All replicas reduce the buckets in the same order, last parameters first.
@@ -113,12 +113,13 @@ class GradientReducer:
         """Reduce the remaining buckets, wait for all sums, and restore ``grad`` as it was before :meth:`begin`.
 
         Args:
-            keep: Whether to keep the gradients without reducing them, so that the next batch adds to them. Only has an
-                effect if there are several replicas.
+            keep: Whether to keep the gradients without reducing them, so that the next batch adds its gradients to
+                them. Ignored if the stage has one replica.
 
         Returns:
-            For each of ``parameters``, its gradient; None if it has no gradient or if gradients are kept. If there are
-            several replicas, the caller may change the returned gradients, but the next step overwrites them.
+            For each of ``parameters``, the parameter's gradient; None if the parameter has no gradient or if gradients
+            are kept. If the stage has several replicas, the caller may change the returned gradients, but the next step
+            overwrites them.
         """
         if keep and self.group is not None:
             self.abandon()
@@ -158,7 +159,7 @@ class GradientReducer:
         self._handles, self._buckets = [], []
 
     def ready(self, parameter: nn.Parameter, bucket: Bucket) -> None:
-        """Note that a parameter has a gradient, and start the reductions of buckets that are complete.
+        """Record that a parameter has a gradient, and start the reductions of buckets that are complete.
 
         Autograd calls this hook when a backward has added to the parameter's gradient.
         """
@@ -169,7 +170,7 @@ class GradientReducer:
                 self._launch(incomplete=False)
 
     def _launch(self, incomplete: bool) -> None:
-        """Start the reductions of the buckets that have not been started, in the same order on all replicas.
+        """Start the reductions that have not started yet, bucket by bucket, in the same order on all replicas.
 
         Args:
             incomplete: Whether to also reduce buckets that still lack gradients. Otherwise the reductions stop before

@@ -20,7 +20,8 @@ class Split:
     """The division of one global batch into microbatches.
 
     Replica r of the first stage has ``rows[r]`` samples and divides them into its microbatches, whose sizes differ by
-    at most one sample. If it has too few samples, its last microbatches are empty, and the step skips them.
+    at most one sample. If a replica has too few samples, its last microbatches are empty, and the step skips the empty
+    microbatches.
 
     A batch can be smaller than usual, like the last batch of an epoch. Microbatches then keep about their usual size,
     and the remaining microbatches are empty, because BatchNorm works better with a few full microbatches than with many
@@ -31,9 +32,10 @@ class Split:
 
     Attributes:
         rows: Number of samples of each replica of the first stage.
-        runs: For each microbatch, including empty microbatches, the replica of the first stage that runs it.
-        usual: Average number of samples that a replica has in a batch of the usual size; None if this batch counts as
-            a batch of the usual size.
+        runs: For each microbatch, including empty microbatches, the replica of the first stage that runs the
+            microbatch.
+        usual: Mean number of samples that a replica has in a batch of the usual size; None if this batch counts as a
+            batch of the usual size.
     """
 
     rows: tuple[int, ...]
@@ -52,9 +54,9 @@ class Split:
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """Range of the rows of each microbatch: the first row, and the row after the last row.
+        """For each microbatch, the index of its first row, and the index of the row after its last row.
 
-        Both are indices into the samples of the replica that runs the microbatch in the first stage.
+        The indices refer to the samples of the replica that runs the microbatch in the first stage.
         """
         sizes = []
         for replica, rows in enumerate(self.rows):
@@ -70,7 +72,7 @@ class Split:
         return tuple(bounds)
 
     def _filled(self, rows: int, microbatches: int) -> int:
-        """Return the number of a replica's microbatches that get samples. The others stay empty.
+        """Return the number of a replica's microbatches that get samples. The replica's other microbatches stay empty.
 
         Args:
             rows: Number of the replica's samples.
@@ -125,7 +127,7 @@ class Split:
 def rows_on(split: Split, microbatches: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the indices of the microbatches' rows in the global batch; see :meth:`Split.global_rows`.
 
-    Results are cached, because the host would have to wait for each copy from the host to the device.
+    Results are cached, because the process would have to wait for each copy from the CPU's memory to the device.
     """
     rows = []
     for microbatch in microbatches:

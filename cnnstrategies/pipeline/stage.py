@@ -1,4 +1,4 @@
-"""Divide a traced network into stages. A stage has the parameters of its layers, under the network's own names."""
+"""Divide a traced network into stages. A stage has the parameters of its layers, with their names in the network."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +28,8 @@ class StageGraph:
             network's result.
         inputs: Names of the values that the stage receives; ``images`` in stage 0.
         outputs: Names of the values that the stage sends.
-        names_from: Names of the values that the stage receives, by the stage that sends them.
-        names_to: Names of the values that the stage sends, by the stage that receives them.
+        names_from: By sending stage: the names of the values that this stage receives from the sending stage.
+        names_to: By receiving stage: the names of the values that this stage sends to the receiving stage.
     """
 
     graph: fx.Graph
@@ -45,9 +45,9 @@ class Blueprint:
 
     Attributes:
         network: The network.
-        stages: Graphs of the stages for training (True) and for evaluation (False). Both are the same objects unless
-            the network's own code depends on the mode.
-        state: For each stage, the names of its parameters and buffers in the network.
+        stages: By mode, True for training and False for evaluation: the graphs of all stages. Both modes have the same
+            graphs unless the network's own code depends on the mode.
+        state: For each stage, the names of the stage's parameters and buffers in the network.
         used: Names of the parameters and buffers that the network uses in training.
     """
 
@@ -66,7 +66,9 @@ class Blueprint:
 
 
 class StageModule(TracedModule):
-    """A module that is one stage of a network. It only has the stage's parameters and buffers, under their own names.
+    """A module that is one stage of a network.
+
+    The module has only the stage's parameters and buffers, under the names that they have in the network.
 
     ``forward`` takes the values in `StageGraph.inputs` as arguments, and returns a tuple of the values in
     `StageGraph.outputs`; in the last stage it returns the network's result. It runs the graph of the module's current
@@ -110,8 +112,8 @@ def divide(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
 
     Args:
         network: The whole network.
-        cuts: For each stage except stage 0, in ascending order, the name of the module after which the stage begins, or
-            the index of the stage's first node. An index refers to the
+        cuts: For each cut, in the order of the network, the name of the module after which the network is cut, or the
+            index of the first node after the cut. An index refers to the
             :func:`~cnnstrategies.pipeline.tracing.ordered_nodes` of the graph for training, and must be one of this
             graph's :func:`~cnnstrategies.pipeline.tracing.cut_positions`.
 

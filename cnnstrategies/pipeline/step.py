@@ -43,11 +43,11 @@ class Held:
     """The data of a microbatch that a rank holds between the microbatch's forward and backward.
 
     Attributes:
-        leaves: For each stage that sent inputs, the inputs whose gradients must be sent back.
-        roots: For each stage that received outputs, the outputs' gradient edges: the places in the autograd graph
-            where a backward pass for the outputs starts. The edge is None if an output requires no gradient. In the
-            last stage, the key None has the gradient edge of the loss. The outputs themselves are not held, so that
-            their memory is free.
+        leaves: By stage that sent inputs: the inputs whose gradients must be sent back.
+        roots: By stage that received outputs: the gradient edges of these outputs, that is, the places in the autograd
+            graph where a backward pass for the outputs starts. An edge is None if the output requires no gradient. In
+            the last stage, the only key is None, and its value is a list with the gradient edge of the loss. The
+            outputs themselves are not held, so that their memory can be freed.
         arguments: Arguments of the stage, if activations are recomputed; otherwise None.
         random: State of the random number generators before the forward, if activations are recomputed; otherwise None.
     """
@@ -68,8 +68,9 @@ class Step:
         scale: Factor by which the loss is multiplied.
 
     Attributes:
-        outputs: In the last stage, the network's outputs by microbatch, for the rank's own microbatches.
-        loss_sum: In the last stage, the loss of the microbatches that have run so far.
+        outputs: In the last stage, by microbatch of the rank: the network's outputs. Empty in other stages.
+        loss_sum: In the last stage, the sum of the loss's parts of the rank's microbatches that have run so far; 0 in
+            other stages.
     """
 
     def __init__(
@@ -250,15 +251,15 @@ class Step:
         placement, stage = self.pipeline.placement, self.pipeline.place.stage
         runs, sizes = placement.runs[stage], self.batch.split.sizes
         later = [replica for replica, size in zip(runs[microbatch + 1 :], sizes[microbatch + 1 :], strict=True) if size]
-        # No other replica may have two backwards left. Such a replica would first have to send the gradients of the
-        # earlier backward, and only its last backward takes part in the sum.
+        # No other replica may have two backwards left. A replica with two backwards left would first have to send the
+        # gradients of the earlier backward, because only its last backward takes part in the sum.
         return len(set(later)) == len(later) and not any(sizes[microbatch + placement.replicas[stage] :])
 
     def part_of_loss(self, outputs: Any, microbatch: int) -> Tensor:
         """Return a microbatch's part of the global batch's loss, multiplied by the scale.
 
-        The parts of all microbatches add up to the loss of the global batch. The part is also added to ``loss_sum``,
-        without the scale.
+        Without the scale, the parts of all microbatches add up to the loss of the global batch. The part without the
+        scale is also added to ``loss_sum``.
         """
         assert self.loss is not None
         with self.clocked("loss"):
@@ -294,7 +295,9 @@ class Step:
 
     @contextmanager
     def clocked(self, kind: str) -> Iterator[None]:
-        """Start the clocks of a kind of span when the context begins, and stop them when the context ends.
+        """Start the stopwatches of a kind of span when the context begins, and stop them when the context ends.
+
+        The stopwatches only run in training.
 
         Args:
             kind: Kind of the span, or ``loss``.
@@ -308,9 +311,14 @@ class Step:
 
     @contextmanager
     def timed(self, kind: str, microbatch: int | None) -> Iterator[None]:
-        """Report the code inside the context to the watchers and the clocks, as a span of a training step.
+        """Report the execution of the code inside the context as a span of a training step.
 
-        Without watchers the times are not measured.
+        The span is reported to the pipeline's watchers, and the stopwatches of its kind run during the span. If the
+        pipeline has no watchers, the times at which the span starts and ends are not measured.
+
+        Args:
+            kind: Kind of the span.
+            microbatch: The microbatch; None if the span belongs to the whole step.
         """
         pipeline = self.pipeline
         watchers = pipeline.watchers if self.loss is not None else []
@@ -352,7 +360,7 @@ def _detached(leaf: Any) -> Any:
 def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
     """Return each tensor's gradient edge: the place in the autograd graph where a backward pass for the tensor starts.
 
-    A gradient edge does not hold its tensor, so the tensor's memory can be freed. The edge is None if the tensor
-    requires no gradient.
+    A gradient edge does not keep its tensor alive, so the tensor's memory can be freed. The result has None for a
+    tensor that requires no gradient.
     """
     return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]

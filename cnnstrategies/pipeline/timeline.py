@@ -14,7 +14,8 @@ COLOURS = {
     "receive": "#3AA6A6",
 }
 IDLE = "#F1F1F1"
-TRANSFERS = ("send", "receive", "reduce")  # These spans overlap with computations, so they are drawn below them.
+# Kinds of spans that overlap with computations. These spans are drawn as narrow bars below the computations.
+TRANSFERS = ("send", "receive", "reduce")
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Span:
         kind: The action: forward, backward, reduce, send, receive or update.
         stage: Stage of the rank.
         microbatch: The microbatch; None if the action belongs to the whole step.
-        start: Start in seconds, on a clock that all ranks share.
-        end: End in seconds, on this clock.
+        start: Start of the period in seconds, on a clock that all ranks share.
+        end: End of the period in seconds, on the same clock.
     """
 
     rank: int
@@ -39,13 +40,13 @@ class Span:
 
 
 class Clock(Protocol):
-    """An object that measures the total time of all spans of one kind, without waiting for a device."""
+    """A stopwatch that measures the total time of all spans of one kind, without waiting for a device."""
 
     def begin(self) -> None:
-        """Record the start of a span."""
+        """Start the stopwatch, because a span begins."""
 
     def end(self) -> None:
-        """Record the end of the span."""
+        """Stop the stopwatch, because the span ends."""
 
 
 def draw_timeline(

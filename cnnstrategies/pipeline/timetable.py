@@ -26,7 +26,7 @@ class Layout:
     """Cuts of the network, and the number of replicas of each stage.
 
     Attributes:
-        cuts: Index of the first node of each stage except stage 0, ascending.
+        cuts: For each cut, the index of the first node after the cut, ascending.
         replicas: Number of replicas of each stage.
     """
 
@@ -100,9 +100,9 @@ def check_layout(cuts: int, placement: "Placement", ranks: int) -> None:
 class Task:
     """The forward or the backward of a microbatch in a stage.
 
-    The messages of a task follow from the task: a forward needs the results of this microbatch's forward in the stages
-    that produce its inputs. A backward needs the gradients from this microbatch's backward in the stages that use the
-    outputs.
+    A task determines which messages it needs. A forward needs the results of the same microbatch's forwards in the
+    stages that produce the inputs of its stage. A backward needs the gradients from the same microbatch's backwards in
+    the stages that use the outputs of its stage.
     """
 
     kind: Kind
@@ -127,9 +127,9 @@ class Placement:
     Attributes:
         replicas: Number of replicas of each stage.
         order: ``stages`` numbers all replicas of stage 0 first, then all replicas of stage 1, and so on, so that the
-            replicas of a stage are neighbours. ``replicas`` numbers the first replica of each stage first, then the
-            second replica of each stage, and so on, so that ranks that send each other activations are neighbours. It
-            only achieves this for all such ranks if the numbers of replicas are multiples of each other.
+            replicas of a stage are neighbours. ``replicas`` numbers the ranks pipeline by pipeline, so that ranks that
+            send each other activations are neighbours. If the numbers of replicas are not multiples of each other, some
+            of these ranks are not neighbours.
         microbatches: Number of microbatches in a step.
         shares: Share of each rank. The replicas of a stage divide the microbatches in proportion to their shares.
             Without shares the replicas take turns.
@@ -173,15 +173,15 @@ class Placement:
 
     @property
     def loads(self) -> tuple[float, ...]:
-        """Relative numbers of samples for the replicas of the first stage.
+        """For each replica of the first stage, the number of samples that it gets, relative to the other replicas.
 
-        If the configured shares are unequal, a replica's value is its number of microbatches. The sizes of all
-        microbatches then differ by at most one sample.
+        If shares are configured, a replica's value is its number of microbatches, so that the sizes of all microbatches
+        differ by at most one sample.
         """
         return tuple(map(self.runs[0].count, range(self.replicas[0]))) if self.shares else self.shares_of(0)
 
     def microbatches_of(self, rank: int) -> list[int]:
-        """Return the microbatches that a rank runs."""
+        """Return the indices of the microbatches that a rank runs, in ascending order."""
         place = self.place(rank)
         return [microbatch for microbatch, replica in enumerate(self.runs[place.stage]) if replica == place.replica]
 
@@ -194,7 +194,7 @@ class Placement:
         places = [RankPlace(stage, replica) for stage, count in enumerate(self.replicas) for replica in range(count)]
         if self.order == "replicas":
             # With equal shares, the replicas that run the same microbatch have equal indices modulo this divisor in all
-            # stages. Sorting by the remainder makes ranks neighbours that send each other activations.
+            # stages. Sorting by the remainder therefore puts ranks that send each other activations next to each other.
             divisor = math.gcd(*self.replicas)
             places.sort(key=lambda place: (place.replica % divisor, place.replica // divisor, place.stage))
         return places

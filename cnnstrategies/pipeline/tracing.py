@@ -56,12 +56,12 @@ class TracedValue(fx.Proxy):
 class LeafTracer(fx.Tracer):
     """A tracer that makes one node of each torch.nn layer, without tracing into the layer.
 
-    The same applies to layers whose class is derived from a torch.nn layer, such as timm's ``BatchNormAct2d``. Their
-    code may depend on ``self.training``, and tracing would fix its value.
+    Layers whose class is derived from a torch.nn layer, such as timm's ``BatchNormAct2d``, also become one node each.
+    The code of a layer may depend on ``self.training``, and tracing would fix the value of ``self.training``.
 
     Args:
         whole: Other modules that also become one node each.
-        numbers: Known numbers that the network's own forward needs, in the order in which it needs them.
+        numbers: Known numbers that the network's own forward needs, in the order in which the forward needs them.
     """
 
     def __init__(self, whole: Collection[nn.Module], numbers: Sequence[Any]) -> None:
@@ -104,7 +104,10 @@ class LeafTracer(fx.Tracer):
         return bool(self.number(obj))
 
     def number(self, value: fx.Proxy) -> Any:
-        """Return a number that the network's code needs.
+        """Return the number that a proxy stands for, because the network's code needs the number during the trace.
+
+        Args:
+            value: The proxy.
 
         Raises:
             DependsOnValuesError: The number does not follow from shapes.
@@ -162,8 +165,8 @@ def decide_by_shapes(network: nn.Module, example: Callable[[int], Any]) -> bool:
 
     Args:
         network: The network.
-        example: Function from a number of samples to example images in the form that the network takes. It returns None
-            if no example images are available. It is called only if the forward needs a number that is not known yet.
+        example: Function that returns a number of example images as the network takes them, or None if no example
+            images are available. The function is called only if the forward needs a number that is not known yet.
 
     Returns:
         Whether all numbers are known. This is False if the forward needs a number and no example images are available.
@@ -219,7 +222,8 @@ def _trace(network: nn.Module, training: bool, numbers: Sequence[Any]) -> fx.Gra
 def network_inputs(network: nn.Module) -> list[str]:
     """Return the names of the tensors that a network's forward takes.
 
-    These are the arguments without a default. If all arguments have a default, only the first argument is returned.
+    The arguments without a default are assumed to be tensors. If all arguments have a default, only the first argument
+    is assumed to be a tensor.
 
     Raises:
         ConfigurationError: An argument without a default is keyword-only.
@@ -255,7 +259,7 @@ def _where(network: nn.Module, error: Exception) -> tuple[nn.Module, str]:
 def ordered_nodes(traced: fx.GraphModule) -> list[fx.Node]:
     """Return the nodes that compute something, in topological order.
 
-    These are all nodes except the inputs of the graph, nodes that read an attribute, and the output node.
+    The result contains all nodes except the inputs of the graph, nodes that read an attribute, and the output node.
     """
     return [node for node in traced.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
 
@@ -263,10 +267,10 @@ def ordered_nodes(traced: fx.GraphModule) -> list[fx.Node]:
 def cut_positions(traced: fx.GraphModule) -> list[int]:
     """Return the positions at which the network can be cut, ascending.
 
-    A position is the index of the first node after the cut in :func:`ordered_nodes`. A cut is not possible between two
-    nodes that use the same parameter or buffer, because a parameter belongs to one stage. It is also not possible
-    between a node and a later node that changes the first node's result in place, if the result is used again after the
-    change.
+    A position is the index, in :func:`ordered_nodes`, of the first node after the cut. A cut is not possible between
+    two nodes that use the same parameter or buffer, because a parameter or buffer belongs to one stage. A cut is also
+    not possible between a node and a later node that changes the first node's result in place, if the result is used
+    again after the change.
     """
     nodes = ordered_nodes(traced)
     position = {node: index for index, node in enumerate(nodes)}

@@ -23,7 +23,8 @@ from cnnstrategies.codec import decode, encode, from_bytes, to_bytes
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.timetable import Placement
 
-# Tags of messages. A message with the tag REACHED says which tensors have a gradient.
+# Tags of messages, which say what a message contains: activations, gradients of activations, a part of an object, or
+# the information which tensors have a gradient.
 FORWARD, BACKWARD, OBJECT, REACHED = 1, 2, 3, 4
 ENDS_WELL = -1  # A rank that ends without an error sends this number in place of the number of a lost rank.
 # Time-out of the group in which `RankWatch` waits for a message during the whole run. It is longer than any run,
@@ -121,7 +122,7 @@ class Pending:
     def wait(self) -> Tensor:
         """Return the tensor. If the transfer has begun, first wait until it has ended.
 
-        On a GPU only the current stream waits, not the host.
+        With NCCL, only the current CUDA stream waits for the transfer, and the method returns at once.
         """
         if self._work is not None:
             with self._naming():
@@ -131,7 +132,7 @@ class Pending:
 
 
 class Transport:
-    """The point-to-point messages of one rank.
+    """The connections of one rank to all other ranks, for point-to-point messages.
 
     Under gloo, sends and receives are matched by tag. NCCL has no tags, and it processes the transfers of a group one
     after the other. Under NCCL, activations and gradients therefore have separate groups, because they would wait for
@@ -139,7 +140,7 @@ class Transport:
     one communicator for all peers. All other messages are sent between CPUs with gloo.
 
     Attributes:
-        placement: Numbering of the ranks.
+        placement: Numbering of the ranks, and the microbatches of each rank.
         device: Device of this rank's stage.
         rank: This rank.
         place: Stage and replica of this rank.
@@ -237,7 +238,7 @@ class Transport:
         """Return a context for a collective operation. If the operation fails, the error message names this rank.
 
         Args:
-            action: What the ranks do, for example "sharing a batch".
+            action: Text that says what the ranks do, for example "sharing a batch".
         """
         with self._naming(f"{self.me}, {action} with the other ranks", "; a rank has ended or does not answer"):
             yield
@@ -247,7 +248,7 @@ class Transport:
         """Turn errors of torch.distributed inside the context into a `PeerError`.
 
         Args:
-            action: What this rank does, with the names of the ranks, for the error message.
+            action: Text for the error message, which says what this rank does and names the ranks.
             guess: Text for the end of the error message if no rank is known to be lost.
         """
         try:
@@ -287,8 +288,8 @@ class RankWatch:
 
     The thread waits for a message from the next rank with gloo. If the next rank's process ends, the connection breaks.
     The thread then tells the previous rank, so that the information travels from rank to rank. It also aborts all NCCL
-    operations of this process, because the host may be waiting for them. A host that is stopped or cut off from the
-    network is not noticed, because its connections stay open.
+    operations of this process, because another thread may be waiting for them. A machine that is stopped or cut off
+    from the network is not noticed, because its connections stay open.
 
     Args:
         group: Group of all ranks with the time-out :data:`FOREVER`, which only this class uses.

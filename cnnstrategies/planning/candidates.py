@@ -30,7 +30,7 @@ class Job:
         stages: Number of stages.
         replicas: Number of replicas of each stage.
         shares: Share of each device. The replicas of a stage divide the microbatches in proportion to their shares.
-        cuts: First node of each stage except the first stage.
+        cuts: Cuts of the network. A cut is given as the index of the first node after the cut.
         schedule: Schedule of the pipeline: ``gpipe`` or ``1f1b``.
         activation_checkpointing: Microbatches for which a stage keeps only its inputs and runs its forward again before
             the backward: none, all except the last, or all.

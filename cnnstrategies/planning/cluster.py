@@ -22,7 +22,7 @@ SERVER_RATE = 1e9
 # Default CPU time in seconds that the sender or the receiver spends on a message of a parameter server, of any size.
 SERVER_MESSAGE = 5e-5
 GBIT = 1e9 / 8  # Bytes per second of a connection with a rate of 1 Gbit/s.
-# Default latency in microseconds, for the two kinds of connections of a machine.
+# Default latency in microseconds: between devices of a machine (`inside`), and between machines (`interconnect`).
 DEFAULT_US = {"inside": 10.0, "interconnect": 50.0}
 
 
@@ -96,18 +96,20 @@ class Cluster:
     def ring(self, first: int, count: int) -> Link:
         """Return the slowest connection between neighbours in a ring of devices with consecutive numbers.
 
+        The connection from the last device to the first device is not considered.
+
         Args:
-            first: First device of the ring.
-            count: Number of devices in the ring, at least 2.
+                first: First device of the ring.
+                count: Number of devices in the ring, at least 2.
         """
         return slower(*(self.link(device, peer) for device, peer in itertools.pairwise(range(first, first + count))))
 
 
 @functools.lru_cache(maxsize=1024)
 def slower(*links: Link) -> Link:
-    """Return a connection that is as slow as the slowest given connection in each respect.
+    """Return a connection with the smallest bandwidth, the largest latency and the largest CPU time of all ``links``.
 
-    It has the smallest bandwidth, the largest latency, and the largest CPU time per message of all ``links``.
+    The CPU time is the time that the sender and the receiver spend on a message.
     """
     return Link(
         min(link.bandwidth for link in links), max(link.latency for link in links), max(link.work for link in links)
@@ -146,8 +148,8 @@ def read_cluster(file: Path, devices: int | None = None) -> Cluster:
     return cluster
 
 
-# A function that checks and converts a value of the file. Its first argument begins every error message: it names the
-# file and the value's key. Its second argument is the value.
+# A function that checks and converts a value of the file. Its first argument is the beginning of every error message,
+# which names the file and the value's key. Its second argument is the value.
 Read = Callable[[str, Any], Any]
 
 

@@ -15,8 +15,8 @@ class NodeCost:
         forward: Seconds of the forward.
         backward: Seconds of the backward, including the accumulation of the parameters' gradients.
         parameter_bytes: Bytes of the node's parameters.
-        saved_bytes: Bytes of the tensors that the node makes and that autograd keeps, either until the node's own
-            backward or until the backward of a later node that uses the tensors.
+        saved_bytes: Bytes of the tensors that the node makes and that autograd keeps, either until the backward of this
+            node or until the backward of a later node that uses the tensors.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Link:
-    """The connection between two devices; every device has one port in each direction.
+    """The connection between two devices, in both directions.
 
     Attributes:
         bandwidth: Bytes per second.
@@ -98,12 +98,18 @@ class GraphCosts:
 
     @cached_property
     def sent_bytes(self) -> tuple[int, ...]:
-        """For each node, the number of bytes that a cut directly before the node would send to later stages."""
+        """For each node, the number of bytes that would be sent to later stages over a cut directly before the node.
+
+        After the last node, there is an additional element 0.
+        """
         return self._crossing([value.bytes for value in self.values])
 
     @cached_property
     def sent_gradient_bytes(self) -> tuple[int, ...]:
-        """For each node, the number of bytes of gradients that a cut directly before the node would send back."""
+        """For each node, the number of bytes of gradients that would be sent back over a cut directly before the node.
+
+        After the last node, there is an additional element 0.
+        """
         return self._crossing([value.gradient_bytes for value in self.values])
 
     @cached_property

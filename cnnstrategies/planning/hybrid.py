@@ -65,22 +65,22 @@ def _microbatches(job: Job) -> list[int]:
         # If only one batch size was measured, the time per sample of much smaller batches is unknown, so the number of
         # microbatches is limited.
         most = min(most, max(devices, round(SMALLEST_SHARE * most / job.profile.costs.microbatch_size)))
-    # With two stages, the first stage has at most this number of replicas. If the number of microbatches is a multiple
-    # of it, the replicas have equal numbers of microbatches.
+    # With two stages, a stage has at most this number of replicas. Multiples of this number are tried, because the
+    # replicas of such a stage then have equal numbers of microbatches.
     most_replicas = devices - 1
     wanted = [4 * devices, 2 * most_replicas, 4 * most_replicas, 2 * devices, devices, most_replicas]
     return [count for count in dict.fromkeys(wanted) if 2 <= count <= most] or [min(devices, job.samples)]
 
 
 def _best(predictor: Predictor, known: list[Layout]) -> Layout | None:
-    """Return the best layout. Return None if no layout fits into memory.
+    """Return the best layout for a number of microbatches. Return None if no layout fits into memory.
 
-    The first `SEARCHES` calls search among all layouts. Later calls only choose among the layouts that were found,
+    The first `SEARCHES` calls search among all layouts. Later calls only choose among the results of these searches,
     which is faster.
 
     Args:
         predictor: Predictor for a number of microbatches.
-        known: Layouts that were found. A search adds its result.
+        known: Results of earlier searches. If this call searches, the result is added.
     """
     fitting = [
         candidate
@@ -112,7 +112,7 @@ def _candidate(predictor: Predictor, layout: Layout, microbatches: int) -> Hybri
 
 
 def _bottleneck(predictor: Predictor, layout: Layout, step: float) -> Bottleneck:
-    """Return what limits the step most: computation, filling and draining the pipeline, or communication."""
+    """Return the bottleneck of a step: computation, filling and draining the pipeline, or communication."""
     problem = predictor.problem
     work, first = 0.0, 0
     for start, end, count in problem.stages(layout):

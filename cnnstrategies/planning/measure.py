@@ -25,7 +25,8 @@ from cnnstrategies.pipeline.tracing import changed_in_place, cut_positions, mode
 from cnnstrategies.planning.costs import GraphCosts, NodeCost, Profile, Value, from_two_sizes
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-# The second measured batch is smaller by this factor, so that most microbatches have a size between the two batches.
+# The second measured batch is smaller than the first by this factor, so that most microbatches have a size between the
+# two measured sizes.
 SMALLER = 4
 USUAL_STATES = 2  # Size of Adam's state as a multiple of the parameters' size.
 
@@ -48,8 +49,9 @@ def profile(
     The network is measured in training mode. The network's buffers, gradients and modes, and the state of the random
     number generators, are restored afterwards.
 
-    A network that does not fit on its device stays on the host. One node at a time is then moved to the device, and
-    runs its forward and immediately its backward. The times are not scaled, because the whole network cannot run.
+    A network that does not fit into the device's memory stays in CPU memory. One node at a time is then moved to the
+    device, and runs its forward and immediately its backward. The times are not scaled, because the whole network
+    cannot run on the device.
 
     Args:
         traced: The traced network.
@@ -57,7 +59,8 @@ def profile(
         warm_up: Number of sweeps that are not measured.
         repeats: Number of measured sweeps.
         budget: Seconds after which no more sweeps begin, if at least one sweep was measured.
-        apart_on: Device to which single nodes are moved because the whole network does not fit; None if it fits.
+        apart_on: Device to which one node at a time is moved, because the whole network does not fit into its memory;
+            None if the network fits.
 
     Returns:
         The costs of all nodes for the microbatch.
@@ -254,12 +257,12 @@ def _recording(saved: dict[int, int]) -> Iterator[None]:
 def _as_received(value: Any, device: torch.device | None = None, copied: bool = False) -> Any:
     """Return a value in the form in which a separate stage would receive it.
 
-    A tensor is detached from the autograd graph, so that it becomes a leaf. It requires a gradient if the original
-    does.
+    A tensor is detached from the autograd graph, so that it becomes a leaf. The leaf requires a gradient if the
+    original tensor requires a gradient.
 
     Args:
         value: A tensor. Any other value is returned unchanged.
-        device: Device to which the tensor is moved; None to leave it where it is.
+        device: Device to which the tensor is moved; None if it stays on its device.
         copied: Whether to return a clone of the leaf, which may be changed in place.
     """
     if not isinstance(value, Tensor):
@@ -354,8 +357,8 @@ def measure_profile(
 def states_of(optimizer: Optimizer) -> int:
     """Return the size of an optimizer's state as a multiple of the parameters' size, rounded up.
 
-    It is measured: a new optimizer with the same class and options makes one step with a small parameter. If this step
-    fails, the result is the value for Adam.
+    To measure the size, a new optimizer with the same class and options makes one step with a small parameter. If this
+    step fails, the result is the value for Adam.
     """
     parameter = torch.nn.Parameter(torch.zeros(8, 8))
     parameter.grad = torch.ones_like(parameter)

@@ -21,8 +21,8 @@ ROUNDS = 12
 # A training run measures its links with smaller messages and fewer rounds, because its connections may be slow.
 MEDIUM = 2**20
 FEW_ROUNDS = 4
-# The large message is assumed to take longer than the small one by at least this fraction of its own time, because a
-# smaller difference cannot be distinguished from noise.
+# The large message is assumed to take longer than the small message by at least this fraction of the large message's
+# time, because a smaller difference cannot be distinguished from noise.
 LEAST = 0.01
 
 
@@ -116,8 +116,8 @@ def _link(small: float, large: float, size: int) -> Link:
 def round_trips(first: bool, peer: int, sizes: tuple[int, ...], device: torch.device, rounds: int) -> list[float]:
     """Return the seconds of the fastest round trip with each message size.
 
-    Slower round trips are left out because other work on the machine delays them. The sizes take turns, so that a busy
-    period of the machine affects all sizes.
+    Slower round trips are left out because other work on the machine may have delayed them. Each round has one round
+    trip with each size, so that a busy period of the machine affects all sizes.
 
     Args:
         first: Whether this rank sends first.

@@ -1,6 +1,6 @@
 """Predict step times of the parameter server.
 
-Synchronous steps are simulated layer by layer: when a layer is computed, sent and updated. For asynchronous steps,
+For synchronous steps, a simulation computes when each layer is computed, sent and updated. For asynchronous steps,
 workers and servers are modelled as a closed network of queues.
 """
 
@@ -107,14 +107,14 @@ class ParameterServer:
 
         Args:
             costs: Costs of the network.
-            pushes: For each message, the time at which it is ready to be sent, and the index of its layer; in order of
-                time.
+            pushes: For each message with gradients, the time at which the message is ready to be sent, and the index of
+                the message's layer; in order of time.
         """
         arrived = [0.0] * len(costs.nodes)
         pushed = server = free = 0.0
-        # Messages that wait to be sent, in order of time: (time, whether the message goes back to workers, layer).
-        # Workers send gradients through the port of the workers, and servers send new weights through the port of the
-        # servers.
+        # Heap of the messages that wait to be sent: the time at which the message is ready, whether a server sends the
+        # message to workers, and the index of the layer. Workers send gradients through one port, and servers send new
+        # weights through another port. With several machines, both use the same port.
         waiting = [(ready, False, index) for ready, index in pushes]
         heapq.heapify(waiting)
         while waiting:
@@ -134,23 +134,36 @@ class ParameterServer:
         return arrived
 
     def _transfer_time(self, size: int) -> float:
-        """Return the seconds for which all pushes or all pulls of a layer occupy the connection of a machine."""
+        """Return the seconds for which a machine's connection carries all pushes of a layer, or all replies to pulls.
+
+        Args:
+            size: Bytes of the layer's parameters.
+        """
         return size * self.most * self.leaving / self.link.bandwidth
 
     def _server_time(self, size: int) -> float:
-        """Return the seconds that a server takes to apply all workers' gradients to the server's part of a layer."""
+        """Return the seconds that a server takes to apply all workers' gradients to the server's part of a layer.
+
+        Args:
+            size: Bytes of the parameters of the whole layer.
+        """
         return (size / self.job.cluster.server_rate + self._message_time(size)) * self.workers / self.servers
 
     def _message_time(self, size: int) -> float:
-        """Return the CPU time in seconds that sending or receiving the messages of a layer takes."""
+        """Return the CPU time in seconds that sending or receiving the messages of a layer takes.
+
+        Args:
+            size: Bytes of the layer's parameters.
+        """
         return parts_of(size) * self.job.cluster.server_message
 
     def _asynchronous(self, costs: GraphCosts) -> tuple[float, Bottleneck]:
         """Return the seconds in which each worker makes one update on average, and the bottleneck.
 
-        The workers are the customers of a closed network of queues. A worker that computes is outside of the queues.
-        Its gradients and its new weights then pass through the connections of the machines and through the servers. All
-        machines carry an equal part of them at the same time, so one queue of each kind stands for all machines.
+        The workers are the customers of a closed network of queues. While a worker computes, it is in no queue. When it
+        has computed, its gradients and its new weights pass through two kinds of queues: the connections of the
+        machines, and the servers. All servers carry equal parts of a worker's gradients and weights at the same time,
+        so one server and its connection stand for all.
 
         Source: mean value analysis (Reiser and Lavenberg, 1980).
 
@@ -180,7 +193,7 @@ def mean_value_analysis(away: float, demands: Sequence[float], customers: int) -
 
     Args:
         away: Seconds that a customer spends outside of the queues in each round.
-        demands: For each queue, the seconds for which a customer is served in each round.
+        demands: For each queue, the seconds for which the queue serves a customer in each round, without waiting.
         customers: Number of customers in the network.
     """
     queues = [0.0] * len(demands)

@@ -1,8 +1,9 @@
 """Choose the layout of a pipeline, that is its cuts and the replicas of each stage, from the costs of the nodes.
 
-If only a few layouts are possible, all of them are considered. Otherwise local searches begin at many layouts that
-differ much. They compare layouts by the formula of `problem.py`, here called the model. The simulator then ranks the
-results of these searches. Finally, local searches that compare layouts by simulated times begin at the best results.
+If only a few layouts are possible, all of them are considered. Otherwise local searches start from layouts that differ
+much from each other. These searches compare layouts by the step time that the formula of `problem.py` predicts. The
+most promising results of these searches are then simulated. Finally, local searches that compare layouts by simulated
+step times start from the best simulated layouts.
 """
 
 import bisect
@@ -18,25 +19,26 @@ from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.problem import Problem
 
 ALL_LAYOUTS = 800  # If at most this number of layouts is possible, all layouts are considered.
-# Largest number of sets of cuts that are compared by the formula of `problem.py` to choose starting layouts. This
-# number is divided equally among the numbers of stages that are tried.
+# To choose the layouts from which local searches start, at most this number of sets of cuts are compared by the formula
+# of `problem.py`. The limit is divided equally among the numbers of stages that are tried.
 MOST_STARTS = 6400
 STAGES = 16  # Largest number of stages that is tried if the user does not set the number.
 PROPOSALS = 24  # Number of layouts that are simulated because they are the best by the formula of `problem.py`.
-SEARCHES = 12  # Number of layouts at which local searches that use the formula of `problem.py` begin.
+SEARCHES = 12  # Number of layouts from which a local search by the formula of `problem.py` starts.
 MOST_MOVED_CUTS = 3  # Largest number of cuts that a local search moves at once.
 STEPS = 50  # Largest number of moves that one local search makes.
 SMALL = 8  # With at most this number of devices, every layout that may be the best is simulated.
-SIMULATED_PER_STEP = 12  # On a larger cluster: largest number of layouts that one step of a local search simulates.
-MOST_SIMULATED = 60  # On a larger cluster: largest number of simulations in total.
-# On a larger cluster, a layout is only simulated if its step time by the formula of `problem.py` is at most this
-# multiple of the best simulated step time. The factor is larger than 1 because the formula is less accurate than the
-# simulator.
+# With more than `SMALL` devices: largest number of layouts that one step of a local search simulates.
+SIMULATED_PER_STEP = 12
+MOST_SIMULATED = 60  # With more than `SMALL` devices: largest number of simulations in total.
+# With more than `SMALL` devices, a layout is only simulated if the step time that the formula of `problem.py` predicts
+# is less than this multiple of the best simulated step time. The factor is larger than 1 because the formula is less
+# accurate than the simulator.
 SLACK = 1.2
 # Distances by which a local search moves cuts, as differences of indices into the cut positions.
 MOVES = (-8, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 8)
 
-# Cost of a layout: first the bytes by which it exceeds the memory limit, then the seconds of a step.
+# Cost of a layout: first the number of bytes by which the layout exceeds the memory limit, then the seconds of a step.
 Cost = tuple[float, float]
 
 
@@ -46,7 +48,7 @@ def best_layout(problem: Problem, cost: Callable[[Layout], Cost], model: Callabl
     Args:
         problem: Network, cluster and constraints.
         cost: Function that returns the simulated cost of a layout.
-        model: Function that returns the cost of a layout by the model, that is, by the formula of `problem.py`.
+        model: Function that returns the cost of a layout as the formula of `problem.py` predicts it.
 
     Returns:
         The best layout that the search visited; None if the network has too few cut positions.
@@ -62,8 +64,8 @@ def best_layout(problem: Problem, cost: Callable[[Layout], Cost], model: Callabl
             search.best_by_model(_starts(problem), MOST_STARTS), SEARCHES // 2 if free else SEARCHES
         )
         if free:
-            # The model underestimates the cost of a stage that occupies parts of two machines. Therefore searches also
-            # begin at layouts whose stages fill whole machines.
+            # The formula underestimates the cost of a stage that occupies parts of two machines. Therefore searches
+            # also start from layouts whose stages fill whole machines.
             starts += search.dissimilar(search.best_by_model(_filling_machines(problem), MOST_STARTS), SEARCHES // 2)
         ends = [search.local_search(start, search.by_model) for start in starts]
         search.simulate_promising(search.best_by_model({*starts, *ends}, PROPOSALS))
@@ -90,7 +92,7 @@ class _Search:
         self.least: Cost = (math.inf, math.inf)
 
     def best_by_model(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
-        """Return the ``count`` layouts with the least cost by the model, that is, by the formula of `problem.py`."""
+        """Return the ``count`` layouts for which the formula of `problem.py` predicts the least costs."""
         ranked = heapq.nsmallest(
             count, ((self.model(layout), layout.cuts, layout.replicas, layout) for layout in layouts)
         )
@@ -99,9 +101,9 @@ class _Search:
     def dissimilar(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
         """Return the first ``count`` layouts that differ much from each other, in the order of ``layouts``.
 
-        A layout is skipped if it is close to a layout that was chosen before it, because a local search from the chosen
-        layout can reach it. Two layouts are close if they have equal replicas and if no cut differs by more than the
-        largest move.
+        A layout is skipped if it is close to a layout that was already chosen, because a local search from the chosen
+        layout can reach the skipped layout. Two layouts are close if their stages have equal numbers of replicas, and
+        if no cut differs by more than the largest move.
         """
         positions_by_replicas: dict[tuple[int, ...], list[list[int]]] = {}
         chosen: list[Layout] = []
@@ -124,8 +126,8 @@ class _Search:
         """
         new = {layout for layout in layouts if layout not in self.costs}
         if self.is_large:
-            # On a large cluster a simulation takes long, so only the layouts are simulated that are the best by the
-            # formula of `problem.py`.
+            # With many devices a simulation takes long, so only the layouts with the smallest costs by the formula of
+            # `problem.py` are simulated.
             excess, time = self.least
             new = {
                 layout
@@ -139,22 +141,26 @@ class _Search:
             self.least = min(self.least, self.costs[layout])
 
     def by_model(self, layouts: set[Layout]) -> dict[Layout, Cost]:
-        """Return the cost of each layout by the model, that is, by the formula of `problem.py`."""
+        """Return the cost of each layout, as the formula of `problem.py` predicts it, without a simulation."""
         return {layout: self.model(layout) for layout in layouts}
 
     def by_simulation(self, layouts: set[Layout]) -> dict[Layout, Cost]:
-        """Simulate the promising layouts, and return the costs of the layouts that have been simulated now or before.
+        """Simulate the promising layouts, and return the costs of those of the layouts that have been simulated.
 
-        Layouts without a simulation are missing from the result.
+        The result also contains layouts that were simulated in earlier calls. It does not contain layouts that have
+        never been simulated.
         """
         self.simulate_promising(layouts)
         return {layout: self.costs[layout] for layout in layouts if layout in self.costs}
 
     def local_search(self, start: Layout, price: Callable[[set[Layout]], dict[Layout, Cost]]) -> Layout:
-        """Run a local search: move to the best neighbour as long as it has a smaller cost; return the last layout.
+        """Run a local search, and return the last layout that the search reaches.
+
+        The search moves from a layout to the neighbour with the least cost, until no neighbour has a smaller cost than
+        the current layout. It also ends after `STEPS` moves.
 
         Args:
-            start: Layout at which the search begins.
+            start: Layout from which the search starts.
             price: Function that returns the costs of layouts: :meth:`by_model` or :meth:`by_simulation`.
         """
         current = start
@@ -200,9 +206,10 @@ def _layouts(problem: Problem) -> Iterator[Layout]:
 
 
 def _starts(problem: Problem) -> Iterator[Layout]:
-    """Yield layouts at which a search can begin. Their cuts are all sets of cuts from :func:`_cuts`.
+    """Yield layouts from which a search can start, one for each set of cuts from :func:`_cuts`.
 
-    If the job does not set the replicas, the number of replicas of a stage follows from the stage's time.
+    If the job does not set the replicas, slower stages get more replicas. Sets of cuts for which the layout would not
+    use all devices are left out.
     """
     for count in _counts(problem):
         for cuts in _cuts(problem, count):
@@ -223,18 +230,21 @@ def _filling_machines(problem: Problem) -> Iterator[Layout]:
 
 
 def _cuts(problem: Problem, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield sets of cuts for ``count`` stages. Only some cut positions are used, to limit the number of sets."""
+    """Yield sets of cuts for ``count`` stages.
+
+    Only the most useful cut positions are used, so that the number of sets stays below a limit.
+    """
     most = MOST_STARTS // len(_counts(problem))
     places = next(places for places in itertools.count(most, -1) if math.comb(places, count - 1) <= most)
     return itertools.combinations(thin(problem.costs, places), count - 1)
 
 
 def thin(costs: GraphCosts, most: int) -> list[int]:
-    """Return the most useful cut positions of a network, at most ``most`` of them.
+    """Return at most ``most`` cut positions of a network, chosen as the most useful positions.
 
-    An eighth of them are the positions before the nodes with the most parameters. For the others, the network is
-    divided into sections of equal compute time. In each section the position is chosen at which a cut sends the fewest
-    bytes.
+    An eighth of the chosen positions are directly before the nodes with the most parameters. To choose the other
+    positions, the network is divided into sections of equal compute time. From each section, the position at which a
+    cut sends the fewest bytes is chosen.
     """
     if len(costs.cut_positions) <= most:
         return list(costs.cut_positions)
@@ -249,10 +259,11 @@ def thin(costs: GraphCosts, most: int) -> list[int]:
 
 
 def _neighbours(layout: Layout, problem: Problem) -> Iterator[Layout]:
-    """Yield the layouts that one move of the local search makes from a layout.
+    """Yield the layouts that the local search can reach from a layout with one move.
 
-    There are four kinds of moves: shift up to ``MOST_MOVED_CUTS`` consecutive cuts, and further cuts if they are in the
-    way; exchange the numbers of replicas of two stages; move replicas from one stage to another; split a stage in two.
+    There are four kinds of moves: shift up to ``MOST_MOVED_CUTS`` consecutive cuts, together with the cuts that are in
+    their way; exchange the numbers of replicas of two stages; move replicas from one stage to another; split a stage in
+    two. If the job sets the replicas, cuts are only shifted. If the job sets the number of stages, no stage is split.
     """
     positions = problem.costs.cut_positions
     places = [bisect.bisect_left(positions, cut) for cut in layout.cuts]
@@ -283,9 +294,10 @@ def _neighbours(layout: Layout, problem: Problem) -> Iterator[Layout]:
 
 
 def _with_split_stage(layout: Layout, problem: Problem) -> Iterator[Layout]:
-    """Yield layouts in which one stage is split in two, with the cut at one of about four positions.
+    """Yield layouts in which one stage is split in two.
 
-    The two new stages divide the replicas of the old stage in different ways.
+    For each stage, up to seven positions of the new cut are tried. For each position, several divisions of the stage's
+    replicas among the two new stages are tried.
     """
     for stage, (start, end, count) in enumerate(problem.stages(layout)):
         places = [cut for cut in problem.costs.cut_positions if start < cut < end]

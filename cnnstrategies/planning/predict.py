@@ -41,8 +41,9 @@ class Predictor:
         """Search for the layout with the least predicted step time.
 
         Returns:
-            The best layout that the search visited. If no layout fits into memory, this is the layout that needs the
-            least memory. None if the network has too few cut positions for the requested number of stages.
+            The best layout that the search simulated. If none of the simulated layouts fits into memory, this is the
+            layout that exceeds the memory limit least. None if the network has too few cut positions for the requested
+            number of stages.
         """
         return best_layout(self.problem, self._cost, self._model)
 
@@ -60,13 +61,17 @@ class Predictor:
         return 0.0, self._time_of(layout, self._may_run_ahead(layout))
 
     def _excess(self, memory: float) -> float:
-        """Return the number of bytes by which ``memory`` exceeds a device's memory limit, or 0 if it does not."""
+        """Return the number of bytes by which ``memory`` exceeds the memory limit of a device.
+
+        Return 0 if ``memory`` does not exceed the limit, or if memory is not limited.
+        """
         return 0.0 if self.job.memory is None else max(0.0, memory - self.job.memory)
 
     def memory(self, layout: Layout) -> float:
         """Return the bytes that the device with the fullest memory holds.
 
-        The additional microbatch of running ahead only counts if the job requires stages to run ahead.
+        The memory of the additional microbatch that a stage holds when it runs ahead is only counted if the job
+        requires stages to run ahead.
         """
         return max(self.stage_memory(layout, self.job.run_ahead or False))
 
@@ -100,7 +105,11 @@ class Predictor:
     def stage_memory(self, layout: Layout, run_ahead: bool) -> list[int]:
         """Return the peak memory of a device in bytes, for each stage.
 
-        It consists of the training state and of the activations of all microbatches that the device holds at once.
+        The memory contains the training state and the activations of all microbatches that the device holds at once.
+
+        Args:
+            layout: Cuts and replicas.
+            run_ahead: Whether stages hold one additional microbatch.
         """
         memory = []
         problem = self.problem

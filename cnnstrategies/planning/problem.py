@@ -1,4 +1,4 @@
-"""A formula for the step time of a layout. It only needs sums over nodes, so a search can evaluate many layouts."""
+"""A formula for the step time of a layout. The formula only needs sums over nodes, so a search can try many layouts."""
 
 import heapq
 import itertools
@@ -14,7 +14,7 @@ from cnnstrategies.shares import deal, rotation, soonest
 
 
 class Problem:
-    """The network, the cluster and the number of microbatches for which a layout is chosen, with the formulas for it.
+    """The task of choosing a layout for a job, with the formulas that predict a layout's step time and memory.
 
     The modelled step time is the time of one microbatch through all stages and back, plus the time that the slowest
     stage needs for the other microbatches.
@@ -108,15 +108,16 @@ class Problem:
         counts = self.dealt(sum(replicas[:stage]), replicas[stage])
         if self.job.schedule != "1f1b":
             return max(counts)
-        # The microbatches that a stage holds at once are consecutive. Their number is at most the number of ranks from
-        # this stage to the last stage, and one more if stages run ahead.
+        # The microbatches that the replicas of a stage hold at once are consecutive. Their number is at most the number
+        # of ranks from this stage to the last stage, and one more if stages run ahead. The replica with the most of
+        # these microbatches determines the result.
         return _most_for_one_replica(counts, sum(replicas[stage:]) + (run_ahead and stage + 1 < len(replicas)))
 
     def memory(self, layout: Layout) -> float:
         """Return an upper bound for the bytes that the device with the fullest memory holds.
 
-        It is only a bound, because it counts all values that cross a cut as received by the next stage, even values
-        that only later stages use.
+        The result is only a bound, because all values that cross a cut are counted as received by the next stage, even
+        values that only later stages use.
         """
         most = 0.0
         for stage, (start, end, _) in enumerate(self.stages(layout)):
@@ -141,7 +142,7 @@ class Problem:
         return fill + slowest
 
     def _stage(self, start: int, end: int, first: int, replicas: int) -> tuple[float, float]:
-        """Return two times of a stage, in seconds.
+        """Return the two times of a stage from which :meth:`model` computes the step time, in seconds.
 
         Args:
             start: First node of the stage.
@@ -183,8 +184,8 @@ class Problem:
     def bound(self, layout: Layout) -> float:
         """Return a lower bound for the step time in seconds.
 
-        A stage cannot start before a microbatch has passed all earlier stages, and it then needs the time for its own
-        microbatches. The bound is the largest such sum of all stages.
+        A stage cannot start before a microbatch has passed all earlier stages. The stage then needs the time for all
+        its microbatches. For each stage, the sum of these two times is a lower bound. The result is the largest sum.
         """
         first, before, longest = 0, 0.0, 0.0
         for start, end, replicas in self.stages(layout):
@@ -195,7 +196,7 @@ class Problem:
         return longest
 
     def filled(self, cuts: tuple[int, ...], unit: int = 1) -> Layout:
-        """Return a layout with the cuts, and with replicas that balance the times of the stages.
+        """Return a layout with the given cuts, and with numbers of replicas that balance the times of the stages.
 
         Each stage begins with ``unit`` devices. Then the stage that is currently slowest gets ``unit`` more devices.
         This is repeated until fewer than ``unit`` devices are left. No stage gets more replicas than there are

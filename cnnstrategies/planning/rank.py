@@ -27,8 +27,9 @@ class Ranking:
 
     Attributes:
         job: The job for which the strategies are ranked.
-        same: Candidates whose training result is that of DDP, except for rounding.
-        changing: Candidates whose training result differs. Their step times alone do not show whether they are better.
+        same: Candidates with the same training result as DDP, except for rounding.
+        changing: Candidates with a different training result from DDP. Their step times alone do not show whether they
+            are better.
         notes: Remarks for the user.
     """
 
@@ -39,9 +40,9 @@ class Ranking:
 
     @property
     def best(self) -> Candidate:
-        """The first candidate whose training result is that of DDP.
+        """The first candidate with the same training result as DDP.
 
-        If no such candidate fits into memory, the first candidate whose training result differs.
+        If no candidate with this result fits into memory, it is the first candidate with a different training result.
         """
         return (self.same or self.changing)[0]
 
@@ -124,10 +125,10 @@ def _reasons(same: Sequence[Candidate]) -> list[str]:
 
 
 def data_parallel(job: Job) -> Iterator[Candidate]:
-    """Yield the candidates of DDP: plain, with compressed gradients, and with balanced shares.
+    """Yield the candidates of DDP: DDP without options, with compressed gradients, and with balanced shares.
 
-    If a batch does not fit into memory, there are also candidates that accumulate the gradients of smaller batches. The
-    computing time of the compression is not in the profile, and counts as 0.
+    If a batch does not fit into memory, candidates that accumulate the gradients of smaller batches are also yielded.
+    The profile does not contain the computing time of the compression, so this time counts as 0.
     """
     layers = [node.parameter_bytes for node in job.profile.costs.nodes]
     sent_for_each_byte = {"ddp": 1.0} | {f"ddp_{name}": COMPRESSIONS[name].sent_share(layers) for name in ddp_names()}

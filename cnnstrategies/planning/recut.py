@@ -10,7 +10,8 @@ from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.costs import GraphCosts, Profile
 from cnnstrategies.planning.predict import Predictor
 
-# Tolerated difference between the measured time and the planned time of a stage, as a fraction of the planned time.
+# Tolerated difference between the measured time of a stage and its planned time, as a fraction of the planned time. The
+# planned times of all stages are first scaled so that their sum is the measured sum.
 TOLERANCE = 0.1
 GAIN = 0.05  # New cuts are proposed if the current step time is more than 1 + `GAIN` times the new one.
 
@@ -20,7 +21,7 @@ class Recut:
     """Cuts that are predicted to be faster than the current cuts.
 
     Attributes:
-        cuts: Names of the nodes after which to cut.
+        cuts: For each cut, the name of the node after which the network is cut.
         gain: Current step time divided by the new step time, minus 1.
         planned: Seconds that the profile predicts for the forward and backward of a microbatch, for each current stage.
     """

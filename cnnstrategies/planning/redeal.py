@@ -27,14 +27,15 @@ def redeal(
 ) -> Proposal | None:
     """Propose numbers of microbatches with which the replicas of each stage finish as early as possible.
 
-    The gain is computed by simulating the timetable with messages that take no time. The difference between the
-    measured and the simulated step time is assumed to be the same with other shares.
+    To compute the gain, the timetables with the current shares and with the proposed shares are simulated, with
+    messages that take no time. The difference between the measured and the simulated step time is assumed to be equal
+    for both.
 
     Args:
         placement: Current stages and shares of the ranks.
         schedule: Schedule of the pipeline.
         run_ahead: Whether stages hold one additional microbatch.
-        pairs: Pairs of a stage that sends and a stage that receives its message.
+        pairs: Pairs of stages. The first stage of a pair sends its outputs to the second stage.
         seconds: Two sequences with an element for each rank: seconds of the forward of a microbatch, and seconds of the
             backward.
         step: Measured seconds of a step with the current shares.
@@ -82,7 +83,7 @@ def in_flight(tasks: Sequence[Task]) -> int:
 
 
 def _soonest(placement: Placement, times: Sequence[float], bounds: Sequence[int]) -> Placement | None:
-    """Return the placement with the shares by which each stage finishes soonest.
+    """Return a placement with the shares with which each stage finishes as early as possible.
 
     Args:
         placement: Placement of the ranks.

@@ -18,7 +18,8 @@ class Simulation:
     """The result of simulating a step.
 
     Attributes:
-        step_time: Seconds from the start of the first forward until all gradients are reduced.
+        step_time: Seconds from the start of the first forward until all computations, transfers and reductions have
+            ended.
     """
 
     def __init__(self, records: list[Record]) -> None:
@@ -40,18 +41,18 @@ def simulate(
 ) -> Simulation:
     """Simulate a step that follows a timetable.
 
-    A task starts when its rank is free and the task's inputs have arrived. The time that a rank itself spends on its
-    messages is added to the task that sends or receives them. A message leaves when its task has ended and when the
-    sender's outgoing port and the receiver's incoming port are free. Every device has one port in each direction for
-    messages inside its machine, and every machine has one port in each direction for messages to other machines.
-    Messages overlap with computation. The replicas of a stage reduce their gradients bucket by bucket during their last
-    backward, as soon as the gradients of a bucket are ready.
+    A task starts when its rank is free and the task's inputs have arrived. The computing time that a rank spends on a
+    message is added to the task that sends or receives the message. A message leaves when the sending task has ended
+    and when the sender's outgoing port and the receiver's incoming port are free. Every device has one port in each
+    direction for messages inside its machine, and every machine has one port in each direction for messages to other
+    machines. Messages overlap with computation. The replicas of a stage reduce their gradients bucket by bucket during
+    their last backward, as soon as the gradients of a bucket are ready.
 
     Args:
         tasks: Each rank's tasks, in the order in which the rank runs them.
         stages: Costs of the stages for one microbatch.
         messages: Messages between the stages. Keys are pairs of the sending and the receiving stage.
-        network: The cluster, with one device for each rank; or one connection, which then holds for any two ranks.
+        network: The cluster, with one device for each rank; or a connection, which any two ranks then have.
         bucket_bytes: Size of a gradient bucket in bytes.
 
     Raises:
@@ -65,20 +66,23 @@ def simulate(
 
 
 class _Run:
-    """The state of one simulation, which processes its events in order of time.
+    """The state of one simulation, which processes ends of tasks and arrivals of messages in order of time.
 
     For speed, a task is represented by the number ``line * count + microbatch``. ``count`` is the number of
-    microbatches, and ``line`` is ``2 * stage`` for the forward of a stage and ``2 * stage + 1`` for its backward.
+    microbatches, and ``line`` is ``2 * stage`` for the forward of a stage and ``2 * stage + 1`` for its backward. A
+    line thus stands for all forwards, or all backwards, of a stage.
 
     Attributes:
         order: Each rank's tasks, in the order in which the rank runs them.
-        rank_of: The rank that runs each task.
-        targets: For each line, pairs of a line that receives a message and the message's size in bytes.
-        missing: For each task, the number of inputs that have not arrived; -1 after the task has started.
-        times: Seconds that a task takes, by rank and then by line.
-        peers: For each line, the lines to which it sends messages or from which it receives messages.
-        works: Whether a message also takes computing time from its sender and its receiver.
-        routes: Outgoing port, incoming port and connection, by sending and receiving rank; filled when first needed.
+        rank_of: By task: the rank that runs the task.
+        targets: For each line, pairs of a line whose tasks receive a message from this line's tasks, and the size of
+            the message in bytes.
+        missing: By task: the number of inputs that have not arrived; -1 after the task has started.
+        times: Seconds that a task takes, by rank and then by line, without the time for messages.
+        peers: For each line, the lines whose tasks exchange messages with this line's tasks, in either direction.
+        works: Whether a message takes computing time from its sender and its receiver, besides time on the connection.
+        routes: By pair of a sending and a receiving rank: the sender's outgoing port, the receiver's incoming port, and
+            the connection. An entry is added when the first message is sent between the two ranks.
         records: Computations, transfers and reductions of the simulated step.
     """
 
@@ -101,7 +105,8 @@ class _Run:
         lines = 2 * len(stages)
         self.targets: list[list[tuple[int, int]]] = [[] for _ in range(lines)]
         missing = [0] * lines
-        # The messages are sorted so that a task sends to the nearest stage first.
+        # The messages are sorted, so a forward sends to the nearest stage first, and a backward sends to the stage with
+        # the smallest number first.
         for (source, target), message in sorted(messages.items(), key=lambda item: item[0]):
             self.targets[2 * source].append((2 * target, message.bytes))
             missing[2 * target] += 1
@@ -197,7 +202,13 @@ class _Run:
                 self.records.extend((rank, "reduce", stage, None, start, end) for rank in members)
 
     def _work(self, rank: int, line: int, microbatch: int) -> float:
-        """Return the computing time in seconds that a rank spends on sending and receiving the messages of a task."""
+        """Return the computing time in seconds that a rank spends on sending and receiving the messages of a task.
+
+        Args:
+            rank: The rank that runs the task.
+            line: Line of the task: ``2 * stage`` for a forward, and ``2 * stage + 1`` for a backward.
+            microbatch: Microbatch of the task.
+        """
         others = (self.rank_of[peer * self.count + microbatch] for peer in self.peers[line])
         return sum(self.cluster.link(rank, other).work for other in others if other != rank)
 

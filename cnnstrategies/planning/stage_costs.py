@@ -115,8 +115,8 @@ class StageCost:
         """
         if not self.gradients:
             return []
-        # If the forward is recomputed, this takes place before the backward of the nodes and delays it by this time in
-        # seconds.
+        # If the forward is recomputed, the recomputation precedes the backward of the nodes. All gradients are ready
+        # later by the seconds that the recomputation takes.
         late = self.backward - self.gradients[-1][0]
         scale = backward / self.backward if self.backward else 1.0
         return buckets((((late + ready) * scale, count) for ready, count in self.gradients), size, first)
@@ -168,9 +168,10 @@ def stage_costs(costs: GraphCosts, cuts: Sequence[int]) -> list[StageCost]:
 
 
 def _gradients(nodes: Sequence[NodeCost]) -> tuple[tuple[float, int], ...]:
-    """Return, for each node, the time when its gradients are ready, and their number of bytes. The last node is first.
+    """Return, for each node, the time when the node's gradients are ready, and the number of bytes of these gradients.
 
-    The times are in seconds from the start of the last node's backward.
+    The times are in seconds from the start of the last node's backward. The nodes are in the order of the backward, so
+    the last node is first.
     """
     ready = itertools.accumulate(node.backward for node in reversed(nodes))
     return tuple((time, node.parameter_bytes) for time, node in zip(ready, reversed(nodes), strict=True))
@@ -179,8 +180,8 @@ def _gradients(nodes: Sequence[NodeCost]) -> tuple[tuple[float, int], ...]:
 def messages(costs: GraphCosts, cuts: Sequence[int]) -> dict[tuple[int, int], StageMessage]:
     """Return the messages between stages. Keys are pairs of the sending and the receiving stage.
 
-    A value is sent directly from the stage that makes it to every other stage that uses it. It is sent only once to a
-    stage, even if several nodes of the stage use it.
+    A value is sent directly from the stage that makes the value to every other stage that uses the value. Each of these
+    stages receives the value only once, even if several nodes of the stage use it.
     """
     stage_of = [bisect.bisect_right(cuts, index) for index in range(len(costs.nodes))]
     sums: dict[tuple[int, int], tuple[int, int]] = {}

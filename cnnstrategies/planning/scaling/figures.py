@@ -38,7 +38,7 @@ class Rank:
 
     @property
     def compute(self) -> float:
-        """Seconds of forward, backward and the optimizer's update."""
+        """Seconds of a step in which the rank runs the forward, the backward and the optimizer's update."""
         return sum(self.parts.get(name, 0.0) for name in COMPUTE)
 
     @property
@@ -104,8 +104,8 @@ class Sample:
 
     Attributes:
         seconds: Seconds that one thread takes to load a sample.
-        processor: The part of `seconds` in which the thread computes or waits for a core. The rest is waiting for
-            storage.
+        processor: Seconds of `seconds` in which the thread computes or waits for a CPU core. In the remaining seconds
+            the thread waits for storage.
         two: Seconds that each of two threads takes to load a sample if both load at the same time.
     """
 
@@ -121,7 +121,7 @@ class EpochCosts:
     Attributes:
         steps: Number of steps in an epoch; None if the epoch has no end.
         validation: Seconds of validation in an epoch.
-        checkpoints: Seconds in which checkpoints are saved in an epoch.
+        checkpoints: Seconds in an epoch in which checkpoints are saved.
     """
 
     steps: int | None = None
@@ -131,14 +131,17 @@ class EpochCosts:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about the run with the most devices, in addition to its step times. A fact that was not measured is None.
+    """Facts about the run with the most devices, in addition to the step times.
+
+    A fact that can be missing is None if it was not measured.
 
     Attributes:
         strategy: Name of the strategy in the configuration.
         accelerator: Whether the devices are accelerators, which compute asynchronously.
         cores: Number of CPU cores for all ranks together.
         threads: Number of threads with which a rank computes.
-        with_fewer: Samples/s if each rank has fewer threads, so that every thread has its own core.
+        with_fewer: Samples/s of all devices together if each rank has fewer threads, so that every thread has its own
+            core.
         workers: Number of worker processes of each rank's data loader.
         loader: Samples/s of all data loaders together while nothing is trained.
         load: Time that the data loader takes for one sample.
@@ -146,11 +149,11 @@ class Facts:
             seconds are divided by the number of accumulated batches.
         gradient_bytes: Bytes of the gradients in the all-reduce, also divided by the number of accumulated batches.
         larger: Seconds of forward, backward and update with a batch that is larger by the factor ``LARGER``.
-        reads: Number of times in a step that a line of code makes the host wait for a value of the device. Keys name
-            the lines.
-        read_seconds: Seconds of a step in which the host waits for these values.
-        log_every: Number of steps after which the trainer logs again.
-        epoch: Number of steps of an epoch, and the time of validation and checkpoints.
+        reads: By line of code that reads a value from the device: number of times in a step that the process waits for
+            the value.
+        read_seconds: Seconds of a step in which the process waits for values from the device.
+        log_every: Number of steps from one logged step to the next.
+        epoch: Number of steps of an epoch, and the time of validation and of saving checkpoints.
         keys: Arguments of the data module that a remedy may change, such as ``num_workers`` and ``batch_size``, with
             their values in the configuration.
     """
@@ -191,9 +194,10 @@ class Measurements:
         return self.runs[-1]
 
     def limits(self) -> dict[str, float]:
-        """Return the samples/s that computation, data loaders and network each reach alone. Keys are their names.
+        """Return the samples/s that computation, data loaders and network connections would each reach alone.
 
-        The rates are those of the run with the most devices. Rates that were not measured are left out.
+        The keys are ``compute``, ``loader`` and ``link``. The rates are those of the run with the most devices. A rate
+        that was not measured is left out.
         """
         run, facts = self.largest, self.facts
         rates = {"compute": run.samples / max(rank.compute for rank in run.ranks)}
@@ -208,8 +212,8 @@ class Measurements:
 
         Args:
             saved: Seconds by which the improvement shortens each step.
-            saved_of_epoch: Seconds by which the improvement shortens the rest of an epoch, that is validation and the
-                saving of checkpoints. Ignored if an epoch has no end.
+            saved_of_epoch: Seconds by which the improvement shortens an epoch in addition to its steps, that is, in
+                validation and in the saving of checkpoints. Ignored if an epoch has no end.
         """
         epoch = self.facts.epoch
         if epoch.steps is None:

@@ -1,6 +1,7 @@
-"""Measure short trainings with different numbers of devices, in rounds in which each training makes some steps.
+"""Measure short trainings with different numbers of devices, in rounds. In each round, each training makes some steps.
 
-Then measure parts of a step of the largest training alone, for example the sum of gradients.
+After the rounds, parts of a step are measured alone in the training with the most devices, for example the all-reduce
+of gradients.
 """
 
 import math
@@ -38,7 +39,7 @@ Report = Mapping[str, Any]  # A rank's report on the steps that it made after a 
 
 
 class Training:
-    """A training whose steps are measured, with a certain number of devices.
+    """A training with a certain number of devices, whose steps are measured.
 
     Args:
         folder: Folder for the training's files.
@@ -82,7 +83,10 @@ class Training:
         return MeasuredRun(ranks, [_rate(reports) for reports in self._rounds])
 
     def times(self, figure: Callable[[Sequence[Report]], float], larger: int = 1, **change: Any) -> float:
-        """Measure a quantity with and without a change of the training, and return the factor by which it grows.
+        """Measure a quantity with and without a change of the training.
+
+        Return the quantity with the change divided by the quantity without the change, as the median of several
+        comparisons.
 
         Args:
             figure: Function that computes the quantity from the ranks' reports.
@@ -99,8 +103,8 @@ class Training:
     def can_make_larger(self, larger: int) -> bool:
         """Return whether the ranks can make their batches larger by a factor.
 
-        A batch keeps its size if its class is the user's own. Comparing such a training with itself would only show
-        noise.
+        A batch keeps its size if the user has defined its class. A comparison of the training with and without larger
+        batches would then only show noise.
         """
         return _samples_of_a_step(self.trial.ask({"steps": FEWEST_STEPS, "larger": larger})) > _samples_of_a_step(
             self._last
@@ -122,8 +126,8 @@ def _rate(reports: Sequence[Report]) -> float:
 def _compute_of_a_sample(reports: Sequence[Report]) -> float:
     """Return the seconds of computation per sample.
 
-    The result is per sample, because not every batch can be made larger: a batch keeps its size if its class is the
-    user's own.
+    The seconds are divided by the number of samples, because not every batch can be made larger: a batch keeps its size
+    if the user has defined its class.
     """
     seconds = sum(report["parts"].get(name, 0.0) * report["steps"] for report in reports for name in COMPUTE)
     return float(seconds / sum(report["samples"] for report in reports))
@@ -137,7 +141,7 @@ class Bench:
         words: Command-line arguments of ``fit``. Keys are the numbers of devices.
         folder: Folder for the trainings' files.
         facts: Facts that are known from the configuration.
-        together: Whether all trainings may exist at the same time.
+        together: Whether the processes of all trainings may exist at the same time.
         ends: Time at which to stop, on the clock of ``time.monotonic``.
         progress: Function that is called with a short text that says what is measured next.
 
@@ -204,8 +208,8 @@ class Bench:
         trial, hello = training.trial, training.hello
         facts = replace(self.facts, epoch=EpochCosts(hello["steps"], hello["validation"]), **hello["facts"])
         known: dict[str, Any] = {}
-        # Only under strategies with an all-reduce has each rank the whole network. The sum of gradients and larger
-        # batches are measured only under these strategies.
+        # Each rank has the whole network only under strategies with an all-reduce. The sum of gradients and larger
+        # batches are therefore measured only under these strategies.
         alike = ALL_REDUCE in hello["waiting"]
         try:
             if facts.accelerator:

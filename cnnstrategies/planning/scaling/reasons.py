@@ -1,7 +1,7 @@
 """Find out from measurements why more devices do not train faster, and suggest a remedy for each cause.
 
-Each rule looks for one cause, and predicts from measured times how much faster training would be without that cause. A
-rule yields nothing if its measurement is missing.
+Each rule looks for one cause, and predicts from measured times how much faster training would be without that cause. If
+the measurement that a rule needs is missing, the rule yields nothing, or a reason with the gain 1, which is left out.
 """
 
 import math
@@ -16,9 +16,9 @@ from cnnstrategies.planning.scaling.figures import CALLBACK, LARGER, LOGGER, Mea
 
 LEAST_GAIN = 1.05  # Reasons with a smaller predicted gain are not reported.
 MOST_WORKERS = 8  # Largest number of data loader workers that is recommended.
-USUAL_LOG_EVERY = 50
-# Every device is a little faster with larger batches, so batches are only reported as small if larger batches are
-# faster by this factor.
+USUAL_LOG_EVERY = 50  # Recommended number of steps from one logged step to the next; the default of Lightning.
+# Every device is a little faster with larger batches. Batches are therefore only reported as small if the time per
+# sample with the current batches is at least this multiple of the time per sample with larger batches.
 SMALL_BATCH_GAIN = 1.5
 UNEVEN = 1.1  # A rank is slow if its time per sample is at least this multiple of the median rank's time per sample.
 VALIDATION_SHARE = 0.1  # Validation is reported if it takes more than this fraction of an epoch's training time.
@@ -48,14 +48,17 @@ class Reason:
 def reasons(measurements: Measurements) -> list[Reason]:
     """Return the reasons why more devices do not train faster, the reason with the largest gain first.
 
-    The reasons are those of the run with the most devices.
+    The rules use the measurements of the run with the most devices. Reasons with a small gain are left out.
     """
     all_ = [reason for rule in RULES for reason in rule(measurements) if reason.gain >= LEAST_GAIN]
     return sorted(all_, key=lambda reason: -reason.gain)
 
 
 def loading(measurements: Measurements) -> Iterator[Reason]:
-    """Yield the reason that the slowest rank waits for its data loader."""
+    """Yield slow data loading as a reason for slow training.
+
+    The measurement is the time of a step in which the slowest rank waits for its data loader.
+    """
     run, facts = measurements.largest, measurements.facts
     rank = run.slowest
     waited, step = rank.parts.get("data", 0.0), run.step
@@ -75,7 +78,8 @@ def loading(measurements: Measurements) -> Iterator[Reason]:
             evidence += f"; two threads that load at the same time take {ms(load.two)} ms each"
         free = MOST_WORKERS if waits_for_storage else max(1, facts.cores // run.devices)
         # In training all ranks load at the same time, so loading a sample may take longer than in the measurement, in
-        # which one rank loads alone. Without workers, the longer time is used.
+        # which one rank loads alone. If the loader has no workers, the time for which the rank waits in training shows
+        # how long loading takes, so the longer of the two times is used.
         seconds = load.seconds if facts.workers else max(load.seconds, waited / rank.samples)
         need = math.ceil(rank.samples * seconds / max(step - waited, 1e-6))
         workers = min(free, MOST_WORKERS, need)
@@ -92,9 +96,10 @@ def loading(measurements: Measurements) -> Iterator[Reason]:
 
 
 def link(measurements: Measurements) -> Iterator[Reason]:
-    """Yield the reason that even the slowest rank waits for the all-reduce of gradients.
+    """Yield a slow link as a reason for slow training.
 
-    Nothing is yielded if only one device trains, or if the all-reduce was not measured.
+    The measurement is the time of a step in which even the slowest rank waits for the all-reduce of gradients. Nothing
+    is yielded if only one device trains, or if the all-reduce was not measured.
     """
     run, facts = measurements.largest, measurements.facts
     open_ = run.slowest.waits
@@ -116,9 +121,10 @@ def link(measurements: Measurements) -> Iterator[Reason]:
 
 
 def slow_rank(measurements: Measurements) -> Iterator[Reason]:
-    """Yield the reason that one rank takes much longer to compute a sample than the other ranks.
+    """Yield a slow rank as a reason for slow training.
 
-    Nothing is yielded if the times of the ranks are similar.
+    A rank is slow if it takes much longer to compute a sample than the median rank. Nothing is yielded if no rank is
+    slow, or if the ranks train different stages of a pipeline.
     """
     run = measurements.largest
     each = [rank.compute / max(rank.samples, 1e-9) for rank in run.ranks]
@@ -142,7 +148,7 @@ def slow_rank(measurements: Measurements) -> Iterator[Reason]:
 
 
 def threads(measurements: Measurements) -> Iterator[Reason]:
-    """Yield the reason that the ranks have more threads than the machine has cores.
+    """Yield too many threads as a reason for slow training: the ranks have more threads than the machine has cores.
 
     Nothing is yielded if training with fewer threads was not measured.
     """
@@ -163,9 +169,10 @@ def threads(measurements: Measurements) -> Iterator[Reason]:
 
 
 def small_batches(measurements: Measurements) -> Iterator[Reason]:
-    """Yield the reason that batches are small, if a device needs much less time per sample with larger batches.
+    """Yield small batches as a reason for slow training.
 
-    Nothing is yielded if training with larger batches was not measured.
+    Batches are small if a device needs much less time per sample with larger batches. Nothing is yielded if batches are
+    not small, or if training with larger batches was not measured.
     """
     run, facts = measurements.largest, measurements.facts
     if facts.larger is None:
@@ -186,9 +193,10 @@ def small_batches(measurements: Measurements) -> Iterator[Reason]:
 
 
 def host_reads(measurements: Measurements) -> Iterator[Reason]:
-    """Yield the reason that steps read values from the device.
+    """Yield reads of values from the device as a reason for slow training.
 
-    The host waits for each value, and starts nothing on the device in this time, so that the device becomes idle.
+    The process waits for each value. While it waits, it starts no work on the device, so the device becomes idle.
+    Nothing is yielded if training runs on the CPU, or if no step reads a value.
     """
     run, facts = measurements.largest, measurements.facts
     if not facts.accelerator or not facts.reads:
@@ -205,7 +213,7 @@ def host_reads(measurements: Measurements) -> Iterator[Reason]:
 
 
 def callbacks(measurements: Measurements) -> Iterator[Reason]:
-    """Yield, for each callback, the reason that the callback's hooks take long."""
+    """Yield each callback as a reason for slow training, with the time that the callback's hooks take in a step."""
     run = measurements.largest
     longest: dict[str, float] = {}
     for rank in run.ranks:
@@ -217,7 +225,10 @@ def callbacks(measurements: Measurements) -> Iterator[Reason]:
 
 
 def logging(measurements: Measurements) -> Iterator[Reason]:
-    """Yield the reason that the loggers together take long."""
+    """Yield logging as a reason for slow training, with the time that all loggers together take in a step.
+
+    Nothing is yielded if the run has no logger.
+    """
     run, facts = measurements.largest, measurements.facts
     spent = {name: seconds for rank in run.ranks for name, seconds in rank.beside(LOGGER).items()}
     if not spent:
@@ -235,7 +246,10 @@ def logging(measurements: Measurements) -> Iterator[Reason]:
 
 
 def validation(measurements: Measurements) -> Iterator[Reason]:
-    """Yield the reason that validation takes a large part of an epoch."""
+    """Yield validation as a reason for slow training, if validation takes long compared with an epoch's training time.
+
+    Nothing is yielded if the length of an epoch is not known.
+    """
     run, epoch = measurements.largest, measurements.facts.epoch
     if epoch.steps is None or epoch.validation <= VALIDATION_SHARE * epoch.steps * run.step:
         return
@@ -251,7 +265,7 @@ def validation(measurements: Measurements) -> Iterator[Reason]:
 
 
 def checkpoints(measurements: Measurements) -> Iterator[Reason]:
-    """Yield the reason that saving checkpoints takes long."""
+    """Yield the saving of checkpoints as a reason for slow training, with the time that it takes in an epoch."""
     epoch = measurements.facts.epoch
     evidence = f"saving checkpoints takes {digits(epoch.checkpoints)} s of an epoch"
     yield Reason(
@@ -263,7 +277,10 @@ def checkpoints(measurements: Measurements) -> Iterator[Reason]:
 
 
 def transfer(measurements: Measurements) -> Iterator[Reason]:
-    """Yield the reason that copying batches to the device, together with the batch hooks, takes long."""
+    """Yield the transfer of batches to the device as a reason for slow training.
+
+    The measurement is the time that the slowest rank takes in a step to copy the batch and to run the batch hooks.
+    """
     seconds = measurements.largest.slowest.parts.get("transfer", 0.0)
     evidence = (
         f"copying a batch and the batch hooks take {ms(seconds)} ms of a step of {ms(measurements.largest.step)} ms"

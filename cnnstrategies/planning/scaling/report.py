@@ -21,8 +21,8 @@ WAITS_FOR_OTHERS = "waiting for the slowest"
 LINK = "communication in the open"
 OTHER = "other"
 # The activities of a step, in the order of the table. Values are the names of the activities in the table. Keys are
-# prefixes of the measured parts' names; a part belongs to the activity of its prefix. LINK and WAITS_FOR_OTHERS are not
-# prefixes, because these activities are computed from several parts.
+# prefixes of the names of measured parts; a part belongs to the activity whose prefix its name begins with. The keys
+# LINK and WAITS_FOR_OTHERS are not prefixes, because these two activities are computed from several parts.
 KINDS = {
     "data": "waiting for data",
     "transfer": "copy, batch hooks",
@@ -69,9 +69,9 @@ def speedup(measurements: Measurements, run: MeasuredRun) -> tuple[float, float,
 def table(measurements: Measurements) -> Table:
     """Return a table with a column for each number of devices.
 
-    Its rows are samples/s, speed-up and efficiency, then the step time in milliseconds and the activities that make it
-    up (waiting for data, forward, backward, ...). An activity is left out if it takes at most 0.5 % of the step in
-    every run.
+    The first rows are samples/s, speed-up and efficiency. The next rows are the step time in milliseconds, and the
+    activities that make up the step time (waiting for data, forward, backward, ...). An activity is left out if it
+    takes at most 0.5 % of the step in every run.
     """
     shown = Table(box=box.SIMPLE_HEAD)
     shown.add_column("devices")

@@ -1,4 +1,4 @@
-"""Run the processes of all candidates at once, and time one after another in many rounds.
+"""Keep the processes of all candidates alive at once, and time one candidate after another in many rounds.
 
 The rounds end when it is known which candidates are faster than the default.
 """
@@ -23,13 +23,13 @@ from cnnstrategies.planning.tune.trial import COMPARED_STEPS, ONE_BATCH, PATIENC
 
 WARM_UP_STEPS = 3
 BLOCK_SECONDS = 0.5
-# Largest relative difference of two losses that is explained by rounding. A candidate that changes rounding only is
-# rejected if its losses differ more from the default's losses.
+# Largest relative difference between two losses that rounding can explain. A candidate that may only change rounding is
+# rejected if its losses differ more than this from the default's losses.
 LARGEST_DIFFERENCE = 1e-3
 FRESH = Analysis(7, 0.05)  # The only analysis of the new rounds that confirm a candidate.
-# One of two identical processes can be a tenth faster in all its rounds (Mytkowicz et al., 2009, explain why). A gain
-# below `CERTAIN_GAIN` must therefore appear again in each of `PAIRS` pairs of new processes. A pair runs the default
-# and the candidate; see benchmarks/planning/tune_equal.md.
+# Of two processes with equal settings, one can be 10 % faster than the other in all rounds (Mytkowicz et al., 2009,
+# explain why). A gain below `CERTAIN_GAIN` must therefore appear again in each of `PAIRS` pairs of new processes. A
+# pair runs the default and the candidate; see benchmarks/planning/tune_equal.md.
 CERTAIN_GAIN = 1.25
 PAIRS = 3
 DEFAULT = "default"
@@ -128,8 +128,9 @@ class Contest:
 
         Args:
             settings: Candidates, and the default if it has not been started yet.
-            candidate_stack: Closes the candidates' trials on exit.
-            stack: Closes the default's trial on exit. The default's trial outlives the candidates' trials.
+            candidate_stack: Stack that closes the candidates' trials on exit.
+            stack: Stack that closes the default's trial on exit. The default's trial is closed later than the
+                candidates' trials.
 
         Returns:
             The trials that made their first steps. Keys are the settings' names.
@@ -200,11 +201,10 @@ class Contest:
         race.add(base, seconds)
 
     def _confirm(self, alive: Mapping[str, _Runner]) -> Setting | None:
-        """Return the fastest candidate that is faster than the default in new rounds as well.
+        """Return the fastest candidate that is also faster than the default in new rounds.
 
-        Return None if no candidate is faster in new rounds.
-
-        New rounds are needed because all candidates appear faster if the process of the default happens to be slow.
+        Return None if no candidate is faster in new rounds. New rounds are needed because all candidates appear faster
+        if the process of the default happens to be slow.
 
         Args:
             alive: The default and the candidates whose trials are still open.
@@ -239,8 +239,9 @@ class Contest:
 
         A pair runs the default and the setting. The pairs end after a verdict that is not "faster".
 
-        In measurements, the process that started last was faster. The contest started the candidates last. Therefore
-        the first pair starts the default last, and the order alternates from pair to pair.
+        In measurements, the process that started last was faster than the process that started first. In the contest,
+        the candidates started last. Therefore the first pair starts the default last, and the order alternates from
+        pair to pair.
         """
         verdicts: list[RaceVerdict] = []
         for turn in range(PAIRS):
@@ -280,7 +281,7 @@ class Contest:
     def _difference(self, setting: Setting, default: _Runner, runner: _Runner) -> str:
         """Return a text that says how a setting's losses differ from the default's losses.
 
-        The text is empty if the losses agree, or if the setting may change them.
+        The text is empty if the losses agree, or if the losses are not checked.
 
         Only settings that change the rounding are checked. With other settings, different losses are not necessarily an
         error: for example, a different number of data loader workers draws different random augmentations.

@@ -1,4 +1,4 @@
-"""Statistics that find settings faster than the default. In each round, each candidate and the default run once.
+"""Statistics to find settings that are faster than the default. Each candidate and the default run once in each round.
 
 The speed of a machine changes over time, often by more than the settings differ, but it hardly changes within a round.
 Therefore a candidate's time is compared with the default's time in the same round. Verdicts are given in two interim
@@ -27,7 +27,7 @@ MARGIN = math.log(1.02)
 # verdict "behind" after at least `FEWEST_ROUNDS` rounds if it was slower than a rival by more than 5 % in every round.
 # It also gets this verdict after at least `INTERVAL_ROUNDS` rounds if a confidence interval with the error probability
 # `BEHIND_ERROR` shows that it is slower than a rival. This verdict only ends the candidate's measurement and is not a
-# statistical statement, so it uses nothing of the error probability of the analyses.
+# statistical statement, so it does not count towards the error probability of the analyses.
 BEHIND = math.log(1.05)
 FEWEST_ROUNDS, INTERVAL_ROUNDS = 4, 6
 BEHIND_ERROR = 0.1
@@ -102,8 +102,8 @@ class Race:
     def over(self) -> bool:
         """Whether the race has ended.
 
-        It ends if no candidate runs any more, if the final analysis has taken place, or if an analysis has left no
-        candidate undecided.
+        The race ends if no candidate takes part any more, if the final analysis has taken place, or if an analysis has
+        left no candidate undecided.
         """
         rounds = max((len(gains) for gains in self._gains.values()), default=0)
         undecided = any(self.verdicts.get(name, _NOTHING).outcome == "undecided" for name in self.running)
@@ -239,9 +239,9 @@ def p_value(values: Sequence[float]) -> float:
 
 @functools.cache
 def signed_rank_ways(count: int) -> tuple[int, ...]:
-    """Return the distribution of the signed-rank statistic: the element at index s counts the subsets with sum s.
+    """Return the distribution of the signed-rank statistic for ``count`` values.
 
-    The subsets are those of the numbers from 1 to ``count``.
+    The element at index s is the number of subsets of the numbers from 1 to ``count`` whose sum is s.
     """
     ways = [1]
     for rank in range(1, count + 1):

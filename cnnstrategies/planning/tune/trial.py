@@ -1,4 +1,4 @@
-"""A training run in separate processes. It makes steps only when it receives a command to make steps."""
+"""Start a training run in separate processes, which makes steps only when it receives a command to make steps."""
 
 import contextlib
 import importlib
@@ -44,14 +44,15 @@ class Trial:
 
     Args:
         folder: Folder for the run's socket and output.
-        name: Name of the two files, without the suffix.
+        name: Name of the socket and of the output file, without the suffix.
         words: Command-line arguments of the run.
         seconds: Time limit in seconds for the start and for each command.
         module: Name of the module whose function ``main`` the ranks run: `ONE_BATCH` or `AS_IN_TRAINING`.
 
     Attributes:
         output: File with the run's output.
-        process: The process of the run. It leads a process session, to which the processes that it starts also belong.
+        process: The process of the run. The process is the leader of a session, to which the processes that it starts
+            also belong.
     """
 
     def __init__(self, folder: Path, name: str, words: Sequence[str], seconds: float, module: str = ONE_BATCH) -> None:
@@ -91,7 +92,7 @@ class Trial:
         return [rank.hello for rank in self._ranks]
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Send all ranks the command to make ``count`` steps, and wait until all have made them.
+        """Send all ranks the command to make ``count`` steps, and wait until all ranks have made the steps.
 
         Returns:
             Rank 0's report, in which ``seconds`` is replaced by the largest ``seconds`` of all ranks.
