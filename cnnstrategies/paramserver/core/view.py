@@ -70,7 +70,7 @@ class View:
 
     @property
     def incarnations(self) -> dict[int, int]:
-        """By worker id: incarnation of each worker in this view."""
+        """Incarnation of each worker in this view, by worker id."""
         return {worker.id: worker.incarnation for worker in self.workers}
 
     def as_dict(self) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class Server:
 
     @property
     def routes(self) -> Mapping[int, bytes]:
-        """By worker id: route of the connection on which the worker's last message arrived."""
+        """Routes by worker id: the connection on which the worker's last message arrived."""
         return self._outbox.routes
 
     def admits(self, key: str) -> bool:
