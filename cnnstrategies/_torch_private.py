@@ -47,7 +47,7 @@ def measure_every_step(model: DistributedDataParallel) -> None:
 
 
 def measure_rarely(model: DistributedDataParallel) -> None:
-    """Make DDP measure only its first ten steps and then every hundredth step, which is torch's default."""
+    """Undo `measure_every_step`: DDP again measures its first ten steps and every hundredth step, torch's default."""
     model._set_ddp_runtime_logging_sample_rate(100)  # type: ignore[no-untyped-call]
 
 

@@ -87,7 +87,8 @@ class PartClock(Profiler):
     Args:
         user: The trainer's profiler.
         device: The rank's device.
-        part_of: Function that returns the part for an action's name, or None.
+        part_of: Function that maps the name of a profiler action to a part of the step, or to None for an action that
+            belongs to no part.
         inner: Function that returns the total time so far of each part that the strategy measures, in seconds.
 
     Attributes:
@@ -178,7 +179,8 @@ class StepMeter:
     Args:
         trainer: The trainer, after the set-up of its strategy. ``clock`` replaces the trainer's profiler until
             :meth:`remove` is called.
-        part_of: Function that returns the part for an action's name, or None. By default it depends on the strategy.
+        part_of: Function that maps the name of a profiler action to a part of the step, or to None for an action that
+            belongs to no part. By default it depends on the strategy.
 
     Attributes:
         parts: The parts of a step under the trainer's strategy.

@@ -99,8 +99,8 @@ class ImageFolderDataModule(ImageDataModule):
         self.class_names = self._class_folders(self.training_root)
         if len(self.class_names) < 2:
             raise ConfigurationError(
-                f"{self.training_root.resolve()} contains {len(self.class_names)} folders of classes: at least 2 are "
-                "needed, one for each class"
+                f"{self.training_root.resolve()} contains {len(self.class_names)} class folders, but training needs at "
+                "least 2: put the images of each class into a folder of its own"
             )
         self._check_folders()
 

@@ -150,8 +150,9 @@ class Header(NamedTuple):
         step: See the table.
         base: See the table.
         weight: See the table.
-        level: In BEGIN under ``compression: auto``, 1 + the index of the worker's encodings in the ladder. In PULLED,
-            the `level` that the first member of the common step sent. In PULL, 1 to request the optimizer's state.
+        level: In BEGIN under ``compression: auto``, 1 + the index of the worker's encodings in the ladder, which is the
+            list from the most exact to the smallest encodings. In PULLED, the `level` that the first member of the
+            common step sent. In PULL, 1 to request the optimizer's state.
         question: Id of a PULL for the current values; 0 in all other pulls. PULLED repeats the id, so that the worker
             can recognise a late reply to an earlier PULL.
     """

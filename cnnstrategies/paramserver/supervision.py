@@ -274,9 +274,10 @@ class Supervision:
             self._ended_at = time.monotonic()
 
     def end_the_stopped(self, now: float) -> None:
-        """Kill processes that were stopped, for example by SIGSTOP, for longer than the time-out.
+        """Kill processes that have been suspended, for example by SIGSTOP, for longer than the time-out.
 
-        The coordinator cannot do this, because it watches only registered processes that have not left.
+        The coordinator would miss some of these processes: it watches only processes that have registered and have not
+        left.
 
         Args:
             now: The time, in seconds.

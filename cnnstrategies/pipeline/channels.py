@@ -86,16 +86,15 @@ class Channels:
     def exchange(self, now: float, until: float) -> None:
         """Begin the prepared sends, and the receives of the messages that the next tasks need.
 
-        All ranks begin their transfers in the same order, namely by the turn of the task that sends the message. The
-        first transfer in this order that has not ended does not wait for any other transfer, so it can end. Therefore
-        the ranks never wait for each other forever, even if a rank continues only after all its transfers have ended.
-        A rank may have to wait like this on a GPU: when a kernel is loaded or memory is freed, for example, the process
-        waits until the GPU has completed all work that was started on it.
+        All ranks begin their transfers in one common order: by the turn of the sending task. This rules out deadlocks.
+        Of all unfinished transfers, the first in this order waits for no other transfer, so it always ends. This holds
+        even if a rank stops until all its transfers have ended, as can happen on a GPU: to load a kernel or free
+        memory, the process may wait for all work that was started on the GPU.
 
         Args:
             now: Turn of the rank's next task.
-            until: Turn before which messages must be sent so that their receives begin. If a message is sent at ``now``
-                or later, its receive only begins if the shapes of the message's tensors are known.
+            until: Only receives of messages whose sending turn is before ``until`` begin. If the sending turn is
+                ``now`` or later, the receive begins only if the shapes of the message's tensors are known already.
         """
         while self._awaited and self._awaited[0][0][0] < until:
             order, sender, size = self._awaited[0]

@@ -65,7 +65,7 @@ class Job:
 
     @property
     def network(self) -> Bottleneck:
-        """Name of the bottleneck of a step that communication limits.
+        """Name of the bottleneck if communication limits a step.
 
         The name is ``nic`` if the cluster has several machines, and ``link`` if it has one machine.
         """

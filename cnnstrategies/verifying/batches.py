@@ -96,8 +96,8 @@ def _joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
     if isinstance(first, (str, int, float, type(None))) and all(part == first for part in parts):
         return first
     raise ConfigurationError(
-        f"a batch contains a {type(first).__name__}, which verify cannot join over the ranks: use batches of tensors, "
-        "lists, tuples and mappings"
+        f"a batch contains a {type(first).__name__}, and verify cannot combine the ranks' values into one batch: use "
+        "tensors, or lists, tuples and mappings of tensors; a number or text must be equal on all ranks"
     )
 
 

@@ -127,7 +127,10 @@ def test_a_command_is_added_as_the_page_says(monkeypatch, tmp_path, capsys):
         return " ".join("".join(capsys.readouterr()).split())
 
     Path("cats").mkdir()
-    missing = "cnnstrategies: error: count: write cnnstrategies/commands/count.py with main(options)"
+    missing = (
+        "cnnstrategies: error: count: the command's module does not exist: write cnnstrategies/commands/count.py "
+        "with a function main(options)"
+    )
     assert run("cats") == missing
     (tmp_path / "count.py").write_text(code)
     monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])

@@ -211,7 +211,7 @@ def folder(*directories, full=False, **options):
 
 MISTAKES = {
     "no such directory": (lambda: ImageFolderDataModule(Path("nowhere")), "no directory .*nowhere"),
-    "no classes": (lambda: ImageFolderDataModule(Path(".")), "contains 0 folders of classes"),
+    "no classes": (lambda: ImageFolderDataModule(Path(".")), "contains 0 class folders"),
     "batch size": (lambda: DigitsDataModule(batch_size=0), "batch_size=0"),
     "workers": (lambda: DigitsDataModule(num_workers=-1), "num_workers=-1 is negative"),
     "sizes of images": (lambda: folder(resize=16, image_size=32), "image_size=32 and resize=16"),

@@ -76,7 +76,7 @@ def test_lists_of_tensors_are_joined_sample_by_sample(images: Any) -> None:
 
 def test_a_batch_that_cannot_be_joined_is_refused() -> None:
     for part in (torch.tensor(1.0), object()):
-        with pytest.raises(ConfigurationError, match="which verify cannot join over the ranks"):
+        with pytest.raises(ConfigurationError, match="verify cannot combine the ranks' values"):
             joined([[part], [part]])
         assert joined([part]) is part, "the batch of a single rank needs no joining"
 

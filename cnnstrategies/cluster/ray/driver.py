@@ -112,7 +112,8 @@ class Driver:
                 if ends.code in (0, REFUSED):
                     return ends.code
                 if start == most:
-                    _say(f"The run cannot continue: {ends.why}, and cluster.ray.max_restarts={start}")
+                    used = f"no restart is left (cluster.ray.max_restarts={start})"
+                    _say(f"The run cannot continue: {ends.why}, and {used}")
                     return ends.code
                 _say(f"The run restarts (restart {start + 1} of at most {most}), because {ends.why}")
         raise AssertionError

@@ -358,7 +358,9 @@ class Command:
                 raise
             parameters = "options" if self.configuration is Configuration.NONE else "options, arguments"
             file = f"{path.replace('.', '/')}.py"
-            raise ConfigurationError(f"{self.name}: write {file} with main({parameters})") from None
+            raise ConfigurationError(
+                f"{self.name}: the command's module does not exist: write {file} with a function main({parameters})"
+            ) from None
 
 
 def _value(option: Option, text: str | None, waiting: deque[str]) -> str:

@@ -99,7 +99,9 @@ class Trainer(LightningTrainer):
         output: Path,
         format: Format,
     ) -> None:
-        """Export a trained network for use without this package, and print the largest difference of its logits.
+        """Export a trained network for use without this package.
+
+        The command also prints the largest difference between the logits of the exported and the original network.
 
         :class:`cnnstrategies.commands.arguments.options.ExportOptions` describes the other arguments.
 

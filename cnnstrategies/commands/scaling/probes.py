@@ -154,7 +154,7 @@ def load_alone(loader: Any, seconds: float) -> dict[str, Any]:
     for number, batch in enumerate(loader):
         if began is not None:
             samples += count_samples(batch)
-        elif number + 1 >= ready:  # The batches so far were loaded in advance, so they are not measured.
+        elif number + 1 >= ready:  # The clock starts only now: this and the earlier batches were loaded in advance.
             began = time.perf_counter()
             deadline = began + seconds
         if began is not None and time.perf_counter() > deadline:

@@ -33,8 +33,7 @@ class Participant:
         peer: Identity of this process in messages.
         view: The newest view; None before the coordinator has accepted the registration.
         ended: The effect with which this role has ended; None before the end.
-        signal: Number of the signal that a member has received, after which all members must stop; 0 if no member has
-            received a signal.
+        signal: Number of the signal because of which all members must stop; 0 if no member has received a signal.
         seen: Number of the newest view on which this process acts.
         figures: Function that returns this process's figures; see :func:`.status.figures_of`.
         losses: Number of processes that the run has lost, according to the coordinator's last message.

@@ -64,7 +64,8 @@ class Asynchronous:
         if step is None and not (self._free or self.roll.complete):
             return None
         if step and self.clock.expects and self.roll.complete:
-            # The run has begun. If this server replaces another one, it knows the steps of only some workers.
+            # A worker that has finished steps joins, so the run has begun. This server may be a replacement that does
+            # not know every worker's step, so it waits until the other workers have reported their steps.
             self.roll.call(self.roll.incarnations.keys() - self.clock.known - {worker})
         return self.clock.join(worker, step)
 

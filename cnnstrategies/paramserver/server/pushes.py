@@ -28,8 +28,8 @@ class Begin:
         options: Hyperparameters of the step.
         weight: Number of samples in the worker's gradient.
         pulls: Encoding in which the worker will pull the values after the step, if workers choose encodings.
-        level: 1 + the index of the worker's encodings in the ladder of encodings, if workers choose encodings; see
-            :attr:`~cnnstrategies.paramserver.messages.Header.level`.
+        level: If workers choose encodings (``compression: auto``), 1 + the index of the worker's encodings in the list
+            from the most exact to the smallest encodings; see :attr:`~cnnstrategies.paramserver.messages.Header.level`.
     """
 
     options: Options

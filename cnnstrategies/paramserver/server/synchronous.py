@@ -225,8 +225,9 @@ class Synchronous:
             begin: Hyperparameters of the step, and the weight of the worker's gradient.
         """
         known = -1 if self._decision is None else self._decision.step
-        # A server that is the primary of no slice takes the decided step as its first unfinished step. If workers have
-        # reported later steps, because decisions have not arrived here, the server takes the clock's current step.
+        # A server that is the primary of no slice has no unfinished step of its own. It uses the step of its decision
+        # if the clock is exactly one step further, and otherwise the clock's step, for example if later decisions have
+        # not arrived here.
         lowest = self._backlog.lowest(known if 0 <= known == self.clock.step - 1 else self.clock.step)
         if step > lowest + 1:
             # This server is new, and does not know the current step yet. The worker must send the message again later.

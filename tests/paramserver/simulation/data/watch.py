@@ -229,8 +229,8 @@ class WatchedStore(Store):
     """A server's store that lets a :class:`Watch` check each update.
 
     Args:
-        late: Whether the server was started again. Initial values that a worker sends to such a server are no copies of
-            the primary's values, because the primary may not know the server yet.
+        late: Whether the server was started again. Initial values that a worker sends to such a server do not copy the
+            primary's values, because the primary may not know the server yet.
 
     Attributes:
         whole: Keys of the slices that have once contained all tokens that workers had received by then.
