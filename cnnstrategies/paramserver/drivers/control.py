@@ -42,7 +42,6 @@ MAX_HEADER = 1 << 20  # largest size of a message's JSON array, in bytes
 LARGEST_MESSAGE = 1 << 30  # largest size of a message in bytes; libzmq closes a connection that announces a larger one
 RECONNECT_MS = 20  # milliseconds after which libzmq replaces a closed connection
 ROLES = ("worker", "server", "supervision", "coordinator", "watcher")
-COORDINATOR = Peer("coordinator", 0)  # sender of the coordinator's messages
 _START = struct.Struct(f"<{len(TAG)}s{PROOF_BYTES}sI")
 
 

@@ -12,10 +12,11 @@ import zmq
 
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.journal import Journaled, JournalStore
+from cnnstrategies.paramserver.coordinator.participant import COORDINATOR
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.status import WATCHER
 from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
-from cnnstrategies.paramserver.drivers.control import COORDINATOR, LARGEST_MESSAGE, Loop, encode, parse, parse_checked
+from cnnstrategies.paramserver.drivers.control import LARGEST_MESSAGE, Loop, encode, parse, parse_checked
 from cnnstrategies.paramserver.drivers.sockets import allow_files, key_of, secure, take
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 
