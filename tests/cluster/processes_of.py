@@ -14,6 +14,8 @@ from conftest import ROOT
 
 T = TypeVar("T")
 PYTHON = sys.executable
+# Part of the line that a server prints if it drops a message. Servers of a correct run drop no messages of each other.
+DROPPED = "dropped a message: "
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -53,11 +55,13 @@ class Program:
 
     def wait(self, seconds: float = 200) -> int:
         try:
-            return self.process.wait(seconds)
+            code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             raise AssertionError(f"no end in {seconds} s:\n{self.output()}") from None
+        assert DROPPED not in self.output(), self.output()
+        return code
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         wait_until(lambda: condition() or self.process.poll() is not None, self.output)

@@ -365,7 +365,8 @@ class Synchronous:
             if is_current:
                 self._reports.add(server, complete)
                 if header.kind == Kind.STATUS:
-                    self._lowest_steps[server] = message.integer("lowest")
+                    # A server that has not received all initial values yet reports -1.
+                    self._lowest_steps[server] = message.integer("lowest", least=-1)
             if header.kind == Kind.STATUS and self._decision is not None and self.leader == self._server:
                 self._outbox.to_server(server, Kind.DECIDE, json=self._decision.as_dict())
             self.proceed()
