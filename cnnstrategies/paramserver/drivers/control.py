@@ -37,7 +37,7 @@ from cnnstrategies.paramserver.core.node import (
 from cnnstrategies.paramserver.drivers import sockets
 from cnnstrategies.paramserver.security import PROOF_BYTES, KeyPair, fingerprint, prove
 
-TAG = b"CNNPS4"
+TAG = b"CNNPS5"
 MAX_HEADER = 1 << 20  # largest size of a message's JSON array, in bytes
 LARGEST_MESSAGE = 1 << 30  # largest size of a message in bytes; libzmq closes a connection that announces a larger one
 RECONNECT_MS = 20  # milliseconds after which libzmq replaces a closed connection

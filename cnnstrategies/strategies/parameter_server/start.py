@@ -318,8 +318,14 @@ def average_buffers(module: nn.Module, strategy: CoordinatedStrategy) -> None:
     buffers = [buffer for buffer in module.buffers() if id(buffer) not in metrics]
     if not buffers or strategy.world_size == 1:
         return
-    values = strategy.gather(buffers, "buffers")
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in buffers:
+        groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     with torch.no_grad():
-        for index, buffer in enumerate(buffers):
-            stacked = torch.stack([values[rank][index] for rank in sorted(values)])
-            buffer.copy_(stacked.mean(0) if buffer.is_floating_point() else stacked.amax(0))
+        for (dtype, _), members in groups.items():
+            # One reduction for all buffers of a dtype: each reduction waits for all workers.
+            flat = torch.cat([buffer.flatten() for buffer in members])
+            reduced = strategy.reduce(flat, reduce_op="mean" if dtype.is_floating_point else "max")
+            parts = reduced.split([buffer.numel() for buffer in members])
+            for buffer, part in zip(members, parts, strict=True):
+                buffer.copy_(part.view_as(buffer))
