@@ -78,10 +78,10 @@ PARTS: Mapping[StepKind, Parts] = {"replica": WHOLE_NETWORK, "stages": STAGES, "
 class PartClock(Profiler):
     """Profiler that measures the time of each part of a step. Parts may be nested.
 
-    The clock temporarily replaces the trainer's profiler, and forwards all calls to it. Time is counted once: for the
-    innermost part that is open, or for ``other`` if no part is open. Some parts, such as a worker's wait for
-    parameters, are measured by the strategy; their time is not also counted for the part that is open. On an
-    accelerator the device is synchronised at each reading, so that the time of a kernel counts for the part that
+    The clock temporarily replaces the trainer's profiler, and forwards all calls to it. Time counts for the innermost
+    open part, or for ``other`` if no part is open. The strategy itself measures some parts, such as a worker's wait for
+    parameters. Such time counts only for the strategy's part, and not also for the open part. On an accelerator the
+    device is synchronised whenever a part begins or ends, so that the time of a kernel counts for the part that
     launched the kernel.
 
     Args:
@@ -185,7 +185,7 @@ class StepMeter:
     Attributes:
         parts: The parts of a step under the trainer's strategy.
         steps: Number of measured steps.
-        pipeline: The strategy's pipeline, or None.
+        pipeline: The strategy's pipeline; None if the strategy has no stages.
         clock: The clock that counts the time.
     """
 
