@@ -33,17 +33,17 @@ class GracefulStop(Callback):
 
     A run stops only after a batch in which the optimizer has made a step, because a checkpoint does not contain
     gradients that are still being accumulated. Lightning logs and validates after this callback has run. If Lightning
-    is about to log or validate, the stop is postponed by up to three steps: otherwise the run would end without the log
-    or the validation, and a resumed run would not make up for it.
+    is about to log or validate, the stop is postponed by up to three steps. Otherwise the run would stop before the
+    logging or the validation, and a resumed run would skip it.
 
     Lightning's own signal handler runs a broadcast, which can go wrong in the middle of another collective. This class
     installs a handler that only sets a flag. The ranks exchange their flags about twice a second, at steps that rank 0
     announces, and all ranks stop after the same step. A signal to one rank therefore stops all ranks, for example when
     a pod is evicted.
 
-    A process that has not ended after ``grace`` seconds is killed, for example because its step is long or because it
-    waits for a dead process. Even then the last checkpoint is complete, because each checkpoint is written under a
-    temporary name and then renamed. A second signal kills the run immediately.
+    If a process has not ended after ``grace`` seconds, for example because its step is long, the process is killed.
+    Even then the last checkpoint is complete, because each checkpoint is written under a temporary name and then
+    renamed. A second signal kills the run immediately.
 
     The warning is a signal that a scheduler such as SLURM sends some time before it ends a job. The run has more time
     to stop after a warning than after the other signals, and repeated warnings are ignored.
@@ -51,10 +51,10 @@ class GracefulStop(Callback):
     The exit code is 128 + the signal's number, so that a job script can distinguish a stopped run from a failed run.
 
     Args:
-        grace: Time between a signal and the end of the run, at most; in seconds or as ``minutes:seconds``. Processes
-            that still run after this time are killed.
+        grace: Longest time that the run may take to stop after a signal, in seconds or as ``minutes:seconds``.
         warning_signal: The signal that the scheduler sends as a warning.
-        warning_grace: The same limit after a warning.
+        warning_grace: Longest time that the run may take to stop after a warning, in seconds or as
+            ``minutes:seconds``.
         on_each_node: Whether every node ends with the signal's exit code, and not only the node of rank 0. Use this
             with a launcher that restarts each node's process independently, such as Kubernetes.
     """
@@ -96,8 +96,8 @@ class GracefulStop(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # All ranks exchange flags in the first step of an epoch. A restarted rank begins with a new epoch, and does not
-        # know the step that rank 0 announced before.
+        # All ranks exchange flags in the first step of an epoch, because a restarted rank begins with a new epoch and
+        # does not know the step that rank 0 announced earlier.
         self._next_check = trainer.global_step
 
     @override

@@ -80,9 +80,8 @@ class PartClock(Profiler):
 
     The clock temporarily replaces the trainer's profiler, and forwards all calls to it. Time counts for the innermost
     open part, or for ``other`` if no part is open. The strategy itself measures some parts, such as a worker's wait for
-    parameters. Such time counts only for the strategy's part, and not also for the open part. On an accelerator the
-    device is synchronised whenever a part begins or ends, so that the time of a kernel counts for the part that
-    launched the kernel.
+    parameters. The time of such a part is subtracted from the open part. On an accelerator the device is synchronised
+    whenever a part begins or ends, so that the time of a kernel counts for the part that launched the kernel.
 
     Args:
         user: The trainer's profiler.

@@ -80,7 +80,7 @@ class JoinedDispatch(BatchDispatch):
 
     @override
     def progress(self, epoch: int) -> str:
-        return ""  # A joiner saves no checkpoints, so nobody needs its progress.
+        return ""  # A joiner does not save checkpoints, so its progress is not needed.
 
     @override
     def take(self, epoch: int) -> Chunk:
@@ -95,9 +95,9 @@ class JoinedDispatch(BatchDispatch):
 class JoiningStrategy(ParameterServerStrategy):
     """Strategy of a joiner: an additional worker of a run, which gets its batches from the run's coordinator.
 
-    Lightning treats the joiner as a run of one process. In each call of ``fit`` the joiner waits until the run admits
-    it, trains until the end of the run's current epoch, and leaves the run. The other workers can therefore end the
-    epoch without the joiner.
+    Lightning treats the joiner as a run of one process. In each call of ``fit`` the joiner waits for its admission to
+    the run, trains until the end of the run's current epoch, and leaves the run. The other workers can therefore end
+    the epoch without the joiner.
 
     Attributes:
         leaving: Whether the process was told to leave, by Ctrl-C or SIGTERM.

@@ -124,7 +124,7 @@ class BatchDispatch:
         self._strategy.collectives.begin_epoch(epoch, batches, 1, done)
 
     def progress(self, epoch: int) -> str:
-        """Return a text that encodes the positions of all batches that any worker has processed, for a checkpoint.
+        """Return a text for a checkpoint, which encodes the positions of all batches that the workers have processed.
 
         All workers must call this.
         """

@@ -52,7 +52,7 @@ def usual_sync_every(mode: Mode) -> int:
 class ParameterServerOptions(RunOptions):
     """All options of the strategy ``parameter_server``, which :class:`.ParameterServerStrategy` describes.
 
-    The base class has the options that workers and servers need in their specification.
+    The base class has the options that become part of the run's specification.
     """
 
     sync_every: int

@@ -150,8 +150,8 @@ def combined_worker(
         strategy: The strategy, with an open session.
         specification: The run's specification.
         parameters: Tensors into which received values are written, in the order of the specification.
-        connect: Returns a connection to the servers. The argument of ``connect`` is a function that is called with the
-            index and the value of each parameter that arrives.
+        connect: Returns a connection to the servers. The connection calls the argument of ``connect`` with the index
+            and the value of each parameter that arrives.
     """
     size, this_rank, per_node = size_of(parameters), strategy.global_rank, strategy.num_processes
     memory = SharedMemory(size)

@@ -258,7 +258,7 @@ class Stepper:
         """Wrap the closure of the optimizer's step, so that the closure pushes the gradients and then removes them.
 
         This is a pre-hook of the optimizer's step. The servers update the parameters, so this worker's optimizer must
-        not. Without gradients the optimizer changes nothing.
+        leave them unchanged. An optimizer that finds no gradients does so.
         """
         closure = kwargs["closure"]
 

@@ -65,7 +65,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             as under DDP. ``async``: with each gradient when it arrives. ``ssp`` (stale synchronous parallel, Ho et al.,
             NeurIPS 2013): like ``async``, but no worker runs more than ``staleness`` steps ahead of the slowest worker.
             ``local`` (DiLoCo, Douillard et al. 2023): each worker makes ``sync_every`` steps with its own optimizer;
-            then the servers make an outer step with the mean of the workers' changes.
+            then the servers make an outer step with the mean of the changes that the workers made to their weights.
         staleness: For mode ``ssp``: number of steps that a worker may be ahead of the slowest worker; 4 by default.
             With 0, ``ssp`` is the same as ``sync``.
         sync_every: For mode ``local``: number of steps that each worker makes between two outer steps; 8 by default.
@@ -474,8 +474,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer for a checkpoint, in the same form as in a run on one device.
 
-        Unless the mode is ``local``, the servers hold the state during training, and only rank 0 receives it. All ranks
-        must call this.
+        Unless the mode is ``local``, the servers hold the state during training, and only rank 0 receives the state.
+        All ranks must call this.
         """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
