@@ -179,7 +179,7 @@ class StepMeter:
         trainer: The trainer, after the set-up of its strategy. ``clock`` replaces the trainer's profiler until
             :meth:`remove` is called.
         part_of: Function that maps the name of a profiler action to a part of the step, or to None for an action that
-            belongs to no part. By default it depends on the strategy.
+            belongs to no part. By default the parts of the trainer's strategy are used.
 
     Attributes:
         parts: The parts of a step under the trainer's strategy.

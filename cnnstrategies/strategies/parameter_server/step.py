@@ -46,7 +46,7 @@ class Stepper:
             gradients after backward.
         sees_weights: Names of the hooks that may read weights between two steps.
         sync_every: In mode ``local``, the number of steps between two outer steps; otherwise 0.
-        own_steps: Initial value of the attribute `own_steps`. It can be above 0 if the worker joins a run that trains.
+        own_steps: Initial value of the attribute `own_steps`. The value is 0 unless this worker was restarted.
 
     Attributes:
         worker: The worker.
