@@ -52,8 +52,8 @@ class Copies:
         """Determine the primary and the backups of each slice in a new view.
 
         Returns pairs of a key and a server id. This server is the primary of the slice with this key. The server with
-        this id holds a backup of the slice, and needs a whole copy. At the start of the run all backups need copies, but
-        :meth:`send` does nothing then, because the slices have no values yet.
+        this id holds a backup of the slice, and needs a whole copy. At the start of the run all backups need copies,
+        but :meth:`send` does nothing then, because the slices have no values yet.
         """
         before = self._holders
         since = {server.id: server.since for server in view.servers}

@@ -15,8 +15,8 @@ from cnnstrategies.paramserver.server.store import MemberKey, check_absent
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Options, Specification
 
-# Takes the place of a worker's id and incarnation in messages about an update with the mean gradient of a common step,
-# because the mean gradient does not come from a single worker.
+# This pair takes the place of a worker's id and incarnation in messages about an update with the mean gradient of a
+# common step, because the mean gradient does not come from a single worker.
 ALL_MEMBERS = (0xFFFFFFFF, 0)
 
 

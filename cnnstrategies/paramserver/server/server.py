@@ -102,7 +102,7 @@ class Server:
 
     @property
     def routes(self) -> Mapping[int, bytes]:
-        """ZeroMQ routing ids by worker id: each belongs to the connection on which the worker's last message arrived."""
+        """ZeroMQ routing id by worker id, for the connection on which the worker's last message arrived."""
         return self._outbox.routes
 
     def admits(self, key: str) -> bool:

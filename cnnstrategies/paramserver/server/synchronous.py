@@ -382,8 +382,8 @@ class Synchronous:
             previous_decision = self._decision
             self._accept(Decision.from_message(message, self._specification))
             if self._decision is previous_decision:
-                # The leader has sent its decision again. It ignores a norm that arrives before it knows the decision, so
-                # this server's earlier norm may be lost, and the norm is sent again.
+                # The leader has sent its decision again. It ignores a norm that arrives before it knows the decision.
+                # So this server's earlier norm may be lost, and the norm is sent again.
                 self._norm_sent = False
                 self._send_norm()
         elif header.kind == Kind.NORM and is_current:
