@@ -99,7 +99,7 @@ class Views(Bell):
         while (view := self.current()).number <= number:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise TimeoutError(f"no view newer than {number} within {timeout:g} s")
+                raise TimeoutError(f"no view with a number above {number} arrived within {timeout:g} s")
             poll = select.poll()  # `select.select` cannot wait for file descriptors above 1023.
             poll.register(self, select.POLLIN)
             poll.poll(1000 * remaining)

@@ -154,8 +154,8 @@ class Header(NamedTuple):
         base: See the table.
         weight: See the table.
         level: In BEGIN with ``compression: auto``: level of the worker's encodings in the ladder of encodings. Level 1
-            is the most exact, and the highest level is the smallest. In PULLED: the `level` that the first member of
-            the common step sent in BEGIN. In PULL: 1 to request the optimizer's state.
+            is the most exact, and the highest level has the smallest payloads. In PULLED: the `level` that the first
+            member of the common step sent in BEGIN. In PULL: 1 to request the optimizer's state.
         question: In a PULL for the current values: id of the pull. The PULLED reply contains the same id, so that the
             worker can recognise a late reply to an earlier PULL. 0 in all other pulls.
     """

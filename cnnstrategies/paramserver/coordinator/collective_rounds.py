@@ -96,8 +96,8 @@ class Rounds:
 
     - Since the last boundary, the group has not begun any collective except `ADMITTED`.
     - Samples are left for the worker.
-    - An original worker that was started again has sent a request with the flag ``midway``, and the last boundary has
-      not admitted any workers. This condition does not apply to joiners.
+    - If the worker is an original worker that was started again, its request contains the flag ``midway``, and the last
+      boundary has not admitted any workers.
 
     Joiners do not take part in the set-up, nor in the collectives at the end of an epoch.
 
@@ -126,8 +126,7 @@ class Rounds:
         self._boundary: _Result | None = None  # result of the last boundary; None before the first boundary
         self._operation = ""  # name of the last complete collective
         # Results that must not be sent before all servers have seen the view with the result's new membership. Each
-        # result has a list of the contributions to reply to, with True for the worker of a contribution that is newly
-        # admitted.
+        # result has a list of pairs: a contribution that waits for the reply, and whether its worker is newly admitted.
         self._held_results: list[tuple[_Result, list[tuple[_Contribution, bool]]]] = []
         # By worker id: the worker's last contribution, the result that was sent to the worker, and whether the worker
         # was newly admitted. If the worker repeats its request, it gets the same result again.

@@ -169,7 +169,7 @@ class Coordinator:
             self._handle_supervision(now, sender, message)
         elif message.kind == "over":
             if member is None and self.roster.member_at(sender.role, sender.id) is not None:
-                raise ControlError(f"{message.kind}: another process is the member {sender}")
+                raise ControlError(f"{message.kind}: another process is registered as {sender}")
             self.roster.stop_expecting(sender.role, sender.id)
             if member is not None:
                 self.roster.remove(member, left=True)
@@ -292,7 +292,7 @@ class Coordinator:
                 self._finish("the session is over: every worker has left", clean=True)
 
     def _forget(self, member: Member) -> None:
-        """Drop the requests and the contributions to collectives of a process that is no longer a member."""
+        """Drop a former member's requests, and its contributions to collectives."""
         self.answering.forget(member.peer)
         self._awaiting_specification.pop(member.peer, None)
         if member.peer.role == WORKER:

@@ -223,9 +223,9 @@ class Dispatcher:
     def may_join(self, worker: int) -> bool:
         """Return whether an original worker that was started again may be admitted at once.
 
-        Return False if another worker has already begun the next epoch, or if the worker has requested a chunk of the
-        current epoch and received the reply that no samples are left. The worker must then wait for the next boundary,
-        the collective between two steps that admits waiting workers.
+        Return False in two cases: another worker has already begun the next epoch, or the worker has already received
+        the reply that no samples of the current epoch are left. The worker must then wait for the next boundary, the
+        collective between two steps that admits waiting workers.
         """
         if self._boundary_epoch is None or self._boundary_epoch != max(self._epochs):
             return False

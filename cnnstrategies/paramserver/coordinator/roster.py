@@ -233,8 +233,8 @@ class Roster:
         place = self._places[peer.role, peer.id]
         place.member = None
         if self.is_joiners_place(peer.role, peer.id):
-            # Joiners may come and go in every epoch, each with a new incarnation, so `gone` must not grow with each of
-            # them. The lowest incarnation that may register is enough to recognise the earlier processes.
+            # Joiners may come and go in every epoch, each with a new incarnation. To stay small, `gone` keeps only the
+            # last process in a joiner's place. Earlier processes are refused because of their lower incarnation.
             place.incarnation = max(place.incarnation, peer.incarnation + 1)
             self.gone = {other: on_purpose for other, on_purpose in self.gone.items() if other[:2] != peer[:2]}
         self.gone[peer] = left
@@ -365,9 +365,9 @@ class Roster:
     def _is_cut_off(self, now: float) -> bool:
         """Return whether the coordinator has probably lost its network connection, so that no member may be removed.
 
-        This is assumed if there are several members and all of them were silent for half the time-out, because all
-        members are unlikely to die at the same time. If all members were silent for the whole time-out, the method also
-        ends the run.
+        This is assumed if there are several members and all of them were silent for half the time-out, because it is
+        unlikely that all members die at the same time. If all members were silent for the whole time-out, the method
+        also ends the run.
         """
         members = self.members
         quiet = now - max((member.seen for member in members), default=now)

@@ -146,7 +146,7 @@ class StaleClock:
         return min(self._clocks.values(), default=self._last)
 
     def join(self, worker: int, clock: int | None = None) -> int:
-        """Add a worker. If the worker has already joined, its clock becomes `clock` if that number is higher.
+        """Add a worker. If the worker has already joined and `clock` is higher than its clock, change its clock.
 
         Args:
             worker: Id of the worker.

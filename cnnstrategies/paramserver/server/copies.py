@@ -40,7 +40,7 @@ class Copies:
         # By key of a slice whose primary is this server: ids of the servers that hold the slice's backups.
         self._backups: dict[int, Sequence[int]] = {}
         self._since: dict[int, int] = {}  # By server id: number of the first view with the server's current process.
-        # By key and id of a backup's server: newest version of the slice that this server has reported.
+        # By key and id of a backup's server: version of the slice that the backup's server has reported last.
         self._acknowledged: dict[tuple[int, int], int] = {}
         # Ids of servers that were started during training and do not have copies of all slices of this server yet.
         self._late: set[int] = set()

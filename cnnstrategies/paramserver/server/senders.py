@@ -53,10 +53,11 @@ class Senders:
         self._members: dict[int, tuple[int, str]] = {}  # By sender: incarnation and public key.
         self._last: dict[int, tuple[int, int]] = {}  # By sender: incarnation, and number of the last accepted message.
         self._gaps: Counter[int] = Counter()  # By sending server: number of gaps in the numbers of its messages.
-        # By other server: the number of gaps that the other server had reported when this server last repeated its
-        # state for it.
+        # By receiving server: number of gaps that the receiver had reported when this server last repeated its state to
+        # the receiver.
         self._repaired: dict[int, int] = {}
-        # By id of another server: how many times this server has repeated its state for it since the last pings.
+        # By id of the receiving server: how often this server has repeated its state to the receiver since the last
+        # pings.
         self._repeats: Counter[int] = Counter()
 
     def follow(self, view: View) -> None:

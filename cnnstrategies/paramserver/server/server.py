@@ -102,7 +102,10 @@ class Server:
 
     @property
     def routes(self) -> Mapping[int, bytes]:
-        """ZeroMQ routing id by worker id, for the connection on which the worker's last message arrived."""
+        """ZeroMQ routing ids of the workers' connections, by worker id.
+
+        Each routing id belongs to the connection on which the worker's last message arrived.
+        """
         return self._outbox.routes
 
     def admits(self, key: str) -> bool:
@@ -160,7 +163,7 @@ class Server:
         except InvalidMessageError as error:
             self.drop(str(error))
         except ControlError:
-            # The error's text may contain received data. Each reason has a counter, so a reason is a fixed text.
+            # The error's text may contain received data. Each reason has a counter, so a reason must be a fixed text.
             self.drop(f"a {header.kind.name} message has missing or invalid fields")
         return self._outbox.take()
 
@@ -271,8 +274,8 @@ class Server:
     def _hello(self, worker: int, header: Header, payload: memoryview) -> None:
         """Act on a HELLO message, and reply with WELCOME.
 
-        There is no reply if this server does not have the worker's view yet, or does not know the other workers' steps.
-        The worker then repeats the message.
+        There is no reply if this server does not have the worker's view yet, or if the worker is a newcomer and this
+        server does not know the other workers' steps yet. The worker then repeats the message.
         """
         if header.base > self.view.number:
             return  # The worker has a newer view, and repeats the HELLO until this server also has the newer view.
@@ -335,9 +338,9 @@ class Server:
 
     @property
     def _values_lost(self) -> bool:
-        """Whether this server has no values of a slice whose primary it is, although common steps were made.
+        """Whether this server has lost the values of a slice whose primary it is.
 
-        The values are lost then.
+        This is the case if the slice has no values, although common steps were made.
         """
         return self._synchronous is not None and self._synchronous.clock.step > 0 and not self.shard.ready
 

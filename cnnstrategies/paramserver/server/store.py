@@ -229,7 +229,7 @@ class Changes:
         return float(self.lineages[key] + 2)
 
     def encoded_values(self, key: int, encoding: int) -> Any:
-        """Return the payload with a slice's rounded values, if `encoding` is their encoding and they are the record.
+        """Return a slice's rounded values as a payload, if they have this encoding and are the slice's record.
 
         Return None otherwise. A worker that receives the values in this encoding cannot add the next change to them.
         """
@@ -241,7 +241,7 @@ MemberKey = tuple[int, int]
 
 
 def check_absent(absent: int, slice_: Slice) -> None:
-    """Check the bits for the parts of a slice that have no gradient.
+    """Check `absent`, whose bits say which parts of a slice have no gradient.
 
     Args:
         absent: Bit i is set if part i of the slice has no gradient.

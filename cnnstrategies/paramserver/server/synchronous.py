@@ -3,9 +3,9 @@
 A step must have the same members on every server, even if a worker dies after it has pushed to only some servers.
 Therefore one server, the leader, decides which workers are the members of a step. Each server reports to the leader
 which workers' pushes are complete. Once all servers have the pushes of all live workers, the leader sends its decision
-to all servers. For clipping by the global norm, each server then sends the squared norm of its mean gradients to the
-leader, and the leader sends the decision again with the clipping factor. After each new view, every server reports its
-last decision and its complete pushes to the leader, because another server may have become the leader.
+to all servers. For clipping by the global norm, each server then sends the squared norm of its slices' mean gradients
+to the leader, and the leader sends the decision again with the clipping factor. After each new view, every server
+reports its last decision and its complete pushes to the leader, because another server may have become the leader.
 
 In a run with pipelined steps the leader decides earlier: once all live workers have begun the step. A worker begins a
 step after it has received all values of the step before. Each server updates a slice as soon as the members' pushes of
