@@ -70,7 +70,7 @@ class _Result:
     view: int = 0
     frames: list[Buffer] = field(default_factory=list)
     admitted: list[int] = field(default_factory=list)
-    midway: int | None = None  # number of the last boundary, if this result admits workers after that boundary
+    midway: int | None = None  # number of the last boundary, if this result admits workers after it; otherwise None
 
     def message(self, request: int, joined: bool) -> Message:
         fields = {"sequence": self.sequence, "ids": self.ids, "sizes": self.sizes, "joined": joined}
@@ -115,7 +115,7 @@ class Rounds:
         self._dispatcher = dispatcher
         self._answer = answer
         self.sequence = 0
-        # By number of the collective: results of the collectives before the end of the set-up.
+        # By number of a collective during the set-up: its result. Workers that are started again need these results.
         self._log: dict[int, _Result] = {}
         # By worker id: the worker's contribution to the current collective.
         self._pending: dict[int, _Contribution] = {}

@@ -51,7 +51,7 @@ class Journaled:
     Args:
         coordinator: A coordinator that has not received any inputs.
         store: Store of the journal. No other process writes to it.
-        follows: Whether the coordinator's last process was killed, so that this process continues from the journal.
+        follows: Whether this process continues from the journal, because the coordinator's last process was killed.
         most: Number of records after which the coordinator's state replaces them.
 
     Attributes:

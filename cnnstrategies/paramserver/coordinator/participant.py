@@ -207,7 +207,7 @@ class Reporter:
     def on_call(self, now: float, call: Call) -> Effects:
         """Send a request to the coordinator.
 
-        A new request for the run's status replaces an earlier request for the status that has no reply yet.
+        A new request for the run's status replaces an earlier status request that has no reply yet.
         """
         if call.kind == "status":
             self._asking.drop("status")

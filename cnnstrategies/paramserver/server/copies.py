@@ -151,9 +151,10 @@ class Copies:
             )
 
     def send(self, key: int, backups: Sequence[int] | None = None) -> None:
-        """Send a whole slice to backups: the values, the optimizer's state, and the workers' last applied steps.
+        """Send a whole slice to backups.
 
-        If workers pull changes, the copy also contains the record of the values that workers hold.
+        The copy contains the values, the optimizer's state, and for each worker the last step whose gradient was
+        applied. If workers pull changes, it also contains the record of the values that workers hold.
 
         Args:
             key: Key of the slice, whose primary is this server.

@@ -221,9 +221,9 @@ class Backlog:
         return step in self.steps and self.steps[step].has(key, (worker,))
 
     def complete(self, step: int, worker: MemberKey) -> bool:
-        """Return whether all pushes of a worker that this server needs for a step have arrived.
+        """Return whether a worker's pushes of a step are complete on this server.
 
-        The server needs the pushes of all slices to which it must still apply the step.
+        The server needs a push for each slice to which it must still apply the step.
         """
         pushes = self.steps[step]
         if pushes.count(worker) == len(self._shard.own_keys):
@@ -365,9 +365,9 @@ class Updater:
     def _mean(self, pushes: Pushes, key: int, members: Sequence[MemberKey]) -> Tensor | None:
         """Return the mean gradient of a slice. Return None if no push of the slice has a gradient.
 
-        The pushes of one slice are added one after the other, because the mean then stays in the CPU's cache. The means
-        of all slices with the same dtype use one buffer in turn. With clipping by the global norm each slice has its
-        own buffer, because its mean is needed again once the clipping factor is known.
+        The pushes of one slice are added one after the other, because the mean then stays in the CPU's cache. All
+        slices with the same dtype use the same buffer, one after the other. With clipping by the global norm each slice
+        has its own buffer, because the slice's mean is needed again once the clipping factor is known.
         """
         slice_ = self._shard.store.slices[key]
         buffer_key = key if self._keeps_means else slice_.dtype

@@ -332,8 +332,8 @@ class Synchronous:
     def _accept(self, decision: Decision) -> None:
         """Replace this server's decision by a newer decision, and act on the newer decision. Ignore any other decision.
 
-        A decision is newer if it is about a later step, or about the same step and contains the clipping factor that
-        this server's decision lacks.
+        A decision about a later step is newer. A decision about the same step is newer if it contains the clipping
+        factor, and this server's decision does not.
         """
         known = self._decision
         if known is not None and (decision.step, decision.scale is not None) <= (known.step, known.scale is not None):
