@@ -30,7 +30,7 @@ def main(options: DoctorOptions) -> None:
     else:
         try:
             with own_store():
-                # `find_place` is called inside `own_store`, because under torchrun `own_store` changes the main port.
+                # `find_place` reads MASTER_PORT. Under torchrun, `own_store` changes MASTER_PORT, so it comes first.
                 place = find_place()
                 assert place is not None, "a launcher has started this process"
                 hosts = examine(place, directory, options.interface, wait)
