@@ -178,7 +178,7 @@ def _write(
             }
             return {part: [future.result() for future in shards] for part, shards in futures.items()}
         finally:
-            stop.set()  # After an error or Ctrl-C, make the other threads stop.
+            stop.set()  # After an error or Ctrl-C, this event makes the other threads stop.
             pool.shutdown(cancel_futures=True)
 
 
@@ -235,8 +235,8 @@ def _joined(part: str, written: list[Written]) -> ShardedPart:
 def tar_entry(name: str, content: bytes, packing: str) -> bytes:
     """Return a tar entry for a file, padded to whole tar blocks.
 
-    The owner name in the tar header is the packing id. A reader compares it with the index to check that the shard and
-    the index were written together.
+    The owner name in the tar header is the packing id. A reader compares this id with the index's packing id to check
+    that the shard and the index were written together.
     """
     info = tarfile.TarInfo(name)
     info.size, info.uname, info.mode = len(content), packing, 0o644

@@ -86,7 +86,7 @@ def centre_crops(widths: Sizes, heights: Sizes, share: float) -> list[Crop]:
 class ShardSource:
     """Source of samples from the shards of one split. Each image is read by a single ``pread``, cropped and resized.
 
-    If the structure of a JPEG allows it, only the units around the crop are decoded.
+    If the structure of a JPEG file allows it, only the part of the image around the crop is decoded; see ``jpeg.py``.
 
     Args:
         index: Index of the packed images.
@@ -134,7 +134,7 @@ class ShardSource:
         """Read, decode, crop and resize the images at ``indices``.
 
         Returns:
-            uint8 (n, 3, size, size), with the channels innermost in memory, and the images' classes.
+            The images, uint8 (n, 3, size, size) in the memory format channels_last, and the images' classes.
 
         Raises:
             ConfigurationError: A shard cannot be read, or an image is damaged.
@@ -187,7 +187,7 @@ class ShardSource:
             pixels = self.decode_jpeg(shown, scale)
             left, top = left - shown.left, top - shown.top
             if pixels.shape[:2] == (shown.height, shown.width):
-                scale = 1  # The decoder has not scaled the image down.
+                scale = 1  # The decoder has ignored `scale` and returned the full size.
         left, top, width, height = (round(pixel / scale) for pixel in (left, top, width, height))
         part = pixels[top : top + height, left : left + width].permute(2, 0, 1)[None]
         if part.shape[2:] != out.shape[1:]:
