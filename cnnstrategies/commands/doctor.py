@@ -30,7 +30,8 @@ def main(options: DoctorOptions) -> None:
     else:
         try:
             with own_store():
-                # `find_place` reads MASTER_PORT. Under torchrun, `own_store` changes MASTER_PORT, so it comes first.
+                # `find_place` reads MASTER_PORT. Under torchrun `own_store` changes this variable, so `find_place` is
+                # called after the change.
                 place = find_place()
                 assert place is not None, "a launcher has started this process"
                 hosts = examine(place, directory, options.interface, wait)

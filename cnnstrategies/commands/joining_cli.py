@@ -36,7 +36,7 @@ from cnnstrategies.strategies.protocol import facts_of
 # Classes of callbacks that a joiner leaves out, because the original workers already save checkpoints, search for
 # settings, log and average weights.
 LEFT_TO_WORKERS = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, LearningRateMonitor, WeightAveraging)
-# Options of the trainer whose values in the configuration a joiner replaces by these values.
+# Values that a joiner uses for these options of the trainer, instead of the configuration's values.
 TRAINER_OPTIONS = {
     "devices": 1,
     "num_nodes": 1,

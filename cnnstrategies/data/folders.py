@@ -103,7 +103,7 @@ def _files(root: Path, at: str, left_out: Counter[str], above: tuple[tuple[int, 
     try:
         status = folder.stat()
         identity = status.st_dev, status.st_ino
-        if identity in above:  # The folder is a link to a folder above it. Searching it again would never end.
+        if identity in above:  # A link leads to a parent of this folder. Following the link would never end.
             return
         with os.scandir(folder) as entries:
             for entry in entries:

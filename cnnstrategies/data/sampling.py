@@ -242,9 +242,9 @@ def items_of(sampler: Any, epoch: int) -> list[Any]:
     """Return all items that a sampler yields on all ranks in an epoch, without repeated samples.
 
     An item is an object that the sampler yields, for example the indices of a batch. The result begins with the first
-    item of each rank, followed by the second item of each rank. All workers of a parameter server call this function
-    and must get the same items, so the function seeds the random generators. At the end it restores the generators'
-    states.
+    item of each rank, followed by the second item of each rank, and so on. All workers of a parameter server call this
+    function and must get the same items, so the function seeds the random generators. At the end it restores the
+    generators' states.
     """
     inner = getattr(sampler, "sampler", sampler)
     inner.set_epoch(epoch)

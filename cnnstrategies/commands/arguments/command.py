@@ -407,10 +407,10 @@ def declare(
 ) -> Callable[[Kind], Kind]:
     """Return a decorator that registers a dataclass as the declaration of a command.
 
+    All arguments except `registry` become attributes of the new :class:`Command`.
+
     Args:
         registry: Dictionary of commands by name, to which the decorator adds the command.
-        name: Name of the command. This argument and the next ones become attributes of the :class:`Command`, whose
-            docstring describes them.
         module: Module that runs the command; by default the module with the command's name.
     """
 

@@ -17,7 +17,7 @@ from cnnstrategies.commands.arguments.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 
 # Maps each top-level key of a configuration to the class whose parameters are the keys below it. The class is None for
-# `model` and `data`, whose classes the configuration names, and for keys without keys below them.
+# `model` and `data`, because the configuration names their classes, and for keys with a plain value.
 ROOTS: dict[str, str | None] = {
     "trainer": "lightning.pytorch.Trainer",
     "model": None,
@@ -198,8 +198,8 @@ def _walk(tree: Any, path: str, owner: str | None) -> Iterator[ConfiguredKey]:
         return
     for key, value in tree.items():
         inner = f"{path}.{key}" if path else str(key)
-        # A key beside class_path should be below init_args. It also counts as an argument of the class, so that the
-        # error message can name the class.
+        # A key that is beside class_path by mistake, and not below init_args, also counts as an argument of the class,
+        # so that error messages can name the class.
         yield ConfiguredKey(inner, value, owner if key in OF_CLASS else tree.get("class_path", owner))
         below = tree.get("class_path") if key == "init_args" else {**ROOTS, **NESTED}.get(inner)
         yield from _walk(value, inner, below)

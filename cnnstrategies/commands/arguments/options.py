@@ -74,14 +74,14 @@ class FitOptions:
 )
 @command(
     "test",
-    "measure on the test data",
+    "evaluate a checkpoint on the test data",
     "--config run.yaml --ckpt_path best",
     "run.lightning_cli",
     Configuration.LIGHTNING,
 )
 @command(
     "validate",
-    "measure on the validation data",
+    "evaluate a checkpoint on the validation data",
     "--config run.yaml --ckpt_path best",
     "run.lightning_cli",
     Configuration.LIGHTNING,
@@ -366,8 +366,8 @@ class PackOptions:
         quality: Encode all images as JPEG with this quality, from 1 to 95. With ``--size`` it is 90 by default.
         shard_size: Approximate size of the images in a shard before they are shrunk: a number of bytes, or a size such
             as 256MB or 1GiB.
-        workers: Number of processes that write shards at the same time; by default one for each core.
-        check: Folder of shards to check: their contents are compared with their checksums. Nothing is packed.
+        workers: Number of threads that write shards at the same time; by default one for each core.
+        check: Folder of shards to check. Each shard is compared with its checksum in the index, and nothing is packed.
     """
 
     source: Path | None = positional(None, metavar="SOURCE")

@@ -91,8 +91,8 @@ def _samples(
 
     Return None if neither the options nor the data module set this number.
 
-    If the data module has a global batch, the function sets it to the batch of one process. In a training, the trainer
-    divides the global batch among the processes, but this command has no trainer.
+    If the data module has a ``global_batch_size``, the function replaces this number by the batch size of one process.
+    In a training, the trainer divides the global batch among the processes, but this command has no trainer.
 
     Args:
         data: The data module.

@@ -173,11 +173,13 @@ class ArgumentParser(LightningArgumentParser):
     def _dump_cleanup_actions(self, cfg: Namespace, *args: Any, **kwargs: Any) -> None:
         """Remove the values that cannot be written as YAML, such as devices and members of enumerations.
 
-        These values are defaults of a class's parameters, so the configuration does not need them. jsonargparse writes
-        a configuration as YAML to resolve references and to save the configuration. For a value that cannot be written,
-        it fails or writes a text that begins with `UNWRITABLE`. If the original value is a text, this method writes the
-        original text. The method is private in jsonargparse, and `tests/commands/test_parser.py` tests that
-        jsonargparse has the method.
+        jsonargparse calls this method before it writes a configuration as YAML. The removed values are defaults of
+        parameters, so the YAML is complete without them. jsonargparse itself fails for such a value, or replaces the
+        value by a text that begins with `UNWRITABLE`. It also replaces a text that may be the name of a function. This
+        method restores the original text.
+
+        The method is private in jsonargparse, and `tests/commands/test_parser.py` tests that jsonargparse has the
+        method.
         """
         original = cfg.clone()
         with warnings.catch_warnings():

@@ -63,14 +63,14 @@ class Trainer(LightningTrainer):
         output: Path,
         calibration_batches: int,
     ) -> None:
-        """Quantise a trained network to int8, and print its quality, size and time before and after quantisation.
+        """Quantise a network to int8, and print its quality, size and inference time before and after quantisation.
 
         Args:
             model: Module with the network.
             datamodule: Data module with training data for the calibration, and validation data for the quality.
             ckpt_path: Checkpoint of the trained network, or ``best`` or ``last``.
             output: File to write.
-            calibration_batches: Number of training batches from which the ranges of the activations are measured.
+            calibration_batches: Number of training batches with which the ranges of the activations are measured.
         """
         self._load(model, ckpt_path)
         report = quantize(model, datamodule, output, calibration_batches)

@@ -234,8 +234,8 @@ def part_of_hook(action: str, default_callbacks: Set[str]) -> str | None:
     """Return the part of a step to which a hook of a callback or of a module belongs.
 
     Args:
-        action: The hook's name in Lightning's profiler, such as ``[Callback]Name.on_train_batch_end``. The profiler
-            calls hooks and other measured calls actions.
+        action: Name of an action, which is a call that Lightning's profiler measures. The call of a hook has a name
+            such as ``[Callback]Name.on_train_batch_end``.
         default_callbacks: Class names of this package's default callbacks.
 
     Returns:

@@ -69,9 +69,7 @@ def encode(data: bytes, size: int | None, quality: int | None) -> Encoded:
         with Image.open(io.BytesIO(data)) as opened:
             extension = EXTENSIONS.get(opened.format or "")
             turned = opened.getexif().get(ORIENTATION, 1) != 1
-        if (
-            extension is None
-        ):  # BMP, TIFF and PNM files are stored as PNG files, which are lossless and usually smaller.
+        if extension is None:  # BMP, TIFF and PNM files become PNG files, which are lossless and usually smaller.
             file = io.BytesIO()
             Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file, "PNG")
             return Encoded(file.getvalue(), "png", width, height, False)
