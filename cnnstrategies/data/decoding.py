@@ -42,7 +42,8 @@ def decode(file: Path | BinaryIO) -> Tensor:
                 raise ValueError(f"the image has {count / 1e6:.0f} megapixels, and {limit / 1e6:.0f} {LIMIT}")
             image = ImageOps.exif_transpose(opened)
             if image.mode.startswith("I;16"):
-                # Pillow's own conversion clips values at 255 instead of scaling them, so that most pixels become white.
+                # Scale values of 16 bits to 8 bits. Pillow's own conversion would clip values at 255, so that most
+                # pixels would become white.
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             if image.mode in ("I", "F"):
                 raise ValueError(

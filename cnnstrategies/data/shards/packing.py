@@ -91,7 +91,7 @@ def pack(source: Path, out: Path, options: EncodingOptions, workers: int) -> Ind
         )
     scratch = out.with_name(out.name + UNFINISHED)
     packing = secrets.token_hex(8)
-    shutil.rmtree(scratch, ignore_errors=True)  # A killed run may have left this folder.
+    shutil.rmtree(scratch, ignore_errors=True)  # Remove the folder, because a killed run may have left files in it.
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         stack.enter_context(writing(scratch, REMEDY))
@@ -227,7 +227,8 @@ def _joined(part: str, written: list[Written]) -> ShardedPart:
         )
     columns: dict[str, npt.NDArray[Any]] = {"shard": np.repeat(np.arange(len(counts), dtype=np.int32), counts)}
     for field in FIELDS[1:]:
-        # The empty columns of a shard without images are left out, because their dtype is arbitrary.
+        # A shard without images has empty columns of any dtype. They are left out, because they would change the dtype
+        # of the joined column.
         columns[field] = np.concatenate([shard.columns[field] for shard in written if shard.shard.images])
     return ShardedPart([shard.shard for shard in written], columns)
 

@@ -58,7 +58,7 @@ def random_crops(widths: Sizes, heights: Sizes) -> list[Crop]:
     width, height = np.rint(np.sqrt(area * ratio)).astype(int), np.rint(np.sqrt(area / ratio)).astype(int)
     fits = (width > 0) & (width <= widths) & (height > 0) & (height <= heights)
     chosen = fits.argmax(0), np.arange(count)
-    # If no attempt fits into an image, its crop is the largest centred rectangle with an allowed aspect ratio.
+    # If none of an image's random crops fits into the image, take the largest centred crop with an allowed aspect ratio.
     fitting = fits[chosen]
     width = np.where(fitting, width[chosen], np.minimum(widths, np.rint(heights * RATIO[1]).astype(int)))
     height = np.where(fitting, height[chosen], np.minimum(heights, np.rint(widths / RATIO[0]).astype(int)))
@@ -192,7 +192,7 @@ class ShardSource:
         part = pixels[top : top + height, left : left + width].permute(2, 0, 1)[None]
         if part.shape[2:] != out.shape[1:]:
             # torch has a fast kernel for uint8 tensors in channels_last format, but does not recognise this format in
-            # a slice.
+            # a slice. The slice is therefore copied.
             part = part.contiguous(memory_format=torch.channels_last)
             part = F.interpolate(part, out.shape[1:], mode=self.interpolation, antialias=True)
         out.copy_((part.flip(-1) if crop.mirrored else part)[0])
