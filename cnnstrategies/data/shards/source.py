@@ -58,7 +58,7 @@ def random_crops(widths: Sizes, heights: Sizes) -> list[Crop]:
     width, height = np.rint(np.sqrt(area * ratio)).astype(int), np.rint(np.sqrt(area / ratio)).astype(int)
     fits = (width > 0) & (width <= widths) & (height > 0) & (height <= heights)
     chosen = fits.argmax(0), np.arange(count)
-    # If none of an image's random crops fits into the image, take the largest centred crop with an allowed aspect ratio.
+    # If none of an image's random crops fits, take the largest centred crop with an allowed aspect ratio.
     fitting = fits[chosen]
     width = np.where(fitting, width[chosen], np.minimum(widths, np.rint(heights * RATIO[1]).astype(int)))
     height = np.where(fitting, height[chosen], np.minimum(heights, np.rint(widths / RATIO[0]).astype(int)))
