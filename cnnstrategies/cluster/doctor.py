@@ -133,7 +133,7 @@ def examine(place: DoctorPlace, directory: Path, interface: str | None, wait: fl
     run = json.loads(store.get("host/0"))[2]  # The first host's port distinguishes the files of simultaneous runs.
     files = {node: directory / f".cnnstrategies-doctor-{run}-{node}" for node in range(place.nodes)}
     try:
-        with whole_file(files[place.node], SHARED):  # This is a test of the function that also writes checkpoints.
+        with whole_file(files[place.node], SHARED):  # Runs write checkpoints with this function, so it is tested here.
             pass
     except ConfigurationError as error:
         report.problems.append(str(error))

@@ -268,7 +268,7 @@ def _setup(run: PodRun) -> str:
         f"{shlex.quote(run.python)} -c 'import cnnstrategies' || {otherwise}",
     ]
     if run.options.key_secret is not None:
-        # Only the user may have read permission for the key file. In the mounted volume the group may have it as well,
+        # The key file must be readable only by its user. In the mounted volume the group may also have read permission,
         # so the pod uses a copy.
         lines.append(f"install -m 600 {KEYS}/{KEY} {OWN_KEY} || exit {HOPELESS}")
     # Change to the run folder, because paths in the configuration are relative to it. PYTHONPATH makes sure that the

@@ -90,7 +90,7 @@ def checked(name: str, source: str = "run_name") -> str:
         )
     if re.fullmatch(r"version_\d+", name):
         raise ConfigurationError(
-            f"{source}={name} has the form of the names that runs get if no name is set: choose another name"
+            f"{source}={name}: names such as version_0 are reserved for runs without a name: choose another name"
         )
     return name
 

@@ -103,7 +103,7 @@ class Submission:
                 nodes need keys and no key file is set.
         """
         if self.server_options is not None and self.size.nodes + self.options.server_nodes > 1:
-            self.server_options.encrypted("tcp://first-node:15000")  # This raises the error if no key file is set.
+            self.server_options.encrypted("tcp://first-node:15000")  # Raises an error if a needed key file is not set.
         parent = parent.resolve()
         name: str | None = self.config.run_name
         if name is None:

@@ -194,9 +194,9 @@ class ImageClassifier(NetworkModule):
     def log_step(self, stage: Literal["train", "val", "test"], outputs: Any, targets: Tensor, loss: Tensor) -> None:
         """Add a batch to the metrics of training, validation or test, and log them."""
         logits = main_logits(outputs)
-        check_logits(logits, len(targets), self.num_classes)  # `loss` of a subclass perhaps does not check the shape.
+        check_logits(logits, len(targets), self.num_classes)  # A subclass may override `loss` without such a check.
         super().log_step(stage, logits, targets, loss)
 
     def compared(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits and targets as the task's metrics expect them, for example as probabilities for multilabel."""
+        """Return logits and targets as the task's metrics expect them, for example probabilities for ``multilabel``."""
         return self.learning_task.compared(logits, targets)

@@ -16,9 +16,7 @@ from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.pipeline.transport import Transport, broadcast_value
 
 HEADER_BYTES = 1024
-WORD = (
-    8  # Bytes of an integer. Each header begins with its length as an integer; tensors travel in buffers of integers.
-)
+WORD = 8  # Bytes of an integer. A header begins with its length as an integer; tensors travel in buffers of integers.
 ENDED = (1 << 63) - 1  # A rank that has no more batches sends this number in place of a header's length.
 
 Spec = tuple[tuple[int, ...], torch.dtype]  # The shape and the dtype of one row of a tensor.
@@ -84,7 +82,7 @@ def share_batch(
     The images stay on the ranks of the first stage. The arguments have the same meaning as those of `Pipeline.share`.
 
     Returns:
-        The batch. If no replica has samples, it has 0 samples.
+        The batch. If no replica has samples, the batch has 0 samples.
 
     Raises:
         ConfigurationError: The replicas' images differ in size or dtype, a tensor does not have one row per image, or a
@@ -150,7 +148,7 @@ def _all_headers(header: BatchHeader | None, transport: Transport) -> list[Batch
         data = b"" if header is None else to_bytes(header)
     except CodecError as error:
         raise ConfigurationError(
-            f"a batch cannot be sent to all ranks: {error}; or remove the value in collate_fn"
+            f"collate_fn returns a batch that cannot be sent to all ranks; remove or convert the value: {error}"
         ) from error
     table = _gather_bytes(len(data).to_bytes(WORD, "little") + data[: HEADER_BYTES - WORD], HEADER_BYTES, transport)
     lengths = [int.from_bytes(entry[:WORD], "little") for entry in table]

@@ -162,10 +162,10 @@ class StageBuffers:
 class StatisticsRecorder:
     """A recorder of the means and variances that one BatchNorm layer computes during a step.
 
-    The layer's own kernel computes the means and variances: with momentum 1, it overwrites the running statistics with
-    the mean and variance of the current call. During a step, other tensors take the place of the running statistics, so
-    that the running statistics are not lost. All microbatches use the same replacement tensors, because a compiled
-    stage would be compiled again for different tensors.
+    With momentum 1, the layer's own kernel overwrites the running statistics with the mean and variance of the current
+    call. During a step, the recorder therefore sets the momentum to 1, and replaces the running statistics by other
+    tensors, so that the running statistics are not lost. All microbatches use the same replacement tensors, because a
+    compiled stage would be compiled again for different tensors.
 
     Attributes:
         name: Name of the layer.

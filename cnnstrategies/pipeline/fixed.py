@@ -172,7 +172,7 @@ class UndecidedError(Exception):
 
 
 # Numbers that networks' forwards derive from shapes. Keys are the network, and then the mode (True for training). Each
-# rank determines the numbers itself. All ranks get equal numbers, because they use images of equal shapes.
+# rank determines the numbers itself. All ranks get equal numbers, because all ranks use images of equal shapes.
 known: "WeakKeyDictionary[nn.Module, dict[bool, Decided]]" = WeakKeyDictionary()
 
 

@@ -188,8 +188,8 @@ def _divide_graph(traced: fx.GraphModule, stage_of: dict[fx.Node, int], stages: 
     placeholder = next(node for node in traced.graph.nodes if node.op == "placeholder")
     output = next(node for node in traced.graph.nodes if node.op == "output")
     place = {placeholder: 0, **stage_of, output: stages - 1}
-    # Keys are the nodes in the order of computation. Values are the other stages, which do not compute the node but use
-    # its result.
+    # Keys are the nodes in the order of computation. Values are the stages that must receive the node's result from the
+    # stage that computes it.
     users = {node: {place[user] for user in node.users if user in place} - {place[node]} for node in place}
     return tuple(_stage_graph(traced, place, users, stage) for stage in range(stages))
 

@@ -230,9 +230,9 @@ class Step:
     def tracks(self, again: bool) -> bool:
         """Whether a forward runs with autograd.
 
-        A forward that will be recomputed runs without autograd, unless the stage is compiled. For a forward without
-        autograd, torch would compile different code than for its recomputation, and the two might draw different random
-        numbers.
+        A forward that will be recomputed runs without autograd, unless the stage is compiled. For a compiled stage,
+        torch would compile different code for a forward without autograd and for its recomputation, and the two might
+        draw different random numbers.
 
         Args:
             again: Whether the forward will be recomputed for the backward.
@@ -252,8 +252,8 @@ class Step:
         placement, stage = self.pipeline.placement, self.pipeline.place.stage
         runs, sizes = placement.runs[stage], self.batch.split.sizes
         later = [replica for replica, size in zip(runs[microbatch + 1 :], sizes[microbatch + 1 :], strict=True) if size]
-        # The replicas may overlap only if no other replica has two backwards left. Such a replica would first have to
-        # send the gradients of its earlier backward, because the sum overlaps only with its last backward.
+        # No other replica may have two backwards left: it would first have to send the gradients of the earlier one,
+        # because only its last backward overlaps with the sum.
         return len(set(later)) == len(later) and not any(sizes[microbatch + placement.replicas[stage] :])
 
     def part_of_loss(self, outputs: Any, microbatch: int) -> Tensor:

@@ -286,10 +286,11 @@ class Transport:
 class RankWatch:
     """A thread, for runs with NCCL, that notices when the process of the next rank ends.
 
-    The thread waits for a message from the rank with the next number, with gloo. If the process of this rank ends, the
-    connection breaks. The thread then tells the previous rank, so that the news travels from rank to rank. The thread
-    also aborts all NCCL operations of its process, because another thread may be waiting for them. A machine that is
-    stopped or cut off from the network is not noticed, because its connections stay open.
+    The next rank is the rank with the next number; the last rank is followed by rank 0. The thread waits for a message
+    from the next rank with gloo. If the next rank's process ends, the connection breaks. The thread then tells the
+    previous rank, so that the news travels from rank to rank. The thread also aborts all NCCL operations of its own
+    process, because another thread may be waiting for them. A machine that is stopped or cut off from the network is
+    not noticed, because its connections stay open.
 
     Args:
         group: Group of all ranks with the time-out :data:`FOREVER`, which only this class uses.
