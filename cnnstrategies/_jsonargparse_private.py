@@ -90,10 +90,10 @@ def remember() -> None:
 
 
 def pass_values_through(kind: type, change: Callable[[Any, Any], tuple[Any, Any]]) -> None:
-    """Make jsonargparse call a function on the values of some parameters before it parses the values.
+    """Make jsonargparse call a function on the values of parameters of one type, before it parses the values.
 
     Args:
-        kind: Type annotation of these parameters. A union that contains the type counts as well.
+        kind: The type in the parameters' annotations. An annotation that is a union with this type is included.
         change: Function that takes the value and the previous value of the parameter, and returns both in the form that
             jsonargparse expects.
     """

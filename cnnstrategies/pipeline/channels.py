@@ -139,7 +139,9 @@ class Channels:
     def send_forward(
         self, microbatch: int, size: Hashable, values: dict[str, Any], training: bool
     ) -> dict[int, list[Tensor]]:
-        """Prepare to send the outputs of a forward. The first message with a size key is sent immediately.
+        """Prepare to send the outputs of a forward.
+
+        The first message with a size key also contains the header, and is sent immediately.
 
         Args:
             microbatch: The microbatch.

@@ -206,7 +206,8 @@ class Driver:
     def _follow(self, actors: list[Any], places: list[RayNode], running: dict[Any, int]) -> Ends:
         """Print the programs' output until all programs have ended, and return their results.
 
-        When a program has ended, the other programs must end within a limited time.
+        When a program has failed, the other programs must end within a limited time. The same applies when a program
+        has ended without an error, unless the run can continue without this program.
         """
         ends, until, asked_to_stop = Ends(), math.inf, False
         while running and not ends.lost and time.monotonic() < until:
