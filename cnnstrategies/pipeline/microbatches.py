@@ -140,9 +140,9 @@ def rows_on(split: Split, microbatches: tuple[int, ...], device: torch.device) -
 def default_microbatches(replicas: Sequence[int], samples: int | None = None) -> int:
     """Return the default number of microbatches of a step.
 
-    The default is 4 S R for a network with S stages, of which the largest has R replicas. If the network has BatchNorm,
-    the number is reduced so that each microbatch has at least 8 samples, but every replica keeps at least one
-    microbatch.
+    The default is 4 S R, where S is the number of stages and R is the largest number of replicas of a stage. If the
+    network has BatchNorm, the number is reduced so that each microbatch has at least 8 samples, but every replica keeps
+    at least one microbatch.
 
     Args:
         replicas: Number of replicas of each stage.
