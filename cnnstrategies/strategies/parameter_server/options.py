@@ -29,7 +29,7 @@ Security = Literal["auto", "curve", "none"]
 # the slice have arrived.
 PIPELINED_BYTES = 1 << 19
 MOST_HEARTBEAT = 0.5  # Largest time between two heartbeats of a process, in seconds.
-BEATS = 20  # Number of heartbeats within a time-out.
+BEATS = 20  # Smallest number of heartbeats that a process sends within a time-out.
 AVERAGING = (1.0, 0.0)  # With these values of outer_lr and outer_momentum, an outer step averages the workers' weights.
 USUAL_STALENESS = 4  # Default of staleness in mode ssp.
 USUAL_SYNC_EVERY = 8  # Default of sync_every in mode local.

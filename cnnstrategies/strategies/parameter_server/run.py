@@ -177,7 +177,7 @@ def open_supervision(
     """
     allow_threads(1 + layout.processes + options.servers_per_node)
     # Only the first session checks the port. In later sessions the previous coordinator may still use the port, and the
-    # new coordinator waits until it is free.
+    # new coordinator waits until the port is free.
     if layout.node == 0 and place.session == 0:
         _check_free(place.coordinator)
     servers = options.server_count(layout.nodes) if training else 0

@@ -310,8 +310,9 @@ class Stepper:
                     "steps only: call the module, use the parameter directly from the first step on, or use strategy "
                     "ddp"
                 )
-            # An assignment to `.data` does not increase the write count, but changes the memory address. If a weight
-            # has no gradient, a new address is allowed, because a callback may replace weights by an average.
+            # An assignment to `.data` does not increase the write count, but changes the memory address, so the address
+            # is compared as well. If a weight has no gradient, a new address is allowed, because a callback may replace
+            # weights by an average.
             moved = parameter.grad is not None and parameter.data_ptr() != self._memory[index]
             if moved or writes(parameter) != self._written[index] or changed[index]:
                 suspects = f" (maybe by {', '.join(self._sees_weights)})" if self._sees_weights else ""
