@@ -208,7 +208,7 @@ class Worker:
                 f"{tuple(parameter.shape)}, but its gradient is {gradient.dtype} of shape {tuple(gradient.shape)}: "
                 "push a gradient of the parameter's dtype and shape"
             )
-        # A gradient in CPU memory needs no staging, for example the mean of a node's gradients, which the leader pushes.
+        # A gradient in CPU memory needs no staging, for example the mean that a node's leader pushes.
         if self._staging is None or gradient.device != parameter.device:
             self._push(index, gradient)
         else:
