@@ -107,7 +107,7 @@ class SharedState:
         """End a step. Parameters whose gradients were not published have no gradient in this step."""
         self._write(_ENDED, step)
 
-    # Values, if this worker leads its node
+    # The leader's values
 
     @property
     def led(self) -> int:

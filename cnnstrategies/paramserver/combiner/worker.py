@@ -101,7 +101,7 @@ class CombinedWorker:
             counters.seconds_waited += node.seconds_waited
         return counters
 
-    # Beginning
+    # Start of the run
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
         """Keep the optimizer's state for the run's start. The parameters must not change before :meth:`join`.
@@ -137,8 +137,8 @@ class CombinedWorker:
     def catch_up(self) -> int:
         """Return the number of batches that the caller must skip, because their steps were made without this node.
 
-        Without this call, the methods of this worker ignore the gradients of these batches. After this call, they
-        expect the batches that follow.
+        If the caller does not call this method, :meth:`begin_step`, :meth:`push` and :meth:`end_step` skip these
+        batches.
         """
         skipped, self._batches_to_skip = self._batches_to_skip, 0
         self._counters.dropped += skipped
@@ -313,7 +313,7 @@ class CombinedWorker:
         self.wait_all()
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the servers' optimizer state. Only rank 0 may call this method: it always leads its node."""
+        """Return the servers' optimizer state. Only rank 0 may call this, because rank 0 always leads its node."""
         assert self._engine is not None, "the lowest rank leads"
         return self._engine.optimizer_state()
 
@@ -360,7 +360,7 @@ class CombinedWorker:
         self._pause()
         self._waited += time.monotonic() - began
 
-    # The leader
+    # Change of the node's leader
 
     def _follow_leader(self) -> None:
         """Determine the node's leader. If this worker must lead now, become the leader.

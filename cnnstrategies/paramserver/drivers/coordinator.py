@@ -76,8 +76,8 @@ class CoordinatorService:
     def _bind(self, settings: CoordinatorSettings, seconds: float) -> None:
         """Bind the socket to the endpoint. If the endpoint is in use, try again for `seconds` seconds.
 
-        The coordinator of an earlier session may still use the endpoint. It closes its socket as soon as a worker of
-        this session connects to it.
+        The coordinator of an earlier session may still use the endpoint. That coordinator closes its socket as soon as
+        a worker of this session connects to the endpoint.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -239,7 +239,7 @@ class JournalFile:
         self._close()
         self._path.unlink(missing_ok=True)
         text = f"the coordinator's journal {self._path} cannot be written ({error.strerror}): free disk space"
-        print(f"{text}, otherwise the run ends if the coordinator is killed", file=sys.stderr, flush=True)
+        print(f"{text}; otherwise the run ends if the coordinator is killed", file=sys.stderr, flush=True)
 
 
 def _write(file: int, contents: bytes) -> None:

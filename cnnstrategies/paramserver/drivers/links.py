@@ -135,7 +135,7 @@ class Links:
             yield self._arrived.popleft()
 
     def _read(self, server: int, inbox: Inbox) -> None:
-        """Read all messages that have arrived from a server, and keep the valid messages for which `heard` is true."""
+        """Read all messages that have arrived from a server. Keep the valid messages for which `heard` returns True."""
         while True:
             try:
                 messages = inbox.receive()

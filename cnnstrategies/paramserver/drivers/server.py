@@ -43,7 +43,7 @@ from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.runtime.allocation import keep_freed_memory
 
 _LOG = logging.getLogger(__name__)
-MESSAGES_AT_ONCE = 32  # largest number of messages handled in a row, before new views and unfinished updates
+MESSAGES_AT_ONCE = 32  # largest number of messages handled in a row before the loop checks for new views and updates
 WORK_SECONDS = 0.002  # longest time, in seconds, to work on updates of slices before messages are read again
 
 

@@ -64,8 +64,8 @@ class Listener:
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 
-# Largest number of unread messages that a server's socket keeps for each connection. Further messages stay in the
-# sender's queue, so the memory of the server is not filled.
+# Largest number of unread messages that a server's socket keeps for each connection. All other messages stay in the
+# sender's queue, so that they do not fill the server's memory.
 WAITING_MESSAGES = 64
 LINGER_MS = 500  # milliseconds for which a closed socket still sends its last messages
 # Time-out of the handshake in milliseconds, after which the process tries to connect again. The time-out is short,
@@ -154,7 +154,7 @@ def notice_silence(socket: Socket, seconds: float, largest: int = 0) -> None:
 
     Without this function, libzmq reconnects only when the TCP connection is closed or broken. This does not happen if
     the network corrupts a frame's length, so that the receiver waits for bytes that were never sent. Therefore libzmq
-    sends heartbeats, and reconnects within 5/8 of `seconds` when the peer does not reply to them.
+    sends heartbeats, and reconnects within 5/8 of `seconds` when the peer does not reply to a heartbeat.
 
     libzmq cannot see the reply to a heartbeat before a frame that is being received is complete. The heartbeat's
     time-out is therefore at least the time in which the largest frame is transferred at the speed `SLOWEST`.

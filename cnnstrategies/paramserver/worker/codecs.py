@@ -29,7 +29,8 @@ SETTLED = 8  # number of steps whose median time is the reference with which lat
 # the level unchanged, the variation that counts as normal is doubled, up to MOST_SLACK.
 SLACK = math.log(1.1)
 MOST_SLACK = math.log(1.5)
-# The logarithm of a step's time ratio is limited to this value, so that one slow step does not count as a change.
+# Limit on the deviation of one step: the logarithm of its time divided by the reference time. With this limit, one slow
+# step does not count as a change of the time.
 LARGEST = math.log(3)
 # The time of a step counts as changed if the cumulative sum of the deviations exceeds this limit: after two steps that
 # take 3 times the reference time, three steps that take 2 times, or six steps that take 1.5 times the reference time.

@@ -207,7 +207,7 @@ class Connections:
             self._probed[server] = now
         return True
 
-    # Live servers
+    # Silence of servers
 
     def begin_waiting(self, now: float) -> None:
         """Count the silence of all servers from now on, because this worker reads messages only while it waits."""

@@ -112,7 +112,7 @@ class Outgoing:
         flat = gradient.detach().to("cpu").contiguous().view(-1)
         if self._began_with:
             # The servers subtract a gradient from the values, so the difference is the old value minus the new value.
-            # It must be a new tensor: pulled values may overwrite `_began_with` before the message is sent.
+            # The difference must be a new tensor: pulled values may overwrite `_began_with` before the message is sent.
             flat = self._began_with[index].view(-1) - flat
         if not self._specification.aggregates:
             if self._specification.clip_norm is not None:
@@ -161,8 +161,8 @@ class Outgoing:
             servers: Ids of the servers to which the message is sent.
             step: The step that the worker works on, or will work on next.
         """
-        # At the start of a step, no push is without a reply, because nothing was pushed yet. A new server must learn
-        # that the step has begun, so the second condition is also sufficient.
+        # At the start of a step, `unanswered` is empty, because nothing was pushed yet. But a new server must learn
+        # that the step has begun, so BEGIN is also sent if the second condition holds.
         if self._begin is not None and (self.unanswered or self._begin[0] == step):
             for server in servers:
                 self._send_begin(server)

@@ -108,14 +108,14 @@ class Pulls:
         self.step = step
 
     def expect_after_push(self, key: int) -> None:
-        """Record that the worker waits for a slice's new values, which its push of the slice also requests."""
+        """Record that the worker waits for a slice's new values. The worker's push of the slice requests the values."""
         if key not in self.pending:
             self.pending[key] = None
             for part in self._slices[key].parts:
                 self._left[part.parameter] += 1
 
     def send_again(self, keys: Collection[int]) -> None:
-        """Request the slices with these keys again, if they have not arrived yet."""
+        """Send the requests for the slices with these keys again, except for slices that have arrived."""
         wanted = set(keys)
         pulls = [key for key in self.pending if key in wanted]
         if pulls:

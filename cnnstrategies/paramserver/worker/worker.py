@@ -117,7 +117,7 @@ class WorkerRole:
         """The newest view of the membership that this worker has received."""
         return self.connections.view
 
-    # Procedures
+    # Procedures, which the driver resumes after each wait
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None) -> None:
         """Keep the parameters' values as the run's initial values, in case this worker must send them to the servers.
@@ -250,7 +250,7 @@ class WorkerRole:
             return
         self._request(refresh=False)
 
-    # Events
+    # Calls by the driver during a wait
 
     def begin_waiting(self, now: float, wait: Wait) -> None:
         """Prepare for a wait that begins now. The silence of servers is counted from `now` on."""
@@ -300,8 +300,8 @@ class WorkerRole:
         if not self.pulls.take(header, payload) or self.pulls.states is not None:
             return
         refreshing = self.pulls.refreshing
-        # If the values contain a step of the servers, the initial values are out of date. This is so after each pull
-        # that follows a push, and in a reply with the current values if their version is above 0.
+        # The initial values are out of date as soon as the servers have made a step. Two kinds of replies show this:
+        # replies with the values after a push, and replies with current values of a version above 0.
         if not refreshing or header.base > 0:
             self._moved, self._first_values = True, None
         self.counters.bytes_received += len(payload)
@@ -363,15 +363,15 @@ class WorkerRole:
                 self.connections.send(server, Kind.VALUE, payload, key=key, encoding=Encoding.DENSE)
 
     def _waits_in_vain(self, server: int) -> bool:
-        """Return whether a server will probably never receive initial values, because the workers with them have died.
+        """Return whether a server will probably never receive initial values, because no live worker has them.
 
-        This is assumed when this worker replaces another worker, has no initial values, and has waited for longer than
+        This is assumed if this worker replaces another worker, has no initial values, and has waited for longer than
         the time-out.
         """
         since = self._unready.setdefault(server, self._now)
         return self._replaces and self._first_values is None and self._now - since > self._specification.timeout
 
-    # Requests
+    # Registration with the servers
 
     def meet(self, now: float) -> Generator[Wait]:
         """Wait until all servers are members, and each of them has replied to this worker's HELLO."""
@@ -386,7 +386,7 @@ class WorkerRole:
         return {server.id for server in self.view.servers}
 
     def _ask_where_to_begin(self) -> Generator[Wait, None, list[int]]:
-        """Ask the servers with which step this worker begins, and return the steps in their replies.
+        """Ask the servers with which step this worker begins, and return the steps in the servers' replies.
 
         In modes with common steps only the leader is asked. In other modes all servers are asked.
         """
@@ -410,7 +410,7 @@ class WorkerRole:
             leaves: Whether this worker leaves.
 
         Returns:
-            By server id: the JSON object of the server's WELCOME, with the step from its header added as `step`.
+            By server id: the JSON object of the server's WELCOME. The field `step` is added from the message's header.
         """
         requests: set[int] = set()
         self._welcomes = {}
@@ -464,7 +464,7 @@ class WorkerRole:
             answered = [key for key in server_keys if key not in self._outgoing.unanswered]
         self._send_hello(server, step, True, answered)
 
-    # Sending again
+    # Requests for values, and messages that are sent again
 
     def _place(self) -> None:
         """Determine each slice's primary in the current view.
@@ -484,7 +484,7 @@ class WorkerRole:
 
     def _send_again(self, keys: list[int]) -> None:
         self._outgoing.send_again(keys, self.step)
-        # If the run is pipelined, a push that is sent again also requests the new values, so no pull is needed.
+        # If each push also requests the slice's new values, the repeated pushes above are enough.
         if not self._pipelined or self.pulls.refreshing:
             self.pulls.send_again(keys)
         self._last_request = self.connections.sequence
