@@ -185,7 +185,9 @@ def register(compression: Registered) -> Registered:
     payload = issubclass(compression, PayloadCompression)
     for attribute in ("name", "lossy", *(["encoding"] if payload else [])):
         if not hasattr(compression, attribute):
-            raise TypeError(f"{compression.__name__} does not set `{attribute}`, which the base class describes")
+            raise TypeError(
+                f"{compression.__name__} does not set `{attribute}`: the base class describes this attribute"
+            )
     instance = compression()
     if instance.name in COMPRESSIONS or instance.name == AUTO:
         raise ValueError(f"{compression.__name__}: the name {instance.name!r} is already in use; use a different name")
@@ -327,7 +329,7 @@ class Encoder:
         compression: Compression of the next gradient. The owner may change this attribute between two gradients. The
             first payload of the new compression then also contains :attr:`left_out`.
         left_out: Sum of all gradients so far minus the sum of the decoded payloads. The encoder adds this difference to
-            the next gradient. None if the difference is zero.
+            the next gradient. None if nothing was left out.
     """
 
     def __init__(self, name: str, density: float) -> None:

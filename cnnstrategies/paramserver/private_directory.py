@@ -1,7 +1,7 @@
 """Directories for a run's sockets and keys on one machine. Only the user who started the run can enter them.
 
 Each process that uses a directory holds a lock on a file in it. The kernel releases the lock when the process ends. A
-directory is in use as long as a process holds its lock. Process ids cannot show whether a directory is in use, because
+directory is in use while a process holds such a lock. Process ids cannot show whether a directory is in use, because
 containers that share a temporary directory do not see each other's processes.
 """
 

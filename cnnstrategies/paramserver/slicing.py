@@ -117,8 +117,8 @@ def _contents_of_slices(specification: Specification) -> list[tuple[list[Part], 
     shared_bytes = _shared_bytes(specification)
     group_of = {index: number for number, group in enumerate(specification.groups) for index in group.parameters}
     contents: list[tuple[list[Part], torch.dtype]] = []
-    # The slices that are not full. Keys: parameter group and dtype. Values: parts of the slice, and size of the slice
-    # in bytes.
+    # The slices to which the next small parameter is added. Keys: parameter group and dtype. Values: parts of the
+    # slice, and size of the slice in bytes.
     filled: dict[tuple[int, torch.dtype], tuple[list[Part], int]] = {}
     for index, parameter in enumerate(specification.parameters):
         dtype = DTYPES[parameter.dtype]
