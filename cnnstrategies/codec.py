@@ -110,7 +110,8 @@ def decode(frames: Sequence[Any]) -> Any:
         return _unpack(packed, frames[1:], 0)
     except CodecError:
         raise
-    except Exception as error:  # The unflatten function of a registered pytree node may raise any exception.
+    # Catch all exceptions, because the unflatten function of a registered pytree node may raise any exception.
+    except Exception as error:
         raise CodecError(f"the message cannot be decoded: {type(error).__name__}: {error}") from error
 
 

@@ -119,8 +119,8 @@ class Worker:
         """Declare the parameters' current values the initial values of the run.
 
         Every worker that takes part from the start of the run calls this method before :meth:`join`. The worker with
-        the lowest id sends its values to the servers. If this worker dies before it has sent all values, the live
-        worker with the lowest id sends its own values.
+        the lowest id sends its values to the servers. If the sender dies before it has sent all values, the live worker
+        with the lowest id sends its own values.
 
         Args:
             optimizer_state: A plain ``Optimizer.state_dict()`` over all parameters; None if the optimizer has no state.

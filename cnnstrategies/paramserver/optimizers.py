@@ -47,7 +47,7 @@ def load_optimizer(path: str) -> type[Optimizer]:
 
 
 def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
-    """Return whether an optimizer is known to update each element of a tensor independently of the others."""
+    """Return whether an optimizer is known to update each element of a tensor independently of the other elements."""
     return any(optimizer_class is getattr(torch.optim, name) for name in _ELEMENTWISE)
 
 

@@ -215,7 +215,7 @@ class Supervision:
         killed = code < 0 or cut_off
         if code < 0 and child.role == WORKER and not self._over:
             self.ask()
-        # Once a worker has finished, the other workers do not admit new workers, so a worker need not be replaced.
+        # Once a worker has finished, the other workers do not admit new workers, so a killed worker is not replaced.
         finished = any(worker.code == 0 for worker in self.workers)
         over = (child.role == WORKER and (self._over or finished)) or (child.role == COORDINATOR and self._over)
         replaced = killed and child.restarts > 0 and self._ended_at is None and not over
