@@ -32,8 +32,8 @@ class Job:
         shares: Share of each device. The replicas of a stage divide the microbatches in proportion to their shares.
         cuts: For each cut of the network, the index of the first node after the cut.
         schedule: Schedule of the pipeline: ``gpipe`` or ``1f1b``.
-        activation_checkpointing: Whether activations are recomputed before the backward: for no microbatch, for all
-            microbatches except the last (``except_last``), or for all microbatches.
+        activation_checkpointing: Whether activations are recomputed before the backward: for no microbatch (``never``),
+            for all except the last (``except_last``), or for all (``always``).
         run_ahead: Whether stages hold one additional microbatch, so that messages travel while the stages compute. If
             None, stages run ahead if that saves time and fits into memory.
         state_copies: Training state (parameters, gradients and optimizer state) as a multiple of the parameters' size.
@@ -124,7 +124,7 @@ class Job:
 
 
 class Effect(IntEnum):
-    """Effect of a setting on the training result, compared with DDP with an equal global batch.
+    """Effect of a setting on the training result, compared with DDP on the same global batch.
 
     The effect is none, different rounding, or different learning.
     """

@@ -11,7 +11,7 @@ from cnnstrategies.planning.stage_costs import sent_in_a_step
 # A search for the best layout takes long, so layouts are searched for only `SEARCHES` different numbers of
 # microbatches. For other numbers of microbatches, only the layouts that these searches found are compared.
 SEARCHES = 2
-SHOWN = 64  # Largest number of devices for which a pipeline is shown even if data parallelism is faster.
+SHOWN = 64  # Largest number of devices for which a plan shows a pipeline even if data parallelism is faster.
 SMALLEST_SHARE = 8  # If only one batch size was measured, microbatches have at least 1/8 of this batch's samples.
 
 

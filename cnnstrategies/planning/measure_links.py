@@ -85,7 +85,7 @@ def measure_cluster(nodes: int, device: torch.device) -> Cluster:
         device: This rank's device.
 
     Returns:
-        The cluster of all ranks. Only rank 0 may use it; on the other ranks its links have meaningless values.
+        The cluster of all ranks. Only rank 0 may use the result: on the other ranks, the links have meaningless values.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     inside = _between(rank, 1, device)

@@ -135,7 +135,7 @@ class ParameterServer:
         return arrived
 
     def _transfer_time(self, size: int) -> float:
-        """Return the seconds for which the gradients of a layer, from all workers of a machine, occupy the connection.
+        """Return the seconds for which the pushes of a layer by a machine's workers occupy the machine's connection.
 
         The layer's new weights occupy the connection for an equal time.
 

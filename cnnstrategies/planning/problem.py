@@ -218,7 +218,7 @@ class Problem:
 
 @lru_cache(maxsize=4096)
 def _most_for_one_replica(counts: tuple[int, ...], stretch: int) -> int:
-    """Return how many of any ``stretch`` consecutive microbatches belong to one replica, at most.
+    """Return the largest number of microbatches that one replica has among any ``stretch`` consecutive microbatches.
 
     Args:
         counts: Number of microbatches of each replica in a step.

@@ -100,7 +100,7 @@ def rank(job: Job) -> Ranking:
 def _in_order(rows: Sequence[Candidate]) -> list[Candidate]:
     """Return candidates in order of step time, the fastest first.
 
-    If the fastest candidate saves at most the fraction `TIE` of DDP's step time, DDP comes before it.
+    If the fastest candidate saves at most the fraction `TIE` of DDP's step time, DDP comes first instead.
     """
     ordered = sorted(rows, key=lambda row: row.step)
     ties = [row for row in ordered if (1 - TIE) * row.step <= ordered[0].step]

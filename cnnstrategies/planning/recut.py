@@ -34,7 +34,7 @@ class Recut:
 def recut(job: Job, layout: Layout, samples: int, seconds: Sequence[float], loss: float) -> Recut | None:
     """Search for better cuts with the measured times of the stages.
 
-    For each stage, the profile's times of all nodes are scaled by one factor, so that they add up to the stage's
+    In each stage, the profile's times of the nodes are scaled by one factor, so that they add up to the stage's
     measured time. If the factors of all stages are about equal, the current cuts stay. For example, a memory bus that
     all ranks share slows all stages equally.
 

@@ -162,5 +162,5 @@ def settle(module: nn.Module) -> list[str]:
 
 
 def _keep_mode(layer: nn.Module, mode: bool = True) -> nn.Module:
-    """Return the layer without a change of its mode. This function replaces the layer's method ``train``."""
+    """Return the layer without changing its mode. :func:`settle` replaces the layer's ``train`` by this function."""
     return layer

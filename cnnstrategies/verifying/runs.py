@@ -198,14 +198,15 @@ def _runs(
 
 
 def _run(train: Callable[[RunRole], None], role: RunRole) -> None:
-    """Train in a forked process. Its output goes to the file ``printed`` in the run's folder."""
+    """Train in the forked process of a run, and write the output to the file ``printed`` in the run's folder."""
     file = os.open(role.folder / "printed", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(file, stream)
     try:
         train(role)
     except Exception:
-        # In a notebook, `sys.stderr` does not write to file descriptor 2, so the traceback is written to it directly.
+        # In a notebook, `sys.stderr` does not write to file descriptor 2. The traceback must be written to this
+        # descriptor, because only the descriptor is redirected to the file.
         os.write(2, traceback.format_exc().encode())
         os._exit(1)
 

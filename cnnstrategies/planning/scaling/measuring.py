@@ -126,7 +126,7 @@ def _rate(reports: Sequence[Report]) -> float:
 def _compute_of_a_sample(reports: Sequence[Report]) -> float:
     """Return the seconds of computation per sample.
 
-    The time per sample does not depend on whether all batches could be made larger. Batches that are objects of a
+    The time per sample can be compared even if only some batches could be made larger. Batches that are objects of a
     user's class keep their size.
     """
     seconds = sum(report["parts"].get(name, 0.0) * report["steps"] for report in reports for name in COMPUTE)

@@ -13,8 +13,8 @@ from cnnstrategies.planning.tune.race import interval
 from cnnstrategies.runtime.whole_file import whole_file
 
 ERROR = 0.1  # Probability that the true speed-up lies outside of its confidence interval.
-# If the computation of a sample takes more than this factor longer with the most devices than with the fewest devices,
-# the devices seem to share a resource.
+# If a sample's computing time with the most devices is more than this multiple of the time with the fewest devices, the
+# devices seem to share a resource.
 SLOWER = 1.15
 # The samples/s that computation, data loaders or network reach alone are only drawn if they are less than this multiple
 # of the training's samples/s.
