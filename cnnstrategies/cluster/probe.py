@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Answer = Literal["here", "refused", "silent"]
-ECHO, COUNT = b"E", b"N"  # Requests: send one byte back; count the following bytes and send their number back.
+# ECHO requests one byte from the server. COUNT requests that the server counts the bytes that follow, and replies with
+# their number.
+ECHO, COUNT = b"E", b"N"
 ROUNDS = 30  # Number of round trips in a measurement.
 SEND_SECONDS = 0.3  # Seconds for which data is sent in a measurement of the bandwidth.
 CHUNK = bytes(2**18)

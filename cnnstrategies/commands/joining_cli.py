@@ -137,9 +137,9 @@ class JoiningCLI(CLI):
 
 
 def is_for_others(callback: Callback) -> bool:
-    """Return whether a joiner leaves out a callback.
+    """Return whether a joiner leaves out a callback, because the run's original workers already run it.
 
-    The result is True for the classes in `LEFT_TO_WORKERS`, and for callbacks that monitor a value.
+    The result is True for the classes in `LEFT_TO_WORKERS`, and for callbacks that monitor a value like ``val_loss``.
     """
     return isinstance(callback, LEFT_TO_WORKERS) or getattr(callback, "monitor", None) is not None
 

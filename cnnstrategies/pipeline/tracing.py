@@ -268,10 +268,9 @@ def ordered_nodes(traced: fx.GraphModule) -> list[fx.Node]:
 def cut_positions(traced: fx.GraphModule) -> list[int]:
     """Return the positions at which the network can be cut, ascending.
 
-    A position is the index, in :func:`ordered_nodes`, of the first node after the cut. A cut is not possible between
-    two nodes that use the same parameter or buffer, because a parameter or buffer belongs to one stage. A cut is also
-    not possible between a node and a later node that changes the first node's result in place, if the result is used
-    again after the change.
+    A position is the index, in :func:`ordered_nodes`, of the first node after the cut. A cut cannot separate two nodes
+    that use the same parameter or buffer, because a parameter or buffer belongs to one stage. If a node changes the
+    result of an earlier node in place, and this result is used again later, a cut cannot separate these two nodes.
     """
     nodes = ordered_nodes(traced)
     position = {node: index for index, node in enumerate(nodes)}

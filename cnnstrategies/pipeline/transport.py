@@ -155,7 +155,7 @@ class Transport:
         self.place = placement.place(self.rank)
         self.has_tags = dist.get_backend() == "gloo"
         self.control: dist.ProcessGroup | None = dist.group.WORLD
-        # Group for each tag. Messages with a tag that is not a key use the group `control`.
+        # Keys are tags, values are groups for messages with the tag. Messages with other tags use the group `control`.
         self._groups: dict[int, dist.ProcessGroup | None] = {}
         self._watch: RankWatch | None = None
         if not self.has_tags:

@@ -46,7 +46,7 @@ class Node:
 
     Args:
         foreign: Patterns for names of environment variables that the program must not inherit. If a launcher such as
-            SLURM has started Ray, its variables describe ranks that have nothing to do with this run.
+            SLURM has started Ray, the launcher's variables describe ranks that do not belong to this run.
     """
 
     def __init__(self, foreign: tuple[str, ...]) -> None:
