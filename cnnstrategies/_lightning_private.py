@@ -191,18 +191,19 @@ def wrapped_sampler(wrapper: DistributedSamplerWrapper) -> Any:
 def ranks_are_children(launcher: Any) -> bool:
     """Whether a launcher spawns or forks all ranks. The process of the command line itself is then not a rank.
 
-    On several machines, rank 0 could then not listen at the main port, which its parent process has used to find the
-    other machines. Lightning's public property only tells whether processes are forked.
+    Such a launcher cannot be used on several machines: rank 0 could not listen at the main port, which its parent
+    process has already used to find the other machines. Lightning's public property only tells whether processes are
+    forked.
     """
     return isinstance(launcher, MultiProcessingLauncher)
 
 
 def end_observation(launcher: Any) -> list[subprocess.Popen[bytes]]:
-    """Stop Lightning's observer thread, which kills this process when a rank that was started as a program has ended.
+    """Stop Lightning's observer thread, which kills this process when the program of another rank has failed.
 
     Without the observer, the other ranks have time to notice the lost connection and to end properly. Every 5 s the
-    thread checks the list of processes that the launcher had at first, and it ends when this list is empty. This
-    function empties that list, and gives the launcher a new list, which the launcher's method ``kill`` uses.
+    observer checks the processes in the launcher's original list, and ends if the list is empty. This function empties
+    the original list. The launcher gets a copy of the list, which the launcher's method ``kill`` uses.
 
     Returns:
         The processes of the ranks; an empty list if Lightning's observer is not running.

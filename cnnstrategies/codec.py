@@ -1,8 +1,8 @@
 """Serialization of values without pickle: JSON for the structure, raw buffers for the tensors.
 
-A message contains only data: decoding a message does not import modules, and does not call methods of users' classes. A
-message may name a class only if the class is a NamedTuple, a dataclass or a class registered with torch's pytrees, and
-the receiver has already imported it.
+A message contains only data: decoding a message does not import modules, and does not call methods of users' classes.
+A message may contain instances of NamedTuples, dataclasses and classes registered with torch's pytrees. The receiver
+must already have imported the class of each instance.
 """
 
 import json
@@ -49,15 +49,15 @@ DTYPES = {
         torch.complex128,
     )
 }
-# By name: torch's dtypes and memory formats. torch compares these objects by identity, so decoding returns torch's own
-# objects.
+# By name: torch's dtypes and memory formats. torch compares these objects by identity, so the decoder must return these
+# same objects.
 CONSTANTS = {
     str(constant): constant
     for constant in vars(torch).values()
     if isinstance(constant, torch.dtype | torch.memory_format)
 }
-# Instances of subclasses of these classes are decoded as instances of the base class. Exceptions are NamedTuples and
-# registered pytree nodes, which are decoded as instances of their own class.
+# An instance of a subclass of these classes is decoded as an instance of the base class, unless the subclass is a
+# NamedTuple or a registered pytree node.
 CONTAINERS = (dict, list, tuple)
 
 
@@ -70,9 +70,9 @@ def encode(value: Any) -> list[Buffer]:
 
     Args:
         value: None, bool, int, float, str, ``Path``, tensor, NumPy array of numbers, torch dtype, memory format or
-            device; or a list, tuple, dict (keys: str, int, float, bool or None), NamedTuple, dataclass or registered
-            pytree node that contains only these kinds of values. Tensors are encoded as contiguous CPU tensors. Of a
-            tensor on the meta device, only the shape and the dtype are encoded.
+            device. Lists, tuples, dicts (keys: str, int, float, bool or None), NamedTuples, dataclasses and registered
+            pytree nodes may contain these values and each other. Tensors are encoded as contiguous CPU tensors. If a
+            tensor is on the meta device, only its shape and dtype are encoded.
 
     Returns:
         The structure as JSON, followed by one buffer for each tensor.
@@ -94,9 +94,9 @@ def decode(frames: Sequence[Any]) -> Any:
     """Return the value that :func:`encode` has encoded as the frames of a message.
 
     Args:
-        frames: The frames. The first frame is a buffer with the structure. Each of the other frames contains the
-            elements of one tensor. If such a frame is a buffer, its bytes are copied into a new CPU tensor. If the
-            frame is a uint8 tensor, the decoded tensor is a view of the frame, without a copy.
+        frames: The frames. The first frame is a buffer with the structure. Each other frame contains the elements of
+            one tensor. If a frame is a uint8 tensor, the decoded tensor is a view of it, without a copy. If a frame is
+            a buffer, its bytes are copied into a new CPU tensor.
 
     Raises:
         CodecError: The frames are not a valid message.
@@ -110,7 +110,8 @@ def decode(frames: Sequence[Any]) -> Any:
         return _unpack(packed, frames[1:], 0)
     except CodecError:
         raise
-    except Exception as error:  # The unflatten function of a registered pytree node may raise any exception.
+    # Catch all exceptions, because the unflatten function of a registered pytree node may raise any exception.
+    except Exception as error:
         raise CodecError(f"the message cannot be decoded: {type(error).__name__}: {error}") from error
 
 
@@ -178,7 +179,8 @@ def _pack_special(value: Any, buffers: list[Buffer], depth: int) -> Any:
         return ["n", _pack_array(value, buffers)]
     if isinstance(value, np.generic):
         return _pack(value.item(), buffers, depth + 1)
-    if isinstance(value, TreeSpec):  # Encode an example of a tree with this structure, from which the decoder reads it.
+    # A TreeSpec is encoded as an example: a tree with this structure. The decoder computes the TreeSpec from the tree.
+    if isinstance(value, TreeSpec):
         return ["g", _pack(tree_unflatten(range(value.num_leaves), value), buffers, depth + 1)]
     if (record := _record(type(value))) is not None:
         return ["o", _name(type(value)), [_pack(part, buffers, depth + 1) for part in record.to_parts(value)]]
@@ -230,7 +232,7 @@ class _Record:
 
 
 def _record(cls: type) -> _Record | None:
-    """Return the conversion for instances of a class. Return None if a message cannot contain them."""
+    """Return the conversion for instances of a class. Return None if a message cannot contain such instances."""
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return _Record(list, partial(_named_tuple, cls))
     # A defaultdict is not a record, because its factory is a function, which cannot be encoded.

@@ -97,7 +97,7 @@ class PredictionWriter(Callback):
 
     @override
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._masks is not None:  # In a pipeline, the ranks that do not get the outputs have written 0 masks.
+        if self._masks is not None:  # The number may be 0: in a pipeline, some ranks do not get the outputs.
             folder = self.output or self._folder / "predictions"
             rank_zero_info(f"This process has written {self._masks} masks to {folder}")
             self._masks = None
@@ -177,7 +177,7 @@ def write_masks(folder: Path, datamodule: Any, indices: Sequence[int], masks: Te
 
 
 def palette() -> list[int]:
-    """Return PASCAL VOC's palette: 768 numbers, which are the red, green and blue of the classes 0 to 255.
+    """Return PASCAL VOC's palette: 768 numbers, three for each of the classes 0 to 255: red, green and blue.
 
     The palette distributes the bits of a class's index over the highest bits of the three colours.
     """

@@ -78,11 +78,10 @@ PARTS: Mapping[StepKind, Parts] = {"replica": WHOLE_NETWORK, "stages": STAGES, "
 class PartClock(Profiler):
     """Profiler that measures the time of each part of a step. Parts may be nested.
 
-    The clock temporarily replaces the trainer's profiler, and forwards all calls to it. Time is counted once: for the
-    innermost part that is open, or for ``other`` if no part is open. Some parts, such as a worker's wait for
-    parameters, are measured by the strategy; their time is not also counted for the part that is open. On an
-    accelerator the device is synchronised at each reading, so that the time of a kernel counts for the part that
-    launched the kernel.
+    The clock temporarily replaces the trainer's profiler, and forwards all calls to it. Time counts for the innermost
+    open part, or for ``other`` if no part is open. The strategy itself measures some parts, such as a worker's wait for
+    parameters. The time of such a part is subtracted from the open part. On an accelerator the device is synchronised
+    whenever a part begins or ends, so that the time of a kernel counts for the part that launched the kernel.
 
     Args:
         user: The trainer's profiler.
@@ -180,12 +179,12 @@ class StepMeter:
         trainer: The trainer, after the set-up of its strategy. ``clock`` replaces the trainer's profiler until
             :meth:`remove` is called.
         part_of: Function that maps the name of a profiler action to a part of the step, or to None for an action that
-            belongs to no part. By default it depends on the strategy.
+            belongs to no part. By default the parts of the trainer's strategy are used.
 
     Attributes:
         parts: The parts of a step under the trainer's strategy.
         steps: Number of measured steps.
-        pipeline: The strategy's pipeline, or None.
+        pipeline: The strategy's pipeline; None if the strategy has no stages.
         clock: The clock that counts the time.
     """
 

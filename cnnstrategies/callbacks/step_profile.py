@@ -19,13 +19,13 @@ class StepProfile(Callback):
 
     For each part the table has the mean time over the profiled steps and all ranks, the smallest and the largest mean
     of a rank, and the fraction of the step. The means are also logged as ``profile/<part>_ms``. A step processes one
-    batch and lasts from the end of the previous batch to the end of this batch. With gradient accumulation one
-    optimizer update follows several such steps. Validation, checkpoints and other work between epochs do not count.
+    batch and lasts from the end of the previous batch to the end of this batch. With gradient accumulation several
+    steps precede each optimizer update. Validation, checkpoints and other work between epochs do not count.
 
-    Under a pipeline the table has a column for each stage, and ``profile/stage_<s>/<part>_ms`` is logged. The
-    pipeline's schedule runs within ``training_step``. The time of ``training_step`` is divided among the pipeline's
-    tasks: receive, forward, backward, send and reduce. Under a parameter server the worker waits for parameters during
-    the forward pass. This wait is a separate part of the step and does not count as forward.
+    Under a pipeline the table has a column for each stage, and ``profile/stage_<s>/<part>_ms`` is logged for stage
+    ``<s>``. The pipeline's schedule runs within ``training_step``, so the time of ``training_step`` is divided among
+    the pipeline's tasks: receive, forward, backward, send and reduce. Under a parameter server the worker waits for
+    parameters during the forward pass. This wait is a separate part of the step and does not count as forward.
 
     Under DDP, ``communication`` is the time of the gradients' all-reduce that does not overlap with backward. DDP
     measures this time, also with a communication hook. The time includes the wait for slower ranks, so the rank with
@@ -40,8 +40,9 @@ class StepProfile(Callback):
     queues kernels ahead. Steps that are not profiled are not slowed down.
 
     Args:
-        skip_first: Number of steps before the first profiled step. Caches, connections and workers warm up in them.
-        steps: Number of profiled steps. When left out, all steps after the first ``skip_first`` are profiled.
+        skip_first: Number of steps before the first profiled step. In these steps caches are filled, and connections
+            and loader processes are started.
+        steps: Number of profiled steps. By default all steps after the first ``skip_first`` steps are profiled.
 
     Attributes:
         milliseconds: Result of fit: mean time of each part per step over all ranks; keys are the parts' names. The key
@@ -82,8 +83,8 @@ class StepProfile(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._meter is not None and self._profiling():
-            # The loader starts its worker processes before an epoch's first batch. This time counts for the part
-            # `data`, so the measurement starts here.
+            # The loader starts its worker processes before an epoch's first batch. Their start counts for the part
+            # `data`, so the measurement begins here.
             self._meter.run()
             self._meter.clock.begin("data")
             self._opening = True
@@ -176,8 +177,8 @@ class StepProfile(Callback):
     def _table(self, meter: StepMeter, names: Sequence[str], times: Tensor) -> Table:
         """Return the table to print, with a row for each part.
 
-        Columns: the mean over the ranks, the mean of each stage or else the smallest and the largest mean of a rank,
-        the fraction of the step, and a description.
+        Columns: the part's name; the mean over the ranks; the mean of each stage under a pipeline, otherwise the
+        smallest and the largest mean of a rank; the fraction of the step; and a description.
         """
         stages, means, explained = self.stages, self.milliseconds, meter.parts.explained
         spreads = [f"stage {stage}" for stage in range(len(stages))] or ["min", "max"]

@@ -69,7 +69,7 @@ def load_mapped(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
 
 
 def _to_memory(storage: Any, location: str) -> Any:
-    """Return a tensor's storage unchanged, so that it stays in the CPU's memory, into which torch has loaded it.
+    """Return a tensor's storage unchanged. torch has loaded the storage into the CPU's memory, where it stays.
 
     Lightning's default for ``map_location`` does the same.
     """

@@ -66,7 +66,7 @@ def sbatch_script(
         options: The section ``cluster`` of the configuration.
         size: Size of the job.
         folder: The run folder, which contains ``config.yaml``.
-        python: Python interpreter, if the options do not set an interpreter or a virtual environment.
+        python: Python interpreter, if the options do not set an interpreter, a virtual environment or a container.
         command: The command line of ``submit``, for a comment in the script.
         goes_on: Whether the run can continue after it has lost a rank.
     """
@@ -158,11 +158,12 @@ def interpreter_words(options: ClusterOptions, python: str) -> str:
 
 
 def _servers(interpreter: str, config: str) -> str:
-    """Return the lines of a job script that start a parameter server on each node of the second component of the job.
+    """Return the lines of a job script that start a parameter server on each of the job's server nodes.
 
-    The names of the nodes are known only when the job runs, so the script writes them to a configuration file.
+    These nodes are the second component of a heterogeneous job. Their names are known only when the job runs, so the
+    script writes the names to a configuration file.
     """
-    # Lightning computes the main port from the job id in the same way. The servers' ports are above Lightning's range.
+    # Lightning computes the main port with the same formula, from 15000 to 24999. The servers' port is above 24999.
     return f"""# Dedicated parameter servers, one on each node of the second job component.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0" | head -n 1)
 port=$((25000 + SLURM_JOB_ID % 7000))
@@ -181,8 +182,8 @@ srun --kill-on-bad-exit=0 --het-group=1 \\
 
 
 def _requeue(options: ClusterOptions) -> str:
-    # SLURM itself requeues a pre-empted job only if the job is still running when the partition's grace time ends. A
-    # run that stops in time ends before the grace time does, so the script requeues the job.
+    # SLURM itself requeues a pre-empted job only if the job is still running at the end of the partition's grace time.
+    # A run that has saved a checkpoint ends earlier, so the script requeues the job.
     return f"""# Requeue the job if it was ended by the warning signal or by a pre-emption.
 warned=$((128 + $(kill -l {options.signal})))
 if [[ $status -eq $warned ]] || [[ $status -ne 0 && $(scontrol show job "$SLURM_JOB_ID") =~ PreemptTime=[0-9] ]]; then

@@ -17,7 +17,7 @@ DECIDED = {
         *("-G", "--gpus", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket"),
     ),
     "cluster.job_name": ("-J", "--job-name"),
-    "cluster.cpus_per_task": ("-c", "--cpus-per-task"),  # submit also sets this option of srun.
+    "cluster.cpus_per_task": ("-c", "--cpus-per-task"),  # submit also passes this option to srun.
     "cluster.signal": ("--signal",),
     "cluster.requeue": ("--requeue", "--no-requeue"),
     "cluster.folder": ("-o", "--output", "-e", "--error", "--open-mode", "-a", "--array"),

@@ -103,7 +103,7 @@ class Submission:
                 nodes need keys and no key file is set.
         """
         if self.server_options is not None and self.size.nodes + self.options.server_nodes > 1:
-            self.server_options.encrypted("tcp://first-node:15000")  # Check that the key file exists.
+            self.server_options.encrypted("tcp://first-node:15000")  # Raises an error if a needed key file is not set.
         parent = parent.resolve()
         name: str | None = self.config.run_name
         if name is None:
@@ -136,7 +136,7 @@ class Submission:
         Args:
             folder: Path of the run folder in the run's processes. Checkpoints are saved in it, unless the configuration
                 sets another directory.
-            changes: Values that the launcher sets; keys are keys of the configuration.
+            changes: Settings that the launcher makes in the configuration, such as ``{"stop.grace": 60.0}``.
         """
         config = self.config.clone()
         config.pop("config", None)

@@ -52,9 +52,9 @@ class ImageFolderDataModule(ImageDataModule):
     Args:
         root: Directory of the data set.
         image_size: Height and width of the images that the network receives; by default 224. If the network has
-            pretrained weights, the command line takes ``image_size`` and ``resize`` (unless they are set), the
-            interpolation, the mean and the standard deviation from the preprocessing that the weights expect. In
-            Python, call ``prepare_as`` for this.
+            pretrained weights, the command line uses the preprocessing that the weights expect: ``image_size``,
+            ``resize``, interpolation, mean and standard deviation. Your own ``image_size`` and ``resize`` have
+            priority. In Python, call ``prepare_as`` to use this preprocessing.
         resize: Shorter side of an image before the centre crop, in pixels; by default 8/7 of ``image_size``, which is
             256 for 224.
         val_split: Fraction of the training images that is held out for validation if there is no folder ``val``.

@@ -61,8 +61,9 @@ class BatchDataset(Dataset[Batch | ConfigurationError]):
         give_indices: Whether a batch contains the samples' indices instead of targets, as for predict.
 
     Attributes:
-        ready: Number of batches that each worker process prefetches. Set this attribute before the workers start. If it
-            is not 0, the workers return batches in blocks of shared memory, and reuse the blocks for later batches.
+        ready: Number of batches that each worker process prefetches. Set this number before the workers start. If the
+            number is not 0, the workers return batches in blocks of shared memory, and reuse the blocks for later
+            batches.
     """
 
     ready = 0
@@ -83,7 +84,8 @@ class BatchDataset(Dataset[Batch | ConfigurationError]):
         The error is returned and not raised, because torch adds the worker's traceback to the text of a raised error.
         """
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(request.seed)  # `torch.manual_seed` would also seed accelerators.
+            # `torch.manual_seed` would also seed the accelerators, whose state `fork_rng` does not restore here.
+            torch.default_generator.manual_seed(request.seed)
             try:
                 images, targets = self.source.fetch(request.indices)
             except ConfigurationError as error:
@@ -150,7 +152,7 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
             yield unshared(batch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch, the number of its batches that the loader has returned, and the sampler's settings."""
+        """Return the epoch, the number of batches that the loader has returned in the epoch, and sampler settings."""
         if self._resume is not None:
             return dict(self._resume)
         identity = self.sampler.identity() if isinstance(self.sampler, ShuffledBatches) else {}
@@ -181,8 +183,8 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
 
     def _already_served(self, sampler: ShuffledBatches) -> int:
         resume, self._resume = self._resume, None
-        # A state that was saved at the end of an epoch has the number of the finished epoch. The next epoch has a
-        # different number and starts with its first batch.
+        # A state that was saved at the end of an epoch contains the number of the finished epoch. The next epoch has a
+        # different number, so it starts with its first batch.
         if resume is None or resume["epoch"] != sampler.epoch or resume["served"] == 0:
             return 0
         before = {name: value for name, value in resume.items() if name not in ("epoch", "served")}

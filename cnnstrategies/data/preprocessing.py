@@ -35,8 +35,8 @@ class Preprocessing:
 
         Args:
             image_size: The user's image size. If it is None, the result is this object's ``image_size``.
-            resize: The user's shorter side. If it is None, the result has the same ratio to the image size as in this
-                object.
+            resize: The user's shorter side. If it is None, the result is the image size multiplied by this object's
+                ratio ``resize / image_size``, rounded up.
 
         Raises:
             ConfigurationError: The shorter side is smaller than the image size, or a size is not positive.

@@ -23,7 +23,7 @@ from cnnstrategies.errors import ConfigurationError
 
 Pair = tuple[Path, Path | None]
 FILL = [round(255 * value) for value in IMAGENET.mean]  # Colour of the padding; the normalisation turns it into 0.
-LEAST_AREA = 0.25  # Smallest fraction of an image's area that a random crop shows.
+LEAST_AREA = 0.25  # Smallest area of a random crop, as a fraction of the image's area.
 
 
 class SegmentationFolderDataModule(ImageDataModule):
@@ -148,7 +148,8 @@ class MaskedSource:
 
     Args:
         root: Directory of the images, to which their names are relative.
-        pairs: For each sample: path of the image, and path of the mask, or None if the image has no mask.
+        pairs: A pair for each sample: the path of the image, and the path of the mask. The second path is None if the
+            image has no mask.
         size: Height and width of the results, in pixels.
         num_classes: Number of classes.
         ignore_index: Value of a mask's pixels in the padding.

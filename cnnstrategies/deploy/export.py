@@ -31,14 +31,14 @@ FILES = {"torch_export": "model.pt2", "onnx": "model.onnx"}
 NEEDS = {"torch_export": (), "onnx": ("onnx", "onnxscript", "onnxruntime")}
 DESCRIPTION = "export.json"
 BATCHES = 4  # Number of validation batches on which the exported network is compared with the original network.
-# Largest difference between logits, relative to the largest logit. Small differences are normal, because a different
-# compiler may add floating-point numbers in a different order.
+# Largest allowed difference between logits, relative to the largest logit. Small differences are normal, because a
+# different compiler may add floating-point numbers in a different order.
 TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of a comparison between the logits of an exported network and those of the original network.
+    """Result of comparing the logits of an exported network with the logits of the original network.
 
     Attributes:
         file: Path of the exported network.
@@ -47,7 +47,7 @@ class Comparison:
         largest: Largest absolute value of a logit of the original network.
         agreement: Fraction of the images, or of the pixels, for which both networks predict the same class; None if the
             network does not predict classes.
-        of: Text that says what ``agreement`` counts: " of the pixels" for segmentation, otherwise empty.
+        of: Text that follows ``agreement`` in messages: " of the pixels" for segmentation, otherwise empty.
     """
 
     file: Path

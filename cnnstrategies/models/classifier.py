@@ -22,9 +22,9 @@ class ImageClassifier(NetworkModule):
     A step calls ``self.network(images)`` once. :meth:`loss` is the mean loss over a batch. A batch is
     ``(images, targets)`` with images (N, C, H, W) and targets (N,), or ``(images, indices)`` for predict.
 
-    The module logs ``train_loss``, ``train_acc``, ``val_loss``, ``val_acc``, with more than five classes also
-    ``val_acc_top5``, and the ``val_...`` metrics as ``test_...`` when it is tested. These metrics cover the samples of
-    all ranks, and count each sample once. ``train_loss_step`` is the loss of rank 0's last batch.
+    The module logs ``train_loss``, ``train_acc``, ``val_loss`` and ``val_acc``. With more than five classes it also
+    logs ``val_acc_top5``. A test logs the metrics of a validation, with ``test_`` in place of ``val_``. These metrics
+    cover the samples of all ranks, and count each sample once. ``train_loss_step`` is the loss of rank 0's last batch.
 
     Args:
         network: Any module that maps images to logits (N, num_classes): a torchvision builder,
@@ -102,8 +102,8 @@ class ImageClassifier(NetworkModule):
             raise ConfigurationError(
                 f"class_weights={class_weights}: give {num_classes} numbers that are at least 0, one for each class"
             )
-        # A checkpoint with these objects could not be loaded with weights_only=True, so they are not saved as
-        # hyperparameters. The command line saves their configuration instead.
+        # The network and the two functions are not saved as hyperparameters, because a checkpoint with such objects
+        # cannot be loaded with weights_only=True. In a run of the command line, their configuration is saved instead.
         self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
         self.task = task
         self.learning_task = TASKS[task]
@@ -168,7 +168,7 @@ class ImageClassifier(NetworkModule):
     def loss_weight(self, targets: Tensor) -> int:
         """Return the number of samples, which is the weight of a batch's :meth:`loss` in a mean over several batches.
 
-        If a subclass overrides :meth:`loss` and its loss is not a mean over samples, it must also override this method.
+        A subclass in which :meth:`loss` is not a mean over samples must also override this method.
         """
         return len(targets)
 
@@ -194,9 +194,9 @@ class ImageClassifier(NetworkModule):
     def log_step(self, stage: Literal["train", "val", "test"], outputs: Any, targets: Tensor, loss: Tensor) -> None:
         """Add a batch to the metrics of training, validation or test, and log them."""
         logits = main_logits(outputs)
-        check_logits(logits, len(targets), self.num_classes)  # A subclass's `loss` may not check the shape.
+        check_logits(logits, len(targets), self.num_classes)  # A subclass may override `loss` without such a check.
         super().log_step(stage, logits, targets, loss)
 
     def compared(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs and targets in the form that the task's metrics expect."""
+        """Return logits and targets as the task's metrics expect them, for example probabilities for ``multilabel``."""
         return self.learning_task.compared(logits, targets)

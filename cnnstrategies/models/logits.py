@@ -29,7 +29,7 @@ class MainLogits(nn.Module):
 
 
 def giving_logits(network: nn.Module, images: Tensor) -> nn.Module:
-    """Wrap a network that returns a dict, so that it returns only its main logits. A dict cannot be exported.
+    """Wrap a network that returns a dict in a module that returns only the main logits. A dict cannot be exported.
 
     Args:
         network: The network. It is not wrapped if its outputs are not a dict.
@@ -40,7 +40,7 @@ def giving_logits(network: nn.Module, images: Tensor) -> nn.Module:
 
 
 def name_of(network: nn.Module) -> str:
-    """Return the name of a network's class, also if the network is wrapped in :class:`MainLogits`."""
+    """Return the name of a network's class, even if the network is wrapped in :class:`MainLogits`."""
     return type(network.network if isinstance(network, MainLogits) else network).__name__
 
 

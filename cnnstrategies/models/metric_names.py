@@ -9,7 +9,7 @@ MOST = 8  # Largest number of metrics in a summary.
 
 
 def is_of_epochs(name: str) -> bool:
-    """Whether a logged value is a metric of an epoch. Metrics of a step, learning rates and speeds are not."""
+    """Whether a logged value is a metric of a whole epoch: not of a step, and not a learning rate or a speed."""
     return not name.endswith("_step") and not name.startswith("lr-") and name != "samples_per_s"
 
 
@@ -22,7 +22,7 @@ def worth_showing(names: Iterable[str]) -> list[str]:
     """Return the names of the metrics that a summary shows.
 
     The result has up to ``MOST`` validation metrics. Metrics with usual names come first. If no validation metric was
-    logged, the result has all metrics of an epoch.
+    logged, the result has all metrics of a whole epoch.
     """
     epochs = [name for name in names if is_of_epochs(name)]
     usual = [name for name in USUAL if name in epochs]

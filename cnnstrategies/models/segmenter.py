@@ -24,8 +24,8 @@ class ImageSegmenter(NetworkModule):
     how the images are divided among the devices.
 
     The module logs ``train_loss``, ``val_loss``, ``val_miou`` (mean intersection over union of the classes) and
-    ``val_pixel_acc``, and the ``val_...`` metrics as ``test_...`` when it is tested. These metrics cover the samples of
-    all ranks, and count each sample once.
+    ``val_pixel_acc``. A test logs the metrics of a validation, with ``test_`` in place of ``val_``. These metrics cover
+    the samples of all ranks, and count each sample once.
 
     Args:
         network: Any module that maps images to logits (N, num_classes, H, W), or to a dict with these logits in ``out``
@@ -66,8 +66,8 @@ class ImageSegmenter(NetworkModule):
         )
         if aux_weight < 0:
             raise ConfigurationError(f"aux_weight={aux_weight} is negative; use 0 to turn it off")
-        # A checkpoint with these objects could not be loaded with weights_only=True, so they are not saved as
-        # hyperparameters. The command line saves their configuration instead.
+        # The network and the two functions are not saved as hyperparameters, because a checkpoint with such objects
+        # cannot be loaded with weights_only=True. In a run of the command line, their configuration is saved instead.
         self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
         self.ignore_index = ignore_index
         self.aux_weight = aux_weight

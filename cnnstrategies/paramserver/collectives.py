@@ -34,8 +34,8 @@ class Gathered:
         values: By worker id: the value of each worker that took part; None if this worker does not receive the values.
         joined: Whether this collective admitted this worker to a group that was already training.
         admitted: Ids of the workers that this collective admitted.
-        midway: Whether this worker was admitted between two boundaries, after the other workers had left the last
-            boundary. A boundary is a collective between two steps that admits waiting workers.
+        midway: Whether this worker was admitted between two boundaries, and not at a boundary. A boundary is a
+            collective between two steps that admits waiting workers.
     """
 
     values: dict[int, Any]
@@ -80,8 +80,8 @@ class Collectives:
     def start(self, midway: bool = False) -> Gathered:
         """Wait until all workers have finished their set-up, so that training can begin.
 
-        A worker that is started later is admitted at the next :meth:`boundary`, and gets the values that the workers
-        gather at this boundary.
+        A worker that is started later waits until the next :meth:`boundary` admits it. It then gets the values that the
+        other workers have gathered at this boundary.
 
         Args:
             midway: Admit this worker without waiting for the next boundary. The worker then gets the values of the last
@@ -167,8 +167,8 @@ class Collectives:
     def begin_epoch(self, number: int, samples: int, chunk: int, done: str = "") -> int:
         """Ask the coordinator to cut an epoch into chunks.
 
-        The arguments of the first worker's call apply to all workers. The coordinator ignores the arguments of later
-        calls.
+        All workers call this method for each epoch. The coordinator uses the arguments of the call that arrives first,
+        and ignores the arguments of the other calls.
 
         Args:
             number: Number of the epoch.
@@ -178,7 +178,7 @@ class Collectives:
                 :meth:`progress` has returned; an empty string for no chunks. No worker gets these chunks.
 
         Returns:
-            The `samples` of the first worker's call.
+            Number of samples according to the call that arrived first; 0 if the epoch is over or its size is not valid.
         """
         more = {"done": done} if done else {}
         answer = self.membership.ask("epoch", {"epoch": number, "samples": samples, "chunk": chunk, **more})

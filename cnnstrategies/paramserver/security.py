@@ -149,8 +149,8 @@ class Gatekeeper:
     """ZAP handler (ZeroMQ RFC 27) that admits or refuses connections by their CURVE public key.
 
     The gatekeeper needs no thread: the caller polls :attr:`socket`, and calls :meth:`answer` when the socket is
-    readable. Unknown keys are refused with the status for temporary errors (300). The peer then tries again later, when
-    it may have become a member. Each libzmq context can have only one gatekeeper.
+    readable. Unknown keys are refused with the status for temporary errors (300), so that the peer tries again later.
+    By then, the peer may have become a member. Each libzmq context can have only one gatekeeper.
 
     Args:
         context: libzmq context that contains the sockets to protect.

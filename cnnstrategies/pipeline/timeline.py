@@ -43,10 +43,10 @@ class Clock(Protocol):
     """A stopwatch that measures the total time of all spans of one kind, without waiting for a device."""
 
     def begin(self) -> None:
-        """Start the stopwatch, because a span begins."""
+        """Start the stopwatch. The pipeline calls this when a span begins."""
 
     def end(self) -> None:
-        """Stop the stopwatch, because the span ends."""
+        """Stop the stopwatch. The pipeline calls this when the span ends."""
 
 
 def draw_timeline(

@@ -16,13 +16,13 @@ from cnnstrategies.old_names import HOST, is_now, renamed
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.quantities import size_in_bytes
 
-# Default number of bytes of gradients per second that a parameter server adds up and applies, with a CPU core from
-# about 2020.
+# Default rate in bytes per second at which a parameter server adds up and applies gradients. A CPU core from about 2020
+# reaches this rate.
 SERVER_RATE = 1e9
 # Default CPU time in seconds that the sender or the receiver spends on a message of a parameter server, of any size.
 SERVER_MESSAGE = 5e-5
 GBIT = 1e9 / 8  # Bytes per second of a connection with a rate of 1 Gbit/s.
-# Default latency in microseconds: between devices of a machine (`inside`), and between machines (`interconnect`).
+# Default latencies in microseconds: `inside` between devices of a machine, and `interconnect` between machines.
 DEFAULT_US = {"inside": 10.0, "interconnect": 50.0}
 
 
@@ -32,11 +32,11 @@ class Host:
 
     Attributes:
         devices: Number of devices of the machine.
-        interconnect: Connection to other machines, which all devices of the machine share.
+        interconnect: Connection to other machines. All devices of the machine share this connection.
         inside: Connection between two devices of the machine.
         speed: Speed of a device, as a multiple of the speed of the device on which the profile was measured.
         memory: Bytes of memory of each device; None if unlimited.
-        price: Price of the whole machine for an hour.
+        price: Price of the whole machine for an hour, in any currency.
     """
 
     devices: int
@@ -53,7 +53,7 @@ class Cluster:
 
     Attributes:
         hosts: The machines, in the order of their devices' numbers.
-        server_rate: Bytes of gradients per second that a parameter server adds up and applies.
+        server_rate: Rate in bytes per second at which a parameter server adds up and applies gradients.
         server_message: CPU seconds that the sender and the receiver each spend on a message of a parameter server.
     """
 
@@ -96,11 +96,12 @@ class Cluster:
     def ring(self, first: int, count: int) -> Link:
         """Return the slowest connection between neighbours in a ring of devices with consecutive numbers.
 
-        The connection from the last device to the first device is not considered.
+        The connection from the last device to the first device is left out, because another connection of the ring is
+        at least as slow.
 
         Args:
-                first: First device of the ring.
-                count: Number of devices in the ring, at least 2.
+            first: First device of the ring.
+            count: Number of devices in the ring, at least 2.
         """
         return slower(*(self.link(device, peer) for device, peer in itertools.pairwise(range(first, first + count))))
 
@@ -249,7 +250,7 @@ def _count(where: str, value: Any) -> int:
 
 
 def _size(where: str, value: Any) -> int:
-    """Return the number of bytes of a size with a unit, such as 16 GiB.
+    """Convert a size with a unit, such as 16 GiB, to a number of bytes.
 
     Raises:
         ConfigurationError: The value is not a size.

@@ -20,7 +20,7 @@ class KeptCSVLogger(loggers.CSVLogger):
     The class is not called ``CSVLogger``, because jsonargparse accepts a class name without a module only if the class
     name is unique.
 
-    If the process is killed at any time, the existing lines are either in ``metrics.csv`` or in a file next to it.
+    If the process is killed, the existing lines are either in ``metrics.csv`` or in another file of the same folder.
     """
 
     @property

@@ -49,7 +49,7 @@ class Dealing:
         self._deals: Deals | None = None
 
     def check(self) -> None:
-        """Check that the number of shares is the number of ranks, and raise a ConfigurationError otherwise.
+        """Raise a ConfigurationError if the number of shares differs from the number of ranks.
 
         Call this before processes start.
         """
@@ -70,7 +70,8 @@ class Dealing:
     def begin(self, gather: Callable[[], GatherRows], waited: Callable[[], float] = float) -> None:
         """Prepare a run of the trainer. If the run trains, add the callbacks that weight samples and change shares.
 
-        Call this before `setup`: Lightning then restores the callbacks' states from a checkpoint.
+        Call this before the strategy's `setup`, so that Lightning restores the states of these callbacks from a
+        checkpoint.
 
         Args:
             gather: Returns the function that exchanges rows of numbers among all ranks. It is called only if shares

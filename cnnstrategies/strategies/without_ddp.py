@@ -17,7 +17,7 @@ DEVICE_OPTIONS = frozenset(
 
 
 def check_keywords(strategy: str, options: Mapping[str, Any]) -> None:
-    """Refuse options of DDP that would have no effect in a strategy.
+    """Refuse options of DDP that have no effect, because the strategy does not use DistributedDataParallel.
 
     Args:
         strategy: Name of the strategy's class.

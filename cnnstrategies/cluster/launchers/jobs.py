@@ -43,7 +43,7 @@ class ScriptJob(ClusterJob):
             ``config.yaml`` to it.
         script: Text of the script, which runs ``fit`` with this ``config.yaml``.
         queue: Function that submits the script at a path and returns only the job id, without a line break.
-        changes: Values that the launcher sets in the configuration; keys are keys of the configuration.
+        changes: Settings that the launcher makes in the configuration, such as ``{"stop.grace": 60.0}``.
     """
 
     submission: "Submission"
@@ -66,7 +66,7 @@ class ScriptJob(ClusterJob):
             if is_new:
                 shutil.rmtree(self.folder)
             raise
-        if len(job.splitlines()) != 1:  # The job may be in the queue, so the run folder is kept.
+        if len(job.splitlines()) != 1:  # The job may be in the queue and need the run folder, so the folder is kept.
             raise ConfigurationError(
                 f"the launcher's function `queue` returned {job!r} instead of a job id on one line: the job may have "
                 "been submitted; correct the function, which must return only the job id"

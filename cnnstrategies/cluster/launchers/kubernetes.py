@@ -43,9 +43,10 @@ class Kubernetes(Launcher):
 
     @override
     def run_name(self, environ: Environ, configuration: str) -> str | None:
-        """Return the name of the Indexed Job or TrainJob.
+        """Return a run name that contains the name of the Indexed Job or TrainJob, from the host name of this pod.
 
-        The host name of a pod is the name of its Job followed by the pod's index.
+        The host name of a pod is the name of its Job followed by the pod's index. The result is None if the pod does
+        not belong to an Indexed Job.
         """
         host_name, number = environ.get("HOSTNAME", ""), environ.get("JOB_COMPLETION_INDEX")
         if number is None or not host_name.endswith(f"-{number}"):
@@ -151,9 +152,9 @@ def _check_keys(submission: "Submission") -> None:
 
 
 def _folder(options: ClusterOptions) -> PurePosixPath:
-    """Return the path, in the pods, of the parent directory of run folders.
+    """Return the directory for run folders, as a path in the pods.
 
-    This is ``cluster.folder``, or the only volume if ``cluster.folder`` is a relative path.
+    This is ``cluster.folder``. If ``cluster.folder`` is a relative path and there is only one volume, it is the volume.
 
     Raises:
         ConfigurationError: The directory is not in a volume.
@@ -179,7 +180,7 @@ def _is_in_volume(path: PurePosixPath, options: ClusterOptions) -> bool:
 
 
 def _changes(submission: "Submission", name: str) -> dict[str, Any]:
-    """Return the values that submit sets in the pods' configuration. The keys are keys of the configuration."""
+    """Return the settings that ``submit`` makes in the pods' configuration, such as ``{"stop.grace": 60.0}``."""
     options = submission.options
     changes: dict[str, Any] = {
         "stop.grace": float(options.kubernetes.grace),

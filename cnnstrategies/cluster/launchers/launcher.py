@@ -100,9 +100,7 @@ class Launcher(ABC):
         return LaunchedEnvironment(self)
 
     def script_environment(self, environ: Environ, num_nodes: int) -> "ClusterEnvironment | None":
-        """Return the cluster environment for a run that a job's script has started without starting the ranks.
-
-        Lightning then starts the ranks.
+        """Return the cluster environment for a run in a job's script, where Lightning starts the ranks.
 
         If the result is None, which is the default, Lightning chooses the environment.
 
@@ -171,7 +169,8 @@ class Launcher(ABC):
     def restart(self, options: ClusterOptions) -> Restart | None:
         """Return parts of an error message if the launcher may restart a run with these options. The default is None.
 
-        A run that may be restarted is refused with this error message if it does not save checkpoints.
+        A run without checkpoints would start from the beginning after a restart, so it is refused with this error
+        message.
         """
         return None
 

@@ -101,7 +101,7 @@ class Slurm(Launcher):
     def run_name(self, environ: Environ, configuration: str) -> str | None:
         """Return a name from the job id and the step id, which stay the same when the job is requeued.
 
-        A job script without srun may train several configurations, so that the name has the hash of the configuration
+        A job script without srun may train several configurations, so the name has the hash of the configuration
         instead of a step id. Runs in an interactive shell do not get a name, because SLURM does not restart them.
         """
         interactive = "SLURM_PTY_PORT" in environ or environ.get("SLURM_JOB_NAME") in INTERACTIVE

@@ -51,7 +51,7 @@ def check(args: Sequence[str]) -> Submission:
 
 
 def _dump(cli: SubmitCLI) -> Callable[[Namespace], str]:
-    """Return a function that converts a configuration of this command to YAML, with all keys of the configuration."""
+    """Return a function that converts a parsed configuration to YAML. The YAML contains all keys with their values."""
     return lambda config: str(cli.parser.dump(config, skip_none=False))
 
 
@@ -106,7 +106,7 @@ def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterS
 
 
 def main(options: SubmitOptions, arguments: Sequence[str]) -> None:
-    """Check a configuration, submit its run, and print the job's id and where the job's logs are.
+    """Check a configuration, submit its run, and print the job's id and the location of the job's logs.
 
     Args:
         options: The options of the command.

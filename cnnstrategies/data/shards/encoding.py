@@ -17,8 +17,8 @@ class EncodingOptions:
     """Options of ``cnnstrategies pack``.
 
     Attributes:
-        size: Largest shorter side of a packed image, in pixels. Larger images are scaled down to it. None keeps the
-            sizes of all images.
+        size: Largest shorter side of a packed image, in pixels. Larger images are scaled down to this size. None keeps
+            the sizes of all images.
         quality: JPEG quality, if images are converted to JPEG; None keeps the source files without conversion.
         shard_bytes: Approximate total size of the source files in a shard, in bytes.
     """
@@ -57,7 +57,8 @@ def encode(data: bytes, size: int | None, quality: int | None) -> Encoded:
     Args:
         data: Content of the file.
         size: Largest shorter side, in pixels, to which the image is scaled down; None keeps the size.
-        quality: Quality of the JPEG file to which the image is converted; None does not convert it to JPEG.
+        quality: Quality of the JPEG file to which the image is converted. If it is None, the image is not converted to
+            JPEG.
 
     Raises:
         BrokenImageError: The image cannot be decoded.

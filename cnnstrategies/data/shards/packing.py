@@ -91,7 +91,7 @@ def pack(source: Path, out: Path, options: EncodingOptions, workers: int) -> Ind
         )
     scratch = out.with_name(out.name + UNFINISHED)
     packing = secrets.token_hex(8)
-    shutil.rmtree(scratch, ignore_errors=True)  # A killed run may have left this folder.
+    shutil.rmtree(scratch, ignore_errors=True)  # Remove the folder, because a killed run may have left files in it.
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         stack.enter_context(writing(scratch, REMEDY))
@@ -178,7 +178,7 @@ def _write(
             }
             return {part: [future.result() for future in shards] for part, shards in futures.items()}
         finally:
-            stop.set()  # After an error or Ctrl-C, make the other threads stop.
+            stop.set()  # After an error or Ctrl-C, this event makes the other threads stop.
             pool.shutdown(cancel_futures=True)
 
 
@@ -227,7 +227,8 @@ def _joined(part: str, written: list[Written]) -> ShardedPart:
         )
     columns: dict[str, npt.NDArray[Any]] = {"shard": np.repeat(np.arange(len(counts), dtype=np.int32), counts)}
     for field in FIELDS[1:]:
-        # The empty columns of a shard without images are left out, because their dtype is arbitrary.
+        # A shard without images has empty columns of any dtype. They are left out, because they would change the dtype
+        # of the joined column.
         columns[field] = np.concatenate([shard.columns[field] for shard in written if shard.shard.images])
     return ShardedPart([shard.shard for shard in written], columns)
 
@@ -235,8 +236,8 @@ def _joined(part: str, written: list[Written]) -> ShardedPart:
 def tar_entry(name: str, content: bytes, packing: str) -> bytes:
     """Return a tar entry for a file, padded to whole tar blocks.
 
-    The owner name in the tar header is the packing id. A reader compares it with the index to check that the shard and
-    the index were written together.
+    The owner name in the tar header is the packing id. A reader compares this id with the index's packing id to check
+    that the shard and the index were written together.
     """
     info = tarfile.TarInfo(name)
     info.size, info.uname, info.mode = len(content), packing, 0o644

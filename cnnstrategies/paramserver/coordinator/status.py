@@ -34,7 +34,7 @@ def answer(
         now: The current time.
         question: The watcher's message.
         waits: The current waits in collectives.
-        ended: The message that tells the members why the run has ended; None before the end.
+        ended: The message to all members with the reason why the run has ended; None before the end.
 
     Raises:
         ControlError: The kind of the question is unknown.

@@ -19,8 +19,8 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with nested keys from values with dotted keys.
 
     Args:
-        values: Values by dotted keys, such as ``{"trainer.precision": "bf16-mixed"}``. Keys that begin with
-            ``ComputeSettings.`` become the arguments of one callback of that class.
+        values: Values by dotted keys, such as ``{"trainer.precision": "bf16-mixed"}``. Values whose keys begin with
+            ``ComputeSettings.`` become arguments of one callback of the class ``ComputeSettings``.
     """
     result: dict[str, Any] = {}
     arguments = {path.partition(".")[2]: value for path, value in values.items() if path.startswith("ComputeSettings.")}
@@ -38,9 +38,9 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_commented(path: Path, content: Mapping[str, Any], comment: Sequence[str] = ()) -> None:
-    """Write a configuration that begins with a comment. The file only gets its name when it is complete.
+    """Write a configuration file that begins with a comment. A file with the name ``path`` is always complete.
 
-    If several programs write to the same path at once, the program that finishes last replaces the others' files.
+    If several programs write to ``path`` at once, the file of the program that finishes last remains.
     """
     text = yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=None)
     part = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
@@ -50,7 +50,7 @@ def write_commented(path: Path, content: Mapping[str, Any], comment: Sequence[st
 
 @dataclass(frozen=True)
 class Setting:
-    """A change of the configuration that can be tried.
+    """A change of the configuration that ``tune`` can try.
 
     Attributes:
         name: Name that tables show.

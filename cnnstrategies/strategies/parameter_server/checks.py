@@ -18,7 +18,7 @@ from cnnstrategies.paramserver.specification import hyperparameters
 from cnnstrategies.strategies.observer_hooks import TO_PYTHON, HookContexts, TensorOrigins, tensors_in
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
-GATHERS = "gather_distributed"  # Suffix of the names of lightly's options for gathering tensors from all processes.
+GATHERS = "gather_distributed"  # lightly's options with this suffix make losses gather tensors from all processes.
 
 
 def check_module(module: LightningModule, options: ParameterServerOptions) -> None:
@@ -131,14 +131,16 @@ def _within_epochs(trainer: Trainer) -> Iterator[tuple[str, str]]:
             yield f"{type(callback).__name__} with {argument}", replacement
 
 
-# Names of the hooks between backward and the optimizer's step. Such a hook sees the gradient of its own worker's
-# images, because the servers compute the mean later. A linear function of gradients (to scale, mask, add or drop them)
-# gives the same result before and after the mean. A norm, a clamp or a test for NaN gives different results.
+# Names of the hooks that run between backward and the optimizer's step. They see the gradient of one worker's images,
+# because the servers compute the mean over the workers later. A linear function (to scale, mask, add or drop gradients)
+# may be applied before the mean, because the result is the same. A norm, a clamp or a test for NaN gives a different
+# result.
 HOOKS = ("on_after_backward", "on_before_optimizer_step")
 # Names of torch's functions that are linear in gradients. `_is_linear` also accepts the in-place variants and operators
-# of these functions, such as `mul_` and `__rmul__` for `mul`. The functions in `PRODUCTS` are linear if only one
-# argument comes from a gradient, and the functions in `QUOTIENTS` if only the dividend comes from a gradient. The
-# functions in `LINEAR` are linear in all arguments, or do not depend on the values.
+# of these functions, such as `mul_` and `__rmul__` for `mul`.
+# `PRODUCTS`: linear if only one argument was computed from gradients.
+# `QUOTIENTS`: linear if only the dividend was computed from gradients.
+# `LINEAR`: linear in all arguments, or independent of the tensors' values.
 PRODUCTS = ("mul", "multiply", "matmul", "masked_fill", "where")
 QUOTIENTS = ("div", "truediv", "true_divide")
 LINEAR = (
@@ -155,7 +157,7 @@ def watch_gradients(module: LightningModule, callbacks: Iterable[Callback]) -> H
     """Make the user's hooks in `HOOKS` raise a ConfigurationError if they compute a nonlinear function of gradients.
 
     Returns:
-        The replacement of the hooks. Its method ``end`` restores the original hooks.
+        The wrapper of the hooks. Its method ``end`` restores the original hooks.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return HookContexts((module, *callbacks), HOOKS, partial(Linear, names))
@@ -173,7 +175,8 @@ class Linear(TorchFunctionMode):
         super().__init__()
         self._hook = hook
         self._names = names
-        # Records for each gradient, and for each tensor that is computed from gradients, the name of a parameter.
+        # For each gradient, and each tensor that was computed from gradients: the name of one of the parameters whose
+        # gradients were used. The error message contains this name.
         self._gradients: TensorOrigins[str] = TensorOrigins()
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -190,7 +193,7 @@ class Linear(TorchFunctionMode):
         return result
 
     def _parameters_of(self, values: Iterable[Any]) -> list[str]:
-        """Return the names of the parameters from whose gradients the tensors in some values were computed."""
+        """Return the name of a parameter for each tensor in `values` that was computed from gradients."""
         return [name for tensor in tensors_in(values) if (name := self._gradients.origin_of(tensor, ""))]
 
     def _is_linear(self, func: Callable[..., Any], args: Sequence[Any], parameters: Sequence[str]) -> bool:
@@ -198,7 +201,7 @@ class Linear(TorchFunctionMode):
             return False
         name = func.__name__.removeprefix("_foreach_").strip("_")
         if func.__name__.startswith("__") and name[:1] in ("r", "i") and name[1:] in (*PRODUCTS, *QUOTIENTS, *LINEAR):
-            name = name[1:]  # The reflected and in-place operators `__rmul__` and `__imul__` count as `mul`.
+            name = name[1:]  # Reflected and in-place operators, such as `__rmul__` and `__imul__`, count as `mul`.
         if name in QUOTIENTS:
             return len(parameters) == 1 and not self._parameters_of(args[1:])
         if name in PRODUCTS:

@@ -1,6 +1,6 @@
-"""Loading with ``data_dispatch: dynamic``: the coordinator gives batches to the workers that request them.
+"""Loading with ``data_dispatch: dynamic``: the coordinator assigns batches to the workers that request them.
 
-All workers know the same order of an epoch's batches, so the coordinator only sends positions in this order.
+All workers compute the same order of an epoch's batches, so the coordinator sends only positions in this order.
 """
 
 import zlib
@@ -19,9 +19,10 @@ from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 
 
 class ChunkSampler:
-    """Sampler that yields this worker's items of another sampler. The coordinator gives the items' positions.
+    """Sampler that yields the items of another sampler that the coordinator assigns to this worker.
 
-    An item of the other sampler is the index of a sample, or a list with the indices of a batch.
+    An item is the index of a sample, or a list with the indices of a batch. The coordinator sends the positions of the
+    assigned items in the other sampler's order.
 
     Attributes:
         epoch: Number of the current epoch.
@@ -54,8 +55,8 @@ class ChunkSampler:
         self.dispatch.begin(self.epoch, self.count, done if epoch == self.epoch else "")
         while chunk := self.dispatch.take(self.epoch):
             if chunk.epoch not in epochs:
-                # The coordinator gave out items of an earlier epoch, because the worker that had taken these items died
-                # at the end of that epoch. This worker processes the items instead.
+                # These items belong to an earlier epoch. Another worker took them and died at the end of that epoch, so
+                # this worker processes them instead.
                 epochs[chunk.epoch] = items_of(self.sampler, chunk.epoch)
             yield from epochs[chunk.epoch][chunk.start : chunk.stop]
 
@@ -85,7 +86,8 @@ class BatchDispatch:
             trainer: The trainer that trains with the loader.
 
         Raises:
-            ConfigurationError: There is a second training loader, or the batches of the loader cannot be given out.
+            ConfigurationError: This is a second training loader, or the loader's class, its sampler or the order of its
+                samples does not work with ``data_dispatch: dynamic``.
         """
         if self.has_loader:
             raise ConfigurationError(
@@ -98,9 +100,9 @@ class BatchDispatch:
         return dispatched
 
     def epoch(self, trainer: Trainer) -> int:
-        """Return the number of the epoch that a trainer is about to load.
+        """Return the number of the epoch whose batches a trainer loads next.
 
-        This can differ from the trainer's `current_epoch`, which is too small in a resumed run.
+        In a resumed run the trainer's `current_epoch` may be too small.
         """
         return int(trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
 
@@ -122,7 +124,7 @@ class BatchDispatch:
         self._strategy.collectives.begin_epoch(epoch, batches, 1, done)
 
     def progress(self, epoch: int) -> str:
-        """Return a text that encodes the positions of all batches that any worker has processed, for a checkpoint.
+        """Return a text for a checkpoint, which encodes the positions of all batches that the workers have processed.
 
         All workers must call this.
         """
@@ -171,7 +173,7 @@ class DispatchedLoader(DataLoader[Any]):
 
         The dictionary has three keys. ``epoch`` is the number of the epoch, ``batches`` the number of batches in the
         epoch, and ``done`` a text that encodes the positions of the processed batches. If a worker died at the end of
-        the previous epoch, the state does not contain the batches that this worker had not processed.
+        the previous epoch, the state does not contain the dead worker's unprocessed batches.
         """
         epoch = self.chunks.epoch
         return {"epoch": epoch, "batches": self.chunks.count, "done": self.dispatch.progress(epoch)}
@@ -190,7 +192,7 @@ class DispatchedLoader(DataLoader[Any]):
         self.chunks.before = int(state["epoch"]), int(state["batches"]), str(state["done"])
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield this worker's batches of the trainer's current epoch, as the coordinator gives them out."""
+        """Yield the batches of the trainer's current epoch that the coordinator assigns to this worker."""
         self.chunks.epoch = self.dispatch.epoch(self.trainer)
         for batch in super().__iter__():
             if isinstance(batch, ConfigurationError):

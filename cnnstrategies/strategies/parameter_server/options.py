@@ -29,7 +29,7 @@ Security = Literal["auto", "curve", "none"]
 # the slice have arrived.
 PIPELINED_BYTES = 1 << 19
 MOST_HEARTBEAT = 0.5  # Largest time between two heartbeats of a process, in seconds.
-BEATS = 20  # Number of heartbeats within a time-out.
+BEATS = 20  # Smallest number of heartbeats that a process sends within a time-out.
 AVERAGING = (1.0, 0.0)  # With these values of outer_lr and outer_momentum, an outer step averages the workers' weights.
 USUAL_STALENESS = 4  # Default of staleness in mode ssp.
 USUAL_SYNC_EVERY = 8  # Default of sync_every in mode local.
@@ -50,9 +50,9 @@ def usual_sync_every(mode: Mode) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServerOptions(RunOptions):
-    """All options of the strategy ``parameter_server``.
+    """All options of the strategy ``parameter_server``, which :class:`.ParameterServerStrategy` describes.
 
-    :class:`.ParameterServerStrategy` describes them. The base class has the options that the engine needs.
+    The base class has the options that become part of the run's specification.
     """
 
     sync_every: int
@@ -76,7 +76,7 @@ class ParameterServerOptions(RunOptions):
         yield from self._mistakes_of_places()
 
     def _mistakes_of_modes(self) -> Iterator[str]:
-        """Yield an error message for each option that the mode, or a related option, does not allow."""
+        """Yield an error message for each option that contradicts the mode or another option."""
         if self.sync_every > 1 and self.mode != "local":
             yield f"sync_every={self.sync_every} is for mode: local, not mode: {self.mode}; leave it out"
         if not 0 < self.outer_lr < math.inf:
@@ -198,7 +198,7 @@ class ParameterServerOptions(RunOptions):
         Raises:
             ConfigurationError: Connections to other machines are encrypted, and ``key_file`` is not set.
         """
-        # Only this user can enter the directory of the socket file, so no encryption is needed.
+        # A run with a socket file is not encrypted by default, because only this user can enter the file's directory.
         ipc = coordinator.startswith("ipc://")
         local = is_local(coordinator) and all(is_local(endpoint) for endpoint in self.endpoints)
         wanted = self.security == "curve" or (self.security == "auto" and not ipc)
@@ -227,8 +227,8 @@ class ParameterServerOptions(RunOptions):
         options |= {"servers": self.server_count(nodes), "timeout": max(self.timeout, LEAST_SECONDS), **changes}
         if self.mode == "local":
             optimizer = self._outer(module, optimizer)
-        # Pipelining is used only with dedicated servers. If servers share nodes with workers, returning values and
-        # outgoing gradients would compete for the nodes' links.
+        # Pipelining is used only with dedicated servers. If servers ran on the workers' nodes, pulled values and pushed
+        # gradients would compete for the nodes' links.
         dedicated = bool(self.endpoints) and self.mode == "sync" and not may_be_lossy(self.pull_compression)
         if dedicated and "clip_norm" not in changes:
             options = {"pipelined": True, "slice_bytes": PIPELINED_BYTES, **options}
