@@ -1,6 +1,7 @@
 """Logger that appends to the file of an earlier start of the same run."""
 
 import csv
+import io
 import os
 import warnings
 from collections.abc import Iterable
@@ -10,6 +11,8 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch import loggers
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from typing_extensions import override
+
+from cnnstrategies.runtime.whole_file import whole_file
 
 KEPT = ".metrics.csv.kept"
 
@@ -64,9 +67,9 @@ def _read(file: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def _write(file: Path, names: list[str], lines: Iterable[dict[str, str]]) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    with open(partial, "w", newline="", encoding="utf-8") as text:
-        writer = csv.DictWriter(text, names)
-        writer.writeheader()
-        writer.writerows(lines)
-    os.replace(partial, file)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, names)
+    writer.writeheader()
+    writer.writerows(lines)
+    with whole_file(file, "free some space, or set another folder with --trainer.logger.init_args.save_dir") as binary:
+        binary.write(text.getvalue().encode())
