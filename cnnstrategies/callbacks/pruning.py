@@ -96,7 +96,7 @@ class Pruning(ModelPruning):
         if not debugging and trainer.max_epochs is not None and 0 <= trainer.max_epochs <= self.epoch + 1:
             raise ConfigurationError(
                 f"Pruning(epoch={self.epoch}) leaves no epoch to train the pruned network, because "
-                f"trainer.max_epochs={trainer.max_epochs}: raise trainer.max_epochs, or lower epoch"
+                f"trainer.max_epochs={trainer.max_epochs}: raise trainer.max_epochs, or give Pruning a smaller epoch"
             )
 
     @override

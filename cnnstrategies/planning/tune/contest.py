@@ -46,7 +46,7 @@ class CandidateResult:
     Attributes:
         setting: The candidate.
         verdict: Verdict after the candidate's rounds; None if the candidate was not measured.
-        trouble: Reason why the candidate failed or was rejected; empty if neither is the case.
+        trouble: Reason why the candidate failed or was rejected; otherwise empty.
     """
 
     setting: Setting
@@ -217,8 +217,8 @@ class Contest:
                 if number and time.monotonic() > self.ends:
                     verdicts = [replace(verdict, outcome="undecided")]
                 elif name in alive and verdict.low >= CERTAIN_GAIN:
-                    # If there was only one candidate, it was not selected because it was fast. Its verdict is therefore
-                    # unbiased, and no new rounds are needed.
+                    # Selecting the fastest of several candidates makes its verdict biased. The verdict on the only
+                    # candidate is unbiased, so no new rounds are needed.
                     alone = len(self.rows) == 1
                     verdicts = [verdict if alone else self.fresh_verdict(name, alive)]
                 else:
