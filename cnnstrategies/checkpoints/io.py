@@ -77,7 +77,7 @@ def _to_memory(storage: Any, location: str) -> Any:
 
 
 def check_sums(path: str | Path) -> None:
-    """Verify the checksums of a checkpoint file, which is a zip archive. torch writes the checksums but ignores them.
+    """Verify the checksums of a checkpoint file, which is a zip archive. ``torch.load`` does not verify them.
 
     Raises:
         ConfigurationError: A checksum does not match the file's content.

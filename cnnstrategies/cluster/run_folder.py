@@ -38,7 +38,7 @@ MOST_CHARACTERS = 120  # Largest number of characters in a run's name.
 RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
 # Keys: loggers without a folder. Values: names of two arguments of the logger. The first argument is the id of the
-# logged run, which a restarted run needs to continue it. The second argument is the name that the logger shows.
+# logged run: with the same id, a restarted run continues it. The second argument is the name that the logger shows.
 IDS = {"WandbLogger": ("version", "name"), "MLFlowLogger": ("run_id", "run_name")}
 CSV = loggers_of_lightning.CSVLogger.__name__
 WITH_FOLDERS = (TensorBoardLogger.__name__, CSV, KeptCSVLogger.__name__)  # Loggers whose version is a folder's name.

@@ -166,8 +166,8 @@ def decide_by_shapes(network: nn.Module, example: Callable[[int], Any]) -> bool:
 
     Args:
         network: The network.
-        example: Function that takes a count and returns this many example images, as the network takes them; None if no
-            example images are available. The function is called only if the forward needs a number.
+        example: Function that takes a count and returns this many example images, as the network takes them. It returns
+            None if no example images are available. It is called only if the forward needs a number.
 
     Returns:
         Whether all numbers are known. This is False if the forward needs a number and no example images are available.

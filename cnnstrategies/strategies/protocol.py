@@ -118,7 +118,7 @@ class StrategyFacts:
 
     @property
     def connects_hosts(self) -> bool:
-        """Whether the strategy connects its hosts itself. If not, the cluster code connects them by a torch store."""
+        """Whether the strategy connects its hosts itself. If not, the cluster code connects them with a torch store."""
         return False
 
     def set_host_timeout(self, seconds: float) -> None:

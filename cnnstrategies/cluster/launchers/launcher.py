@@ -153,24 +153,24 @@ class Launcher(ABC):
         return None
 
     def is_temporary(self, run_name: str) -> bool:
-        """Whether a name from :meth:`run_name` is random, so that it changes when the launcher itself is started again.
+        """Whether a name from :meth:`run_name` is random, and so changes when the launcher itself is started again.
 
-        A name from an outer launcher is then preferred. By default this is false.
+        If it is, a name from an outer launcher is preferred. By default this is false.
         """
         return False
 
     def lacks_name(self, environ: Environ) -> str | None:
-        """Return an error message if this launcher may restart a run that has no name. The default is None.
+        """Return an error message for a run that has no name, if this launcher could restart the run's processes.
 
-        A restarted process could not find the checkpoints of such a run.
+        A restarted process could not find the checkpoints of such a run. By default, return None.
         """
         return None
 
     def restart(self, options: ClusterOptions) -> Restart | None:
-        """Return parts of an error message if the launcher may restart a run with these options. The default is None.
+        """Return parts of an error message if the launcher may restart a run with these options; otherwise None.
 
         A run without checkpoints would start from the beginning after a restart, so it is refused with this error
-        message.
+        message. By default, return None.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""The strategy of a joiner: a process that joins a run which trains already, and adds gradients to the training."""
+"""The strategy of a joiner: a process that joins a run in progress, and adds gradients to the run's training."""
 
 import signal
 import threading
@@ -136,7 +136,7 @@ class JoiningStrategy(ParameterServerStrategy):
     def open_session(self) -> None:
         """Do nothing, because this process registers with the coordinator after set-up.
 
-        If the process registered earlier, the coordinator would reserve an id for the process during the set-up.
+        If the process registered here, the coordinator would reserve an id for the process during the set-up.
         """
 
     @property
@@ -221,7 +221,7 @@ class JoiningStrategy(ParameterServerStrategy):
 
         Returns:
             The connection to the servers. None if another process has registered under the offered id, or if the epoch
-            has no batches left. Try again in these cases.
+            has no batches left. The caller then tries again.
         """
         place = self._find_place()
         try:

@@ -318,7 +318,7 @@ class Stepper:
                 suspects = f" (maybe by {', '.join(self._sees_weights)})" if self._sees_weights else ""
                 raise ConfigurationError(
                     f"{self._names[index]} was changed between two steps, or in training_step{suspects}: the servers "
-                    "hold the parameters and would overwrite the change; use mode: local, or strategy ddp"
+                    "hold the parameters and would overwrite the change; use `mode: local`, or strategy ddp"
                 )
 
     def _changed(self) -> list[bool]:
