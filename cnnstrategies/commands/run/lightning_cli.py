@@ -384,7 +384,7 @@ def _with_notes(error: Exception, text: str) -> str:
 
 
 class ModelAndData(CLI):
-    """Command line that parses a configuration like ``fit``, and builds the model and the data module but no trainer.
+    """Command line that parses a configuration as ``fit`` does, and builds the model and data module but no trainer.
 
     Args:
         command: Name of the command, for error messages.
