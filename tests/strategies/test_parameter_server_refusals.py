@@ -97,7 +97,7 @@ GATHERS = Module(loss=nn.Module())
 GATHERS.loss.sinkhorn_gather_distributed = True
 BY_HAND = Module(automatic_optimization=False)
 USES: dict[str, Callable[[], Any]] = {
-    "SGD has growth_rate=inf in parameter group 0.* local or strategy ddp": lambda: check_optimizers(
+    "SGD has growth_rate=inf in parameter group 0.* local` or strategy ddp": lambda: check_optimizers(
         [with_option(math.inf)], servers()
     ),
     "WithModes keeps separate weights .* mode: local": lambda: check_optimizers(
