@@ -4,8 +4,8 @@
 commands need to know about a strategy. They call :func:`facts_of`, which also works for Lightning's own strategies, and
 never check the class of a strategy.
 
-All subpackages may import this module. From this package, it imports only
-:mod:`cnnstrategies.strategies.differences` at run time.
+All subpackages may import this module. To avoid circular imports, the module itself imports only
+:mod:`cnnstrategies.strategies.differences` from this package at run time.
 """
 
 from collections.abc import Sequence
