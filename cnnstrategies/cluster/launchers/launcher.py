@@ -155,7 +155,7 @@ class Launcher(ABC):
     def is_temporary(self, run_name: str) -> bool:
         """Whether a name from :meth:`run_name` is random, and so changes when the launcher itself is started again.
 
-        If it is, a name from an outer launcher is preferred. By default this is false.
+        Names from outer launchers are preferred to a random name. By default this is false.
         """
         return False
 
