@@ -342,7 +342,7 @@ def check_rows(outputs: Any, samples: int) -> None:
     """Check that every tensor in the outputs of a microbatch has one row per sample.
 
     Raises:
-        ConfigurationError: A tensor has a different number of rows.
+        ConfigurationError: The number of rows of a tensor is not ``samples``.
     """
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, Tensor) and (leaf.ndim == 0 or len(leaf) != samples):

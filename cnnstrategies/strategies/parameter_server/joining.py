@@ -186,7 +186,7 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def agree_on_stop(self, received: int | None) -> int | None:
-        """Return None, because a joiner stops alone, by its own signal handlers."""
+        """Return None, because a joiner stops by its own signal handlers, independently of the other workers."""
         return None
 
     @override

@@ -39,7 +39,7 @@ def join_servers(
 ) -> tuple[Worker | CombinedWorker, Specification, int | None]:
     """Connect this worker to the servers at the start of training. All workers must call this.
 
-    Rank 0 publishes the run's specification. If this worker was restarted and the run trains already, the worker waits
+    Rank 0 publishes the run's specification. If this worker was restarted while the run was training, the worker waits
     until the run admits it, and takes over the progress of the other workers.
 
     Args:
