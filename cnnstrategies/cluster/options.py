@@ -273,7 +273,7 @@ class ClusterOptions:
 
 
 def _check_extra(name: str, line: str) -> None:
-    """Refuse a line of additional options of sbatch if it is not one single option, or if another key sets the option."""
+    """Refuse a line of additional options of sbatch if it is not a single option, or if another key sets the option."""
     if not line.startswith("-") or "\n" in line:
         raise ConfigurationError(f"cluster.{name}: {line!r} must be one option of sbatch, for example --exclusive")
     for word in line.split():
