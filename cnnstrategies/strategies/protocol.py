@@ -154,7 +154,7 @@ class StrategyFacts:
 
     @property
     def compiles_network(self) -> bool:
-        """Whether the strategy compiles the network or its parts, so that modules and callbacks must not compile it."""
+        """Whether the strategy compiles the network or its parts. If so, modules and callbacks must not compile it."""
         return False
 
     @property
