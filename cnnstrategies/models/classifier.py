@@ -92,7 +92,7 @@ class ImageClassifier(NetworkModule):
         if task == "regression" and class_weights is not None:
             raise ConfigurationError("class_weights cannot be used with task=regression: leave class_weights out")
         if not 0 <= label_smoothing < 1:
-            raise ConfigurationError(f"label_smoothing={label_smoothing} is outside [0, 1); 0.1 is usual")
+            raise ConfigurationError(f"label_smoothing={label_smoothing} is outside [0, 1); give a number such as 0.1")
         for name, value in (
             ("mixup_alpha", mixup_alpha),
             ("cutmix_alpha", cutmix_alpha),

@@ -160,7 +160,7 @@ def _refuse(where: str, reason: str) -> NoReturn:
 
 def _mapping(where: str, content: Any, known: Mapping[str, Read]) -> dict[str, Any]:
     if not isinstance(content, dict):
-        _refuse(where, f"a mapping is needed, with some of the keys {', '.join(known)}")
+        _refuse(where, f"give a mapping; the possible keys are {', '.join(known)}")
     values = {}
     for name, value in content.items():
         if name not in known:
@@ -173,7 +173,7 @@ def _mapping(where: str, content: Any, known: Mapping[str, Read]) -> dict[str, A
 
 def _nodes(where: str, content: Any) -> list[Host]:
     if not isinstance(content, list) or not content:
-        _refuse(where, "a list is needed, with at least one machine")
+        _refuse(where, "give a list of at least one machine")
     return [
         host for index, item in enumerate(content) for host in _hosts(f"{where.removesuffix(': ')}[{index}]: ", item)
     ]

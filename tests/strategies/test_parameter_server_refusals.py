@@ -97,10 +97,10 @@ GATHERS = Module(loss=nn.Module())
 GATHERS.loss.sinkhorn_gather_distributed = True
 BY_HAND = Module(automatic_optimization=False)
 USES: dict[str, Callable[[], Any]] = {
-    "SGD has growth_rate=inf in parameter group 0.* local` or strategy ddp": lambda: check_optimizers(
+    "SGD has growth_rate=inf in parameter group 0.* `mode: local` or strategy ddp": lambda: check_optimizers(
         [with_option(math.inf)], servers()
     ),
-    "WithModes keeps separate weights .* mode: local": lambda: check_optimizers(
+    "WithModes keeps separate weights .* `mode: local`": lambda: check_optimizers(
         [WithModes(Module().parameters(), 0.1)], servers(mode="async")
     ),
     r"loss.sinkhorn_gather_distributed=True would gather nothing.* or use strategy ddp": lambda: check_module(

@@ -26,7 +26,8 @@ BLOCK_SECONDS = 0.5
 # Largest relative difference between two losses that rounding can explain. A candidate that may only change rounding is
 # rejected if its losses differ more than this from the default's losses.
 LARGEST_DIFFERENCE = 1e-3
-FRESH = Analysis(7, 0.05)  # New rounds that confirm a candidate have only this analysis, after 7 rounds.
+# The new rounds that confirm a candidate have a single analysis, which takes place after 7 rounds.
+FRESH = Analysis(7, 0.05)
 # Of two processes with equal settings, one can be 10 % faster than the other in all rounds (Mytkowicz et al., 2009,
 # explain why). A candidate whose gain may be below `CERTAIN_GAIN` must therefore be faster again in each of `PAIRS`
 # pairs of new processes. A pair runs the default and the candidate; see benchmarks/planning/tune_equal.md.

@@ -74,7 +74,7 @@ def joined(settings: Sequence[Setting]) -> Setting:
 
 
 def factorial(choices: Sequence[Sequence[Setting]]) -> Iterator[Setting]:
-    """Yield every combination that takes one setting or none from each group, except the one that takes none at all.
+    """Yield every combination that takes one setting or none from each group, except the one without any setting.
 
     All these combinations are needed, because the effect of a setting may depend on the other settings.
     """
