@@ -52,7 +52,8 @@ class Worker:
         leader: None, because each worker of this class pushes its own gradients. The class
             :class:`~cnnstrategies.paramserver.combiner.worker.CombinedWorker` has the rank of the node's leader here.
         role: State machine of the worker's protocol.
-        chooser: Chooser of the compressions under ``auto``; None without ``auto``, and if ``auto`` has only one choice.
+        chooser: Chooser of the compressions under ``auto``; None without ``auto``, or if there is only one compression
+            to choose from.
 
     Raises:
         ConfigurationError: The shapes or dtypes of the parameters differ from the specification's.
@@ -220,7 +221,7 @@ class Worker:
                 f"{tuple(parameter.shape)}, but its gradient is {gradient.dtype} of shape {tuple(gradient.shape)}: "
                 "push a gradient of the parameter's dtype and shape"
             )
-        # A gradient in CPU memory needs no staging, for example the mean that a node's leader pushes.
+        # A gradient in CPU memory, for example the mean that a node's leader pushes, needs no staging.
         if self._staging is None or gradient.device != parameter.device:
             self._push(index, gradient)
         else:
@@ -230,8 +231,8 @@ class Worker:
     def end_step(self) -> None:
         """End the step, and request the new parameters.
 
-        Parameters that were not pushed have no gradient in this step. The parameters are requested in the order of the
-        calls of :meth:`wait` in this step.
+        Parameters that were not pushed have no gradient in this step. If :meth:`wait` was called for every parameter
+        since the end of the previous step, the parameters are requested in the order of these calls.
         """
         self._push_fetched(wait=True)
         self.role.end_step()
@@ -323,7 +324,7 @@ class Worker:
                 self._staging.before_use(index)
 
     def _choose(self) -> None:
-        """Under ``auto``, choose the compressions for the step that begins from the measured times of earlier steps."""
+        """Under ``auto``, choose the next step's compressions. The choice depends on the measured times of steps."""
         if self.chooser is not None:
             now = time.monotonic()
             if self.role.is_first:
@@ -338,8 +339,8 @@ class Worker:
         if not wait.waiting():
             return
         begun = time.monotonic()
-        # Messages that were already read often end the wait. So handle these messages before the loop below, which
-        # checks views and sockets.
+        # Earlier calls may already have read the messages that end the wait. So handle these messages before the loop
+        # below, which checks views and sockets.
         for server, header, payload in self._links.arrived():
             self.role.on_message(server, header, payload)
             if not wait.waiting():

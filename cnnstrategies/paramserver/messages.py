@@ -91,8 +91,8 @@ def add_encoding(number: int, owner: str) -> None:
     if number in _encodings:
         taken = ", ".join(str(other) for other in sorted(_encodings))
         raise ValueError(
-            f"{owner}: encoding={int(number)} is already the number of {_encodings[number]}: use a number from 0 to "
-            f"255 that is not in use; the numbers in use are {taken}"
+            f"{owner}: encoding={int(number)} is already in use for {_encodings[number]}: use a different number from "
+            f"0 to 255; the numbers in use are {taken}"
         )
     _encodings[int(number)] = owner
 
@@ -236,7 +236,7 @@ def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) 
     if magic != MAGIC:
         raise InvalidMessageError("the frame is not a message of cnnstrategies")
     if version != VERSION:
-        raise InvalidMessageError("the message has a different version of the wire format")
+        raise InvalidMessageError("the message's version of the wire format is not the version of this process")
     if header_session != session:
         raise InvalidMessageError("the message belongs to a different run")
     kind = _KIND_BY_NUMBER.get(kind_number)

@@ -31,7 +31,7 @@ class Asynchronous:
         self._shard = shard
         self._begun: dict[int, tuple[int, Begin]] = {}
         self._first: dict[MemberKey, int] = {}  # By id and incarnation of a worker: the step with which it began.
-        # By id of a worker that must wait for the slowest worker: the keys of the slices that it pulls, and the pull.
+        # By id of a worker that must wait for the slowest worker: the keys of the slices in its pull, and the pull.
         self._held: dict[int, tuple[list[int], Pull]] = {}
 
     @property
@@ -150,8 +150,8 @@ class Asynchronous:
         slowest = self.clock.slowest
         self.clock.finished(member[0], request)
         self._held[member[0]] = keys, Pull(request, member=member, step=request - 1, encoding=encoding)
-        # If the slowest worker's number of steps has not changed, no other worker may go on because of this pull. So
-        # only the worker of this pull is considered then.
+        # This pull can release other workers only if it raises the slowest worker's number of steps. Otherwise only the
+        # worker that sent this pull is checked.
         self.proceed(self._held if self.clock.slowest != slowest else (member[0],))
 
     def will_answer(self, key: int, member: tuple[int, int], request: int) -> bool:

@@ -177,7 +177,7 @@ class Copies:
             self._outbox.to_server(backup, Kind.COPY, payload, key=key, base=version, json=fields)
 
     def repeat_for(self, server: int) -> None:
-        """Send copies and acknowledgements again to a server that has missed messages of this server."""
+        """Send copies and acknowledgements again to a server that has missed messages from this server."""
         for key in self._store.slices:
             if server in self._backups.get(key, ()):
                 self.send(key, [server])

@@ -29,8 +29,8 @@ class Begin:
         weight: Number of samples in the worker's gradient.
         pulls: Encoding in which the worker will pull the values after the step, if workers choose encodings; `NOTHING`
             otherwise.
-        level: Level of the worker's encodings in the ladder of encodings, from 1 for the most exact; see
-            :attr:`~cnnstrategies.paramserver.messages.Header.level`. 0 if workers do not choose encodings.
+        level: Level of the worker's encodings: 1 for the most exact, larger for smaller payloads; 0 if workers do not
+            choose encodings. See :attr:`~cnnstrategies.paramserver.messages.Header.level`.
     """
 
     options: Options

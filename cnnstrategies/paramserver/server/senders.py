@@ -97,7 +97,7 @@ class Senders:
             header: Header of the message.
             user: Public key of the connection, if it is encrypted.
 
-        Returns True if the sender is a server and its messages directly before this message were lost.
+        Returns True if the sender is a server, and messages that it sent directly before this message were lost.
 
         Raises:
             InvalidMessageError: The sender is not a member or may not send this message, or the message is a replay.

@@ -148,7 +148,7 @@ class Server:
         return self._outbox.take()
 
     def on_message(self, now: float, route: bytes, user: str, header: Header, payload: memoryview) -> Effects:
-        """Act on a received message, or drop it if it is invalid or its sender may not send it.
+        """Act on a received message. Drop the message if it is invalid, or if the sender may not send it.
 
         Args:
             now: The current time, in seconds.

@@ -168,8 +168,8 @@ class Shard:
             key: Key of the slice.
             pull: The worker's pull.
             version: Current version of the slice.
-            encoded: By encoding: the slice's values as payloads. The method adds new payloads, so that values are
-                encoded once for all workers.
+            encoded: Payloads of the slice's values that exist already, with their encodings as keys. The method adds
+                each new payload, so the values are encoded only once for all workers.
         """
         if pull.state:
             return pack_state(self.store.state(key)), Encoding.NOTHING, 0.0
