@@ -78,7 +78,7 @@ def encode(value: Any) -> list[Buffer]:
         The structure as JSON, followed by one buffer for each tensor.
 
     Raises:
-        CodecError: The value contains an object of a different type, or is too large or too deeply nested.
+        CodecError: The value contains an object of an unsupported type, or is too large or too deeply nested.
     """
     buffers: list[Buffer] = []
     structure = json.dumps(_pack(value, buffers, 0), separators=(",", ":")).encode()

@@ -1,4 +1,4 @@
-"""Size of a batch job, which follows from the trainer's arguments, and generation of job scripts."""
+"""Computation of a batch job's size from the trainer's arguments, and generation of job scripts."""
 
 import shlex
 from dataclasses import dataclass

@@ -58,7 +58,7 @@ class KubernetesOptions:
             as {/runs: my-claim}.
         shared_memory: Largest size of /dev/shm, such as 8Gi. It counts towards the pod's memory; by default only the
             pod's memory limit applies.
-        key_secret: Name of the Secret with the keys of a parameter server, which is created from a file run.key.
+        key_secret: Name of the Secret with a parameter server's keys. Create the Secret from a file named run.key.
         env: Environment variables of the pods, such as {NCCL_SOCKET_IFNAME: eth0}.
         grace_seconds: Time between SIGTERM and SIGKILL of a pod, as seconds or ``minutes:seconds``. In this time the
             run must finish its step, or a validation, and save a checkpoint.
@@ -273,7 +273,7 @@ class ClusterOptions:
 
 
 def _check_extra(name: str, line: str) -> None:
-    """Refuse a line of additional options for sbatch if it is not an option, or if another key sets the option."""
+    """Refuse a line of additional options of sbatch if it is not a single option, or if another key sets the option."""
     if not line.startswith("-") or "\n" in line:
         raise ConfigurationError(f"cluster.{name}: {line!r} must be one option of sbatch, for example --exclusive")
     for word in line.split():

@@ -209,7 +209,7 @@ def last_checkpoint(trainer: Trainer, name: str) -> Path | None:
 
 
 def refuse_anothers(last: Path, name: str) -> None:
-    """Check that the file ``last`` does not exist or is a checkpoint of the run ``name``.
+    """Check that the file ``last``, if it exists, is a checkpoint of the run ``name``.
 
     Otherwise a restart of the run would resume from the checkpoint of a different run.
 

@@ -273,7 +273,7 @@ def shorter_side(datamodule: ImageDataModule) -> int:
 
 
 def grey_of(image: Tensor) -> Tensor:
-    """Convert a uint8 RGB image (3, H, W) to greyscale (1, H, W), with the usual weights of ITU-R BT.601.
+    """Convert a uint8 RGB image (3, H, W) to greyscale (1, H, W), with the weights of ITU-R BT.601.
 
     torchvision's own conversion rounds down, so images that are already grey would become darker.
     """

@@ -226,7 +226,7 @@ def _send_to_all_ranks(
 ) -> tuple[Tensor, ...]:
     """Send the first stage's tensors to all ranks, and return each tensor with the rows of all replicas.
 
-    The rows are in the order in which one process alone would load them. All ranks must call this. All tensors travel
+    The rows are in the order in which a single process would load them. All ranks must call this. All tensors travel
     in one buffer, in a single broadcast or all-reduce.
 
     Args:

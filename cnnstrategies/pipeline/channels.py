@@ -320,7 +320,7 @@ class Channels:
         for spec in specs:
             tensor = spec.empty(self.device)
             transfer = self.transport.receive(on_the_wire(tensor, spec.memory_format), rank, tag, content)
-            transfer.tensor = tensor  # The transfer may use a permuted view of the tensor, but `wait` must return this.
+            transfer.tensor = tensor  # Otherwise `wait` could return a permuted view of the tensor.
             self._receives[sender].append(self._prepare(order, transfer))
         return True
 

@@ -270,7 +270,7 @@ def cut_positions(traced: fx.GraphModule) -> list[int]:
 
     A position is the index, in :func:`ordered_nodes`, of the first node after the cut. A cut cannot separate two nodes
     that use the same parameter or buffer, because a parameter or buffer belongs to one stage. If a node changes the
-    result of an earlier node in place, and this result is used again later, a cut cannot separate these two nodes.
+    result of an earlier node in place, and a later node uses this result, a cut cannot separate the first two nodes.
     """
     nodes = ordered_nodes(traced)
     position = {node: index for index, node in enumerate(nodes)}

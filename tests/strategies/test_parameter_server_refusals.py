@@ -31,7 +31,7 @@ ARGUMENTS = [
     ({"coordinator": "tcp://[::1]:80"}, r"endpoint 'tcp://\[::1\]:80': the parameter server supports only IPv4"),
     (
         {"endpoints": ["tcp://fe80::1:80"], "coordinator": "tcp://10.0.0.1:80", "security": "none"},
-        r"endpoint 'tcp://fe80::1:80': the .* \(MASTER_ADDR\)",
+        r"endpoint 'tcp://fe80::1:80': the .* in MASTER_ADDR",
     ),
     ({"key_file": "nowhere"}, "does not exist; make it with"),
     ({"combine_per_node": True, "mode": "async"}, "`combine_per_node: true` is for `mode: sync`"),
@@ -97,10 +97,10 @@ GATHERS = Module(loss=nn.Module())
 GATHERS.loss.sinkhorn_gather_distributed = True
 BY_HAND = Module(automatic_optimization=False)
 USES: dict[str, Callable[[], Any]] = {
-    "SGD has growth_rate=inf in parameter group 0.* local or strategy ddp": lambda: check_optimizers(
+    "SGD has growth_rate=inf in parameter group 0.* `mode: local` or strategy ddp": lambda: check_optimizers(
         [with_option(math.inf)], servers()
     ),
-    "WithModes keeps separate weights .* mode: local": lambda: check_optimizers(
+    "WithModes keeps separate weights .* `mode: local`": lambda: check_optimizers(
         [WithModes(Module().parameters(), 0.1)], servers(mode="async")
     ),
     r"loss.sinkhorn_gather_distributed=True would gather nothing.* or use strategy ddp": lambda: check_module(

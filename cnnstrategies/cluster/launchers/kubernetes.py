@@ -25,7 +25,7 @@ SECTION = "cluster.kubernetes"
 # Largest number of characters in cluster.job_name. A pod's name has at most 63 characters, and the timestamp, the role,
 # the index and Kubernetes' random suffix need 35 of them.
 LONGEST_NAME = 28
-WAIT = 1800.0  # Seconds to wait for all pods to start, which includes the download of their images.
+WAIT = 1800.0  # Seconds to wait until all pods have downloaded their images and have started.
 
 
 @register

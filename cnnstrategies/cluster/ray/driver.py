@@ -1,4 +1,4 @@
-"""Driver of a run on a Ray cluster. It starts an actor on each node, which runs ``fit`` as a program."""
+"""Driver of a run on a Ray cluster. It starts an actor on each node, and the actor runs ``fit`` as a program."""
 
 import contextlib
 import itertools

@@ -48,7 +48,7 @@ LEAST_BEATS = 4  # Least number of heartbeats that this process sends within the
 
 
 class JoinedDispatch(BatchDispatch):
-    """Source of a joiner's batches, which requests batches until the joiner receives Ctrl-C or SIGTERM."""
+    """Source of a joiner's batches. It requests batches until the joiner receives Ctrl-C or SIGTERM."""
 
     def __init__(self, strategy: "JoiningStrategy") -> None:
         super().__init__(strategy)
@@ -186,7 +186,7 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def agree_on_stop(self, received: int | None) -> int | None:
-        """Return None, because a joiner stops alone, by its own signal handlers."""
+        """Return None, because a joiner stops by its own signal handlers, independently of the other workers."""
         return None
 
     @override

@@ -19,7 +19,7 @@ from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 
 
 class ChunkSampler:
-    """Sampler that yields the items of another sampler that the coordinator assigns to this worker.
+    """Sampler that yields those items of another sampler that the coordinator assigns to this worker.
 
     An item is the index of a sample, or a list with the indices of a batch. The coordinator sends the positions of the
     assigned items in the other sampler's order.

@@ -215,7 +215,7 @@ class ParameterServerOptions(RunOptions):
     def specification(
         self, module: LightningModule, optimizer: Optimizer, nodes: int, workers: int, **changes: Any
     ) -> Specification:
-        """Return the settings of a run for its workers and servers.
+        """Return the run's specification: the settings on which all workers and servers agree.
 
         Args:
             module: The module that is trained.

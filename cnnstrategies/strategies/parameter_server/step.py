@@ -322,7 +322,7 @@ class Stepper:
                 )
 
     def _changed(self) -> list[bool]:
-        """Return a boolean for each parameter, which says whether the parameter differs from the received value.
+        """Return, for each parameter, whether the parameter differs from the received value.
 
         The values are compared only if hooks may write weights. Otherwise all results are False.
         """
