@@ -38,8 +38,8 @@ class GracefulStop(Callback):
 
     A run stops only after a batch in which the optimizer has made a step, because a checkpoint does not contain
     gradients that are still being accumulated. Lightning logs and validates after this callback has run. If Lightning
-    is about to log or validate, the stop is postponed by up to three steps. Otherwise the run would stop before the
-    logging or the validation, and a resumed run would skip it.
+    is about to log or validate, the stop is postponed by up to three steps. Without this delay, the run would stop
+    before the logging or the validation, and a resumed run would skip it.
 
     Lightning's own signal handler runs a broadcast, which can go wrong in the middle of another collective. In this
     class a signal only sets a flag. The ranks exchange their flags about twice a second, at steps that rank 0
@@ -182,7 +182,7 @@ class GracefulStop(Callback):
         timer.daemon = True
         timer.start()
         text = f"{signal.Signals(signum).name}: stopping after this step, within {grace:g} s"
-        self._say(text + ("" if warned else "; send it again to stop at once"))
+        self._say(text + ("" if warned else "; send the signal again to stop at once"))
 
     def _say(self, text: str) -> None:
         """Print a line on rank 0, above the progress bar if there is one."""
