@@ -18,7 +18,7 @@ from typing_extensions import override
 from cnnstrategies._lightning_private import ask_of_sigterm, leave_signals
 from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.runtime.helper_processes import shield_helpers
-from cnnstrategies.runtime.stop_signals import Repeated, acting_on, expected_repeats
+from cnnstrategies.runtime.stop_signals import Repeated, acting_on, expected_repeats, settle
 from cnnstrategies.strategies.protocol import facts_of
 
 CHECK_SECONDS = 0.5  # Seconds between two exchanges of the flags that tell whether a rank has received a signal.
@@ -120,6 +120,7 @@ class GracefulStop(Callback):
         # contain them, so the run does not stop here.
         if step == self._step_at_start or step < self._next_check:
             return
+        settle()  # A signal that has arrived before this point counts.
         facts = facts_of(trainer.strategy)
         if not facts.steps_in_lockstep:
             # The ranks make their steps independently of each other, so they cannot exchange flags by a collective. The
@@ -149,7 +150,9 @@ class GracefulStop(Callback):
         if signum is not None and isinstance(exception, RuntimeError) and str(exception).startswith(LOST_WORKER):
             # The loader worker has not ignored the signal, for example because a user's code has started it.
             name = signal.Signals(signum).name
-            self._say_last(f"Stopped at once by {name}, because a loader worker has ended; the last checkpoint is kept")
+            self._say_last(
+                trainer, f"Stopped at once by {name}, because a loader worker has ended; the last checkpoint is kept"
+            )
             self._kill()
 
     @override
@@ -181,26 +184,26 @@ class GracefulStop(Callback):
         timer = threading.Timer(grace, self._kill)
         timer.daemon = True
         timer.start()
+        assert self._trainer is not None
         text = f"{signal.Signals(signum).name}: stopping after this step, within {grace:g} s"
-        self._say(text + ("" if warned else "; send the signal again to stop at once"))
+        self._say(self._trainer, text + ("" if warned else "; send the signal again to stop at once"))
 
-    def _say(self, text: str) -> None:
+    def _say(self, trainer: Trainer, text: str) -> None:
         """Print a line on rank 0, above the progress bar if there is one."""
-        if self._trainer is not None and self._trainer.is_global_zero:
+        if trainer.is_global_zero:
             with contextlib.suppress(Exception), tqdm.external_write_mode(sys.stderr):
                 print(text, file=sys.stderr, flush=True)
 
-    def _say_last(self, text: str) -> None:
+    def _say_last(self, trainer: Trainer, text: str) -> None:
         """Print a line on rank 0, and end the progress bar first, which would overwrite the line."""
-        assert self._trainer is not None
-        bar = self._trainer.progress_bar_callback
+        bar = trainer.progress_bar_callback
         if bar is not None:
-            bar.teardown(self._trainer, self._trainer.lightning_module, "fit")
+            bar.teardown(trainer, trainer.lightning_module, "fit")
         if isinstance(bar, TQDMProgressBar):
             for name in BARS:
                 with contextlib.suppress(AttributeError, TypeError):  # The bar has not been shown yet.
                     getattr(bar, f"{name}_progress_bar").close()
-        self._say(text)
+        self._say(trainer, text)
 
     def _stop(self, trainer: Trainer, signum: int) -> None:
         checkpoint = trainer.checkpoint_callback
@@ -211,7 +214,7 @@ class GracefulStop(Callback):
             path = Path(checkpoint.dirpath) / f"{checkpoint.CHECKPOINT_NAME_LAST}{checkpoint.FILE_EXTENSION}"
             trainer.save_checkpoint(path)
             outcome = f"continue with --ckpt_path {path}"
-        self._say_last(f"Stopped by {signal.Signals(signum).name} after step {trainer.global_step}; {outcome}")
+        self._say_last(trainer, f"Stopped by {signal.Signals(signum).name} after step {trainer.global_step}; {outcome}")
         # Rank 0 gives the run its exit code. The other ranks exit with 0, because a launcher that watches them would
         # treat another exit code as a failure.
         reports_signal = trainer.local_rank == 0 if self.on_each_node else trainer.is_global_zero

@@ -200,6 +200,11 @@ def acting_on(signums: Iterable[int], action: Action) -> Iterator[None]:
             _thread.stop()
 
 
+def settle() -> None:
+    """Wait until the actions of all signals that have arrived have returned. Only the main thread may call this."""
+    _thread.settle()
+
+
 def leave_to_helpers(ignore: bool) -> None:
     """Determine whether signals have no effect on processes that this process forks from now on.
 
