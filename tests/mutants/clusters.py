@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import test_job
 import test_loopback
+import test_platforms
 import test_run_folder
 import test_torchrun
 from mutants.faulty import removes, replaces
 from torch.distributed import TCPStore
 
+from cnnstrategies.cluster.claimed_processes import check_processes
 from cnnstrategies.cluster.job import sbatch_script
 from cnnstrategies.cluster.run_folder import refuse_anothers
 from cnnstrategies.cluster.stores import LOOPBACK, on_loopback, own_store, serve_on_loopback
@@ -47,3 +49,10 @@ removes(
 @replaces(serve_on_loopback, killed_by=test_torchrun.test_each_start_has_its_own_store_instead_of_the_agents)
 def the_store_of_one_machine_listens_on_all_interfaces(original, address=LOOPBACK, port=0):
     return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+
+
+removes(
+    check_processes,
+    "each process of a platform trains alone on all data",
+    killed_by=test_platforms.test_a_process_joins_or_is_refused_and_never_trains_alone,
+)
