@@ -1,4 +1,4 @@
-"""Size of a batch job, which follows from the trainer's arguments, and generation of job scripts."""
+"""Computation of a batch job's size from the trainer's arguments, and generation of job scripts."""
 
 import shlex
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ def sbatch_script(
         options: The section ``cluster`` of the configuration.
         size: Size of the job.
         files: Files of the submission in the run folder.
-        python: Python interpreter, if the options do not set an interpreter, a virtual environment or a container.
+        python: Python interpreter that is used if the options set no interpreter, virtual environment or container.
         command: The command line of ``submit``, for a comment in the script.
         goes_on: Whether the run can continue after it has lost a rank.
     """
@@ -154,7 +154,7 @@ def interpreter_words(options: ClusterOptions, python: str) -> str:
 
     Args:
         options: The section ``cluster`` of the configuration.
-        python: Python interpreter, if the options do not set an interpreter, a virtual environment or a container.
+        python: Python interpreter that is used if the options set no interpreter, virtual environment or container.
     """
     interpreter = options.python or ("python" if options.venv or options.container else python)
     return shlex.join([*shlex.split(options.container or ""), interpreter])

@@ -32,7 +32,7 @@ class Submission:
     Attributes:
         config: The parsed configuration.
         dump: Function that returns a configuration as YAML.
-        datamodule: The data module of the run; None if the module has its own loaders.
+        datamodule: The data module of the run; None if the LightningModule has its own loaders.
         options: The section ``cluster`` of the configuration.
         size: Number of nodes, processes and GPUs.
         server_options: Options of the run's parameter servers; None if the run has no parameter servers.

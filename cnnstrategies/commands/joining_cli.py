@@ -158,7 +158,7 @@ def server_options_of(strategy: Any) -> ParameterServerOptions:
     if options is None:
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         raise ConfigurationError(
-            f"trainer.strategy={name}: a process can join only a run with strategy parameter_server; give the "
+            f"trainer.strategy={name}: a process can join only a run with the strategy parameter_server; give the "
             "configuration of the run to join"
         )
     return options

@@ -82,8 +82,8 @@ def export(
         kind: Format of the exported network.
 
     Raises:
-        ConfigurationError: A package is not installed, the folder exists, the network cannot be exported, or the
-            exported network has different logits.
+        ConfigurationError: A package is not installed, the folder exists, the network cannot be exported, or the logits
+            of the exported network differ too much from those of the original network.
     """
     network = network_of(model, "export")
     if missing := [name for name in NEEDS[kind] if importlib.util.find_spec(name) is None]:
@@ -119,7 +119,7 @@ def describe(datamodule: LightningDataModule, images: Tensor) -> dict[str, Any]:
 
     Args:
         datamodule: The data module with which the network was trained.
-        images: A validation batch (N, C, H, W), which has the image shape.
+        images: A validation batch (N, C, H, W), from which the image shape (C, H, W) is taken.
     """
     height, width = images.shape[2:]
     geometry: dict[str, Any] = {

@@ -112,7 +112,7 @@ class Collectives:
 
         Args:
             value: The value to send. Only the source's value is used.
-            source: Id of the worker whose value to return. If this worker has died, the value of the live worker with
+            source: Id of the worker whose value to return. If the source has died, the value of the live worker with
                 the lowest id is returned instead.
         """
         while True:
@@ -125,9 +125,9 @@ class Collectives:
     def reduce(self, tensor: Tensor, how: str) -> Tensor:
         """Reduce the workers' tensors element by element, and return the result on every worker (all-reduce).
 
-        Each worker receives the tensors of all workers, if a tensor has at most `SMALL_BYTES`. Larger tensors go only
-        to the worker with the lowest id, which sends the result to the other workers. The coordinator then sends each
-        worker one tensor and not one for each worker.
+        If a tensor has at most `SMALL_BYTES`, each worker receives the tensors of all workers. Larger tensors go only
+        to the worker with the lowest id, which sends the result to the other workers. Each of the other workers then
+        receives only one tensor.
 
         Args:
             tensor: This worker's tensor, of the same shape on all workers.
@@ -232,7 +232,7 @@ class Collectives:
         message = self.membership.ask("collect", fields, encode(value))
         if seal or boundary:
             self.membership.views.wait_newer(message.integer("view") - 1, self.membership.address.timeout)
-        # The frames are missing if only the leader receives the contributions.
+        # If only the leader receives the contributions, the other workers receive ids without frames.
         values = {worker: decode(frames) if frames else None for worker, frames in unpack(message.frames).items()}
         self.present = list(values)
         midway = MIDWAY in message.fields

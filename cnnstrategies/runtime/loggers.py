@@ -23,7 +23,8 @@ class KeptCSVLogger(loggers.CSVLogger):
     The class is not called ``CSVLogger``, because jsonargparse accepts a class name without a module only if the class
     name is unique.
 
-    If the process is killed, the existing lines are either in ``metrics.csv`` or in another file of the same folder.
+    Lightning's logger would delete an existing ``metrics.csv``, so the file is renamed first. If the process is killed
+    before the lines are copied back, the next start copies them from the renamed file.
     """
 
     @property

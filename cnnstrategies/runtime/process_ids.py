@@ -13,14 +13,14 @@ ENDED = "ZX"  # States of a process that has ended, although its parent process 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """Id of a process. No other process on any machine has the same id, also not after a reboot.
+    """Id of a process. No other process on any machine has this id, not even after a reboot.
 
     Attributes:
         system: Digest of the machine's boot id and of the PID namespace. Two processes with the same digest see each
             other's process ids. Empty on systems other than Linux.
         pid: The process id.
         start: Time at which the process started, in clock ticks after the boot; 0 on systems other than Linux. A
-            later process with the same process id has another start time.
+            later process with the same process id has a different start time.
     """
 
     system: str
@@ -34,9 +34,9 @@ class ProcessId:
         return cls(_system(), pid, (_fields(pid) or (ENDED, 0))[1])
 
     def has_ended(self) -> bool | None:
-        """Return whether the process has ended. Return None if this process cannot know that.
+        """Return whether the process has ended. Return None if this cannot be determined.
 
-        This is the case if the process runs on another machine or in another container, and on systems other than
+        It cannot be determined if the process runs on another machine or in another container, or if the system is not
         Linux.
         """
         if not self.system or self.system != _system():
@@ -66,7 +66,7 @@ def _system() -> str:
 
 
 def _fields(pid: int) -> tuple[str, int] | None:
-    """Return the state and the start time of a process of this system. Return None if they cannot be read."""
+    """Return the state and the start time of a process on this machine. Return None if they cannot be read."""
     try:
         # The name of the program, in parentheses, may contain spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

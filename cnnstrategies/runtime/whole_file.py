@@ -1,8 +1,8 @@
 """Atomic writing of files and folders: a file or folder is either complete or does not exist.
 
-It is first written under a temporary name. The temporary name belongs to one process, so that two processes that write
-the same file do not disturb each other: the file of the process that finishes last remains. Temporary files of
-processes that have ended are removed by the next process that writes to the same folder.
+A file is first written under a temporary name. Each process uses its own temporary names, so two processes can write
+the same file at the same time: the file of the process that finishes last remains. The next process that writes to the
+same folder removes the temporary files of processes that have ended.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ def whole_folder(path: Path, remedy: str) -> Iterator[Path]:
 
 
 def temporary_name(path: Path) -> Path:
-    """Return a temporary name next to a path. Each call returns another name, and no other process uses this name."""
+    """Return a temporary name next to a path. Each call returns a new name, which no other process uses."""
     process = ProcessId.current()
     mark = f"{process.system}-{process.pid}-{process.start}-{next(_numbers)}"
     return path.with_name(f".{path.name[:REPEATED]}.{mark}.partial")

@@ -265,7 +265,7 @@ def test_faults_of_shards_are_named_with_the_remedy(packed, monkeypatch):
     outside = str(Path("others/train-000000.tar").resolve())
     for path, content, message in (
         (shard, intact[:-600], rf"000001.tar is truncated: it has {size - 600} of {size} bytes; copy it"),
-        (shard, intact + b"0", "they were not written together; copy all files"),
+        (shard, intact + b"0", "the two files were not written together; copy all files"),
         (shard, (foreign * 9)[:size], "was not written together with index.json: copy all files of the same"),
         (shard, broken, r"broken image train/c\d\d/one.jpg in shards/train-000001.tar \(.*--check shards"),
         (samples, b"PK", "samples.npz was not written together with index.json, or is damaged: copy both"),

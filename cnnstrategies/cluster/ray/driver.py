@@ -1,4 +1,4 @@
-"""Driver of a run on a Ray cluster. It starts an actor on each node, which runs ``fit`` as a program."""
+"""Driver of a run on a Ray cluster. It starts an actor on each node, and the actor runs ``fit`` as a program."""
 
 import contextlib
 import itertools
@@ -252,7 +252,7 @@ class Driver:
         """Print new lines of the programs' output. Lines from nodes other than node 0 begin with the node's number.
 
         Args:
-            ended: Whether the programs have ended, so that an incomplete last line is also printed.
+            ended: Whether the programs have ended. If so, an incomplete last line is also printed.
         """
         for node, log in enumerate(self._logs):
             with contextlib.suppress(FileNotFoundError), log.open("rb") as file:

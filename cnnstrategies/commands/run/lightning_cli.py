@@ -276,7 +276,8 @@ class CLI(LightningCLI):
         """Write the model's predictions to a file, without keeping them in memory."""
         give_predict_step(self.model)
         if (folder := self.config_init[self.subcommand].predictions.images) is not None:
-            # Each rank searches for the images again. This first search fails before any process starts.
+            # If the folder has no usable images, this search raises the error before any process starts. Each rank
+            # searches again later.
             images_of_folder(self.datamodule, folder)
         self._run(self.trainer.predict, **{**kwargs, "return_predictions": False})
 

@@ -81,7 +81,7 @@ def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterS
         raise ConfigurationError(
             f"trainer.strategy={name}: the strategy starts its processes itself ({start_method}), but in a job the "
             "launcher starts all processes: use the strategy's name without _spawn, _fork or _notebook, or "
-            "start_method: popen"
+            "`start_method: popen`"
         )
     strategy = cli.config_init.trainer.strategy
     if isinstance(strategy, str) and strategy in StrategyRegistry:

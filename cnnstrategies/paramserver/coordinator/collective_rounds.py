@@ -37,7 +37,7 @@ class CollectiveWait(NamedTuple):
     Attributes:
         operation: Name of the collective, or number of the step.
         waiting: Names of the waiting members, for example ``worker 3``.
-        others: Names of the other members.
+        others: Names of the members for which the waiting members wait.
     """
 
     operation: str
@@ -76,10 +76,10 @@ class _Result:
     sequence: int
     leader: int  # lowest id among the workers that took part
     frames: list[Buffer]  # contributions of all workers, packed once for all replies
-    others_frames: list[Buffer]  # `frames` in the replies to all workers except the leader
+    others_frames: list[Buffer]  # frames for all workers except the leader; with `leader_only`, no contributions
     view: int = 0
     admitted: list[int] = field(default_factory=list)
-    midway: int | None = None  # number of the last boundary, if this result admits workers after it; otherwise None
+    midway: int | None = None  # number of the last boundary, if workers are admitted between boundaries; else None
 
     def message(self, worker: int, request: int, joined: bool) -> Message:
         fields: dict[str, object] = {"sequence": self.sequence, "joined": joined}
@@ -102,7 +102,7 @@ class Rounds:
     A third flag, ``leader_only``, is for contributions that only one worker needs: the reply to the worker with the
     lowest id contains all contributions, and the replies to the other workers contain only the ids of the workers.
 
-    The results of these collectives are sent only after all servers have seen the view with the new membership.
+    The result of a collective that changes the membership is sent only after all servers have seen the new view.
 
     A worker may also be admitted between two boundaries, and then receives the result of the last boundary. All these
     conditions must hold:
@@ -151,7 +151,7 @@ class Rounds:
             member: The worker.
             message: The worker's request.
 
-        Returns an error message if the run cannot go on. Returns None if it can.
+        Returns an error message if the run cannot go on; otherwise None.
 
         Raises:
             ControlError: A field of the request is missing or invalid.
@@ -312,7 +312,10 @@ class Rounds:
 
     @property
     def waits(self) -> list[CollectiveWait]:
-        """The current waits of workers: in the current collective, for admission, or for a result that is held back."""
+        """Operations that workers wait for now, each with the members that must act before the operation can end.
+
+        Workers may wait for the current collective, for admission, or for a result that is held back.
+        """
         group = _workers(self._roster.group)
         waits = []
         if self._pending:

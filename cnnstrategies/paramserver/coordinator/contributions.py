@@ -23,7 +23,7 @@ def pack(contributions: Mapping[int, Sequence[Buffer]]) -> list[Buffer]:
         An index and a body. The body contains the distinct frames one after the other. The index is a JSON array of two
         lists. The first list contains the sizes of the distinct frames in bytes. Each entry of the second list stands
         for workers with consecutive ids and equal contributions: it contains the first id, the number of workers, and
-        the numbers of their frames in the first list.
+        the indices of their frames in the first list.
     """
     numbers: dict[bytes, int] = {}
     entries: list[list[int]] = []

@@ -69,7 +69,7 @@ def parse(frame: bytes | memoryview) -> tuple[Peer, Message]:
     tag, _, length = _START.unpack_from(frame)
     rest = frame[_START.size :]
     if tag != TAG or length > min(len(rest), MAX_HEADER):
-        raise ControlError("the frame is not a message of this version")
+        raise ControlError("the frame is not a message in this process's version of the protocol")
     try:
         kind, sender, request, sizes, fields = json.loads(bytes(rest[:length]))
     except (ValueError, TypeError, RecursionError) as error:

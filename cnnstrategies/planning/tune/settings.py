@@ -74,9 +74,9 @@ def joined(settings: Sequence[Setting]) -> Setting:
 
 
 def factorial(choices: Sequence[Sequence[Setting]]) -> Iterator[Setting]:
-    """Yield every combination that takes one setting or none from each group, except the combination without settings.
+    """Yield every combination that takes one setting or none from each group, except the one without any setting.
 
-    No combination is left out, because settings can influence each other.
+    All these combinations are needed, because the effect of a setting may depend on the other settings.
     """
     for combination in itertools.product(*((None, *group) for group in choices)):
         if chosen := [setting for setting in combination if setting is not None]:
