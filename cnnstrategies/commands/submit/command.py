@@ -35,7 +35,7 @@ class SubmitCLI(ModelAndData):
 
 
 def check(args: Sequence[str]) -> Submission:
-    """Parse a configuration like ``fit``, and check whether it can run as a job.
+    """Parse a configuration as ``fit`` does, and check whether it can run as a job.
 
     Args:
         args: Command-line arguments of the configuration.
