@@ -63,8 +63,8 @@ class BatchesKept(_DataConnector):
     """Data connector that divides the sampler inside a batch sampler among the ranks, and keeps the batch size.
 
     Lightning's own connector divides ``loader.sampler``, which torch creates although the loader has a batch sampler,
-    and uses ``loader.batch_size``. From a loader with torch's ``BatchSampler``, Lightning's connector would therefore
-    get batches of one sample, or no batches.
+    and uses ``loader.batch_size``. If a loader has torch's ``BatchSampler``, Lightning's connector would therefore make
+    batches of one sample, or no batches at all.
     """
 
     @override
@@ -166,7 +166,7 @@ def script_command() -> list[str]:
 
 
 def set_batches_that_stepped(trainer: Trainer, count: int) -> None:
-    """Set the number of optimizer steps that a trainer uses for logging.
+    """Set the number of optimizer steps that a trainer passes to its loggers as the current step.
 
     Without this private attribute, the number can be set only by loading a checkpoint.
     """
@@ -176,8 +176,8 @@ def set_batches_that_stepped(trainer: Trainer, count: int) -> None:
 def train_loader(trainer: Trainer) -> Any:
     """Return a trainer's training loaders before the trainer itself has created them.
 
-    The result is the loaders that were passed to ``fit``, or otherwise the result of calling the hook
-    ``train_dataloader``. It is None if the run has neither.
+    If loaders were passed to ``fit``, return them. Otherwise call the hook ``train_dataloader`` and return its result.
+    If the run has neither loaders nor this hook, return None.
     """
     source = trainer.fit_loop._data_source
     return None if source.instance is None or not source.is_defined() else source.dataloader()
@@ -202,8 +202,8 @@ def end_observation(launcher: Any) -> list[subprocess.Popen[bytes]]:
     """Stop Lightning's observer thread, which kills this process when the program of another rank has failed.
 
     Without the observer, the other ranks have time to notice the lost connection and to end properly. Every 5 s the
-    observer checks the processes in the launcher's original list, and ends if the list is empty. This function empties
-    the original list. The launcher gets a copy of the list, which the launcher's method ``kill`` uses.
+    observer checks the processes in the launcher's list ``procs``, and ends if the list is empty. This function gives
+    the launcher a copy of the list, because the launcher's method ``kill`` needs it, and empties the original list.
 
     Returns:
         The processes of the ranks; an empty list if Lightning's observer is not running.

@@ -47,7 +47,7 @@ def measure_every_step(model: DistributedDataParallel) -> None:
 
 
 def measure_rarely(model: DistributedDataParallel) -> None:
-    """Undo `measure_every_step`: DDP again measures its first ten steps and every hundredth step, torch's default."""
+    """Undo `measure_every_step`, so that DDP measures only every hundredth step and the first ten, as by default."""
     model._set_ddp_runtime_logging_sample_rate(100)  # type: ignore[no-untyped-call]
 
 

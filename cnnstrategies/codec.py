@@ -49,8 +49,8 @@ DTYPES = {
         torch.complex128,
     )
 }
-# By name: torch's dtypes and memory formats. torch compares these objects by identity, so the decoder must return these
-# same objects.
+# Keys: names of torch's dtypes and memory formats. Values: the dtypes and memory formats. torch compares them by
+# identity, so the decoder must return the objects in this dictionary.
 CONSTANTS = {
     str(constant): constant
     for constant in vars(torch).values()
@@ -78,7 +78,7 @@ def encode(value: Any) -> list[Buffer]:
         The structure as JSON, followed by one buffer for each tensor.
 
     Raises:
-        CodecError: The value contains an object of a different type, or is too large or too deeply nested.
+        CodecError: The value contains an object of an unsupported type, or is too large or too deeply nested.
     """
     buffers: list[Buffer] = []
     structure = json.dumps(_pack(value, buffers, 0), separators=(",", ":")).encode()
@@ -134,13 +134,15 @@ def from_bytes(message: bytes) -> Any:
         (count,) = struct.unpack_from("<Q", message)
         lengths = struct.unpack_from(f"<{min(count, len(message))}Q", message, WORD)
     except struct.error as error:
-        raise CodecError(f"a message of {len(message)} bytes is too short for the lengths of its frames") from error
+        raise CodecError(
+            f"a message of {len(message)} bytes ends before the end of its header, which lists the frames' lengths"
+        ) from error
     frames, start = [], WORD * (1 + count)
     for length in lengths:
         frames.append(message[start : start + length])
         start += length
     if start != len(message):
-        raise CodecError(f"a message has {len(message)} bytes, but its frames need {start} bytes")
+        raise CodecError(f"a message has {len(message)} bytes, but according to its header it has {start} bytes")
     return decode(frames)
 
 
@@ -179,7 +181,7 @@ def _pack_special(value: Any, buffers: list[Buffer], depth: int) -> Any:
         return ["n", _pack_array(value, buffers)]
     if isinstance(value, np.generic):
         return _pack(value.item(), buffers, depth + 1)
-    # A TreeSpec is encoded as an example: a tree with this structure. The decoder computes the TreeSpec from the tree.
+    # Encode a tree that has the structure of the TreeSpec. The decoder computes the TreeSpec from this tree.
     if isinstance(value, TreeSpec):
         return ["g", _pack(tree_unflatten(range(value.num_leaves), value), buffers, depth + 1)]
     if (record := _record(type(value))) is not None:

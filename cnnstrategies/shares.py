@@ -37,7 +37,7 @@ def check_initial(initial: str | Sequence[float], shares: str | Sequence[float])
     """Check the option ``initial_shares``.
 
     Raises:
-        ConfigurationError: The initial shares are not valid, or ``shares`` is not auto, so that they have no effect.
+        ConfigurationError: The initial shares are not valid, or have no effect because ``shares`` is not ``auto``.
     """
     check_shares(shares, ("auto", "equal"))
     check_shares(initial, ("equal",))

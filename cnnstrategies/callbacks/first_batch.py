@@ -71,8 +71,8 @@ class FirstBatch(Callback):
         if sampler is not None:
             expected = sum(sampler.counts(batch_idx))
         strategy = trainer.strategy
-        # In a pipeline, `count_samples` returns the size of the whole batch on every rank. The result is nevertheless
-        # correct, because a pipeline's `reduce` returns the mean even for `reduce_op="sum"`.
+        # In a pipeline, `count_samples` returns the size of the global batch on every rank, so a sum over the ranks
+        # would be too large. But a pipeline's `reduce` returns the mean even for `reduce_op="sum"`.
         loaded = int(
             strategy.reduce(torch.tensor(float(count_samples(batch)), device=strategy.root_device), reduce_op="sum")
         )
@@ -89,7 +89,7 @@ class FirstBatch(Callback):
         if -1 in gathered[:, 1] and dist.is_initialized():
             self._streams = dist.new_group(backend="gloo")  # type: ignore[assignment]  # It is -100 outside the group.
             self._limited = isinstance(trainer.limit_train_batches, int)
-        # If an epoch has a single batch, this batch may be smaller than expected.
+        # If an epoch has a single batch, this batch may be smaller than expected, so its size is not checked.
         if expected is not None and loaded != expected and batches > 1:
             rank_zero_warn(
                 f"The first global batch has {loaded} samples instead of {expected} ({loading(trainer)} processes x "

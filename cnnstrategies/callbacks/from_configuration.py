@@ -51,7 +51,7 @@ class FromConfiguration(Callback):
         self._configured: State = {}  # `_fresh` converted to plain values that can be saved and compared.
         self._before: State | None = None  # `_configured` of the run that saved the checkpoint; None if unknown.
         self._checkpoint: State = {}
-        self._idle = True  # Whether the current fit has not trained yet.
+        self._idle = True  # True until the training of the current fit starts.
 
     @override
     def state_dict(self) -> State:
@@ -100,7 +100,8 @@ class FromConfiguration(Callback):
             end = "max_epochs" if trainer.max_steps == -1 else "max_steps"
             rank_zero_info(
                 f"Nothing was trained: {trainer.ckpt_path} is at epoch {trainer.current_epoch} and step "
-                f"{trainer.global_step}, and trainer.{end} is {getattr(trainer, end)}; raise it to train further"
+                f"{trainer.global_step}, and trainer.{end} is {getattr(trainer, end)}; raise trainer.{end} to train "
+                "further"
             )
 
 
@@ -172,7 +173,7 @@ def _differences(before: State, now: State) -> Iterator[str]:
 
 
 def _check_same(trainer: Trainer, states: Sequence[State]) -> None:
-    """Refuse a checkpoint of a different optimizer, because torch would load the optimizer's state without an error."""
+    """Refuse a checkpoint that was saved with a different optimizer. Torch would load its state without an error."""
     groups = [(optimizer, group) for optimizer in trainer.optimizers for group in optimizer.param_groups]
     saved_groups = [group for state in states for group in state.get("param_groups", [])]
     for (optimizer, group), saved in zip(groups, saved_groups, strict=False):
@@ -182,8 +183,8 @@ def _check_same(trainer: Trainer, states: Sequence[State]) -> None:
         if ours and theirs:
             path = str(trainer.ckpt_path)
             raise ConfigurationError(
-                f"ckpt_path: {path} was not saved with {type(optimizer).__name__} but with a different optimizer; its "
-                f"options include {', '.join(sorted(theirs)[:3])} and not {', '.join(sorted(ours)[:3])}; "
+                f"ckpt_path: {path} was not saved with {type(optimizer).__name__} but with a different optimizer, "
+                f"whose options include {', '.join(sorted(theirs)[:3])}, but not {', '.join(sorted(ours)[:3])}; "
                 f"{remedy(Path(path))}"
             )
 
@@ -247,5 +248,5 @@ def _advance(trainer: Trainer, config: LRSchedulerConfig, fresh: State, past: St
     except ValueError as error:  # torch's OneCycleLR raises this error after the schedule's last step.
         raise ConfigurationError(
             f"the run has made {steps} steps of its schedule, and the configured {type(scheduler).__name__} is shorter "
-            f"({error}): give it more steps"
+            f"({error}): configure a schedule with more steps"
         ) from error

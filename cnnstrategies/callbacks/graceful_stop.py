@@ -33,8 +33,8 @@ class GracefulStop(Callback):
 
     A run stops only after a batch in which the optimizer has made a step, because a checkpoint does not contain
     gradients that are still being accumulated. Lightning logs and validates after this callback has run. If Lightning
-    is about to log or validate, the stop is postponed by up to three steps. Otherwise the run would stop before the
-    logging or the validation, and a resumed run would skip it.
+    is about to log or validate, the stop is postponed by up to three steps. Without this delay, the run would stop
+    before the logging or the validation, and a resumed run would skip it.
 
     Lightning's own signal handler runs a broadcast, which can go wrong in the middle of another collective. This class
     installs a handler that only sets a flag. The ranks exchange their flags about twice a second, at steps that rank 0
@@ -160,7 +160,7 @@ class GracefulStop(Callback):
         grace = self.warning_grace if warned else self.grace
         rank_zero_info(
             f"\n{signal.Signals(signum).name}: stopping after this step, within {grace:g} s"
-            + ("" if warned else "; send it again to stop at once")
+            + ("" if warned else "; send the signal again to stop at once")
         )
         timer = threading.Timer(grace, self._kill)
         timer.daemon = True

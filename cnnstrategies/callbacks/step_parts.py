@@ -16,8 +16,8 @@ from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.strategies.protocol import StepKind, facts_of
 
 TOTAL = "step"
-# Keys: ends of the names of the actions that Lightning reports to its profiler. Values: parts of a step. Lightning runs
-# `training_step` and `backward` within `optimizer_step`; their time counts for forward and backward only.
+# Keys: suffixes of the names of the actions that Lightning reports to its profiler. Values: parts of a step. Lightning
+# runs `training_step` and `backward` within `optimizer_step`; their time counts for forward and backward only.
 ACTIONS = {
     "train_dataloader_next": "data",
     "batch_to_device": "transfer",
@@ -33,7 +33,7 @@ class Parts:
 
     Attributes:
         explained: Short description of each part; keys are the parts' names, in the order of the table's rows.
-        actions: Names of the parts; keys are ends of the names of profiler actions, such as ``backward``.
+        actions: Names of the parts; keys are suffixes of the names of profiler actions, such as ``backward``.
         waiting: Names of the parts in which a rank waits for other ranks.
     """
 
@@ -153,7 +153,7 @@ class PartClock(Profiler):
             self._count(self.open_parts[-1] if self.open_parts else "other", passed)
 
     def begin(self, part: str) -> None:
-        """Open a part. Time counts for the part that was opened last and is not closed yet."""
+        """Open a part, which may lie within another open part. Time counts only for the innermost open part."""
         self.read()
         self.open_parts.append(part)
 

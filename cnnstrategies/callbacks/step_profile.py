@@ -58,11 +58,10 @@ class StepProfile(Callback):
     def __init__(self, skip_first: int = 10, steps: int | None = 50) -> None:
         if skip_first < 1:
             raise ConfigurationError(
-                f"skip_first={skip_first}: use at least 1, because the measurement starts after a skipped step; 10 is "
-                "usual"
+                f"skip_first={skip_first}: the measurement starts after a skipped step; use at least 1, for example 10"
             )
         if steps is not None and steps < 1:
-            raise ConfigurationError(f"steps={steps}: profile at least 1 step; 50 is usual")
+            raise ConfigurationError(f"steps={steps}: profile at least 1 step, for example 50")
         self.skip_first = skip_first
         self.steps = steps
         self._meter: StepMeter | None = None
@@ -137,7 +136,7 @@ class StepProfile(Callback):
             if trainer.is_global_zero:
                 print(
                     f"StepProfile: fit ended after {self._seen} steps, and skip_first={self.skip_first} left no step "
-                    "to profile; lower skip_first"
+                    "to profile; use a smaller skip_first"
                 )
             return
         self.milliseconds = dict(zip(names, times.mean(0).tolist(), strict=True))

@@ -109,7 +109,7 @@ def find_interface(wanted: str) -> Interface:
         wanted: Name of the interface, such as ``eth0``, or a subnet that contains its address, such as ``10.0.0.0/24``.
 
     Raises:
-        ConfigurationError: This machine has no such interface, or the text with a slash is not a valid subnet.
+        ConfigurationError: This machine has no such interface, or ``wanted`` has a slash but is not a valid subnet.
     """
     try:
         subnet = ipaddress.ip_network(wanted, strict=False) if "/" in wanted else None

@@ -70,7 +70,7 @@ def versions() -> dict[str, str]:
 
 
 def shared_memory() -> int:
-    """Return the size of ``/dev/shm`` in bytes, which is often limited in a container.
+    """Return the size of ``/dev/shm`` in bytes. In a container this size is often limited.
 
     If ``/dev/shm`` does not exist, for example on macOS, the result is the sufficient size ``SHARED_MEMORY``.
     """

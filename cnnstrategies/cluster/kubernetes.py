@@ -12,7 +12,7 @@ from cnnstrategies.cluster.options import KubernetesOptions
 
 MAIN_PORT, SERVER_PORT = 29500, 29600
 CONFIGURATION, KEYS, KEY = "/run/cnnstrategies/config", "/run/cnnstrategies/keys", "run.key"
-OWN_KEY = f"/dev/shm/{KEY}"  # Path of a copy of the key file in memory, which only the pod's user can read.
+OWN_KEY = f"/dev/shm/{KEY}"  # Path of a copy of the key file in memory. Only the pod's user can read the copy.
 STOPPED = 128 + int(signal.SIGTERM)  # Exit code of a pod that was stopped after saving a checkpoint, or at start-up.
 HOPELESS = 78  # Exit code (EX_CONFIG) of a pod that should not be restarted, because it would fail again.
 # Seconds that a pod waits for the address of the first pod, and that a server's pod waits for the run to start again
@@ -68,7 +68,7 @@ def job_name(name: str, role: str) -> str:
 
 
 def host(name: str, role: str, number: int) -> str:
-    """Return the host name of a pod, which the other pods resolve with the run's headless service."""
+    """Return the host name of a pod. The other pods resolve this name with the run's headless service."""
     return f"{job_name(name, role)}-{number}.{name}"
 
 

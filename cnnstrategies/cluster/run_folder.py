@@ -38,7 +38,7 @@ MOST_CHARACTERS = 120  # Largest number of characters in a run's name.
 RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
 # Keys: loggers without a folder. Values: names of two arguments of the logger. The first argument is the id of the
-# logged run, which a restarted run needs to continue it. The second argument is the name that the logger shows.
+# logged run: with the same id, a restarted run continues it. The second argument is the name that the logger shows.
 IDS = {"WandbLogger": ("version", "name"), "MLFlowLogger": ("run_id", "run_name")}
 CSV = loggers_of_lightning.CSVLogger.__name__
 WITH_FOLDERS = (TensorBoardLogger.__name__, CSV, KeptCSVLogger.__name__)  # Loggers whose version is a folder's name.
@@ -209,7 +209,7 @@ def last_checkpoint(trainer: Trainer, name: str) -> Path | None:
 
 
 def refuse_anothers(last: Path, name: str) -> None:
-    """Check that the file ``last`` does not exist or is a checkpoint of the run ``name``.
+    """Check that the file ``last``, if it exists, is a checkpoint of the run ``name``.
 
     Otherwise a restart of the run would resume from the checkpoint of a different run.
 

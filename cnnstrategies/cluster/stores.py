@@ -208,7 +208,7 @@ def _wait_for_port(address: str, port: int, seconds: float) -> None:
         except ConnectionRefusedError:
             reason = "no process listens at the port; check that rank 0 was started with the same MASTER_PORT"
         except OSError as error:
-            reason = f"{error.strerror}"
+            reason = f"{error.strerror}; check the network between the two machines"
         time.sleep(min(0.2, max(0.0, left)))
         with contextlib.suppress(ConfigurationError):
             ip = resolve(address)  # A pod has a new address after a restart, so the name is resolved for each attempt.

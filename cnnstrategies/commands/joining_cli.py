@@ -137,7 +137,7 @@ class JoiningCLI(CLI):
 
 
 def is_for_others(callback: Callback) -> bool:
-    """Return whether a joiner leaves out a callback, because the run's original workers already run it.
+    """Return whether a joiner leaves out a callback. The run's original workers already run such a callback.
 
     The result is True for the classes in `LEFT_TO_WORKERS`, and for callbacks that monitor a value like ``val_loss``.
     """
@@ -158,7 +158,7 @@ def server_options_of(strategy: Any) -> ParameterServerOptions:
     if options is None:
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         raise ConfigurationError(
-            f"trainer.strategy={name}: a process can join only a run with strategy parameter_server; give the "
+            f"trainer.strategy={name}: a process can join only a run with the strategy parameter_server; give the "
             "configuration of the run to join"
         )
     return options

@@ -13,7 +13,7 @@ LIMIT = "is the limit (PIL.Image.MAX_IMAGE_PIXELS)"
 
 
 class BrokenImageError(Exception):
-    """Error of a file that is not an image, is damaged or has too many pixels. Its text gives the reason."""
+    """Error for a file that is not an image, is damaged or has too many pixels. The error's text gives the reason."""
 
 
 def decode(file: Path | BinaryIO) -> Tensor:
@@ -50,7 +50,8 @@ def decode(file: Path | BinaryIO) -> Tensor:
                     f"the pixels have 32 bits (mode {image.mode}) and an unknown range: convert them to 8 or 16 bits"
                 )
             pixels = np.array(image.convert("RGB"))
-    except Image.DecompressionBombError as error:  # `Image.open` raises this error above twice Pillow's pixel limit.
+    # `Image.open` raises this error if an image has more than twice as many pixels as Pillow's limit.
+    except Image.DecompressionBombError as error:
         megapixels = (Image.MAX_IMAGE_PIXELS or 0) / 1e6
         raise BrokenImageError(f"the image has too many pixels: {megapixels:.0f} megapixels {LIMIT}") from error
     # For damaged files, Pillow's decoders raise OSError, ValueError, SyntaxError, struct.error and other errors, so all

@@ -112,7 +112,7 @@ class BatchDataset(Dataset[Batch | ConfigurationError]):
 
 
 def unshared(batch: Batch) -> Batch:
-    """Copy a batch out of shared memory. Tensors in pinned memory are not copied again."""
+    """Copy a batch out of shared memory. Tensors in pinned memory are copies already, and are not copied."""
     images, targets = (tensor.clone() if tensor.is_shared() else tensor for tensor in batch)  # type: ignore[no-untyped-call]
     return images, targets
 
@@ -152,7 +152,10 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
             yield unshared(batch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch, the number of batches that the loader has returned in the epoch, and sampler settings."""
+        """Return the epoch, the number of batches that the loader has returned in it, and the sampler's settings.
+
+        The settings are those of :meth:`ShuffledBatches.identity`, and are missing for other samplers.
+        """
         if self._resume is not None:
             return dict(self._resume)
         identity = self.sampler.identity() if isinstance(self.sampler, ShuffledBatches) else {}
@@ -168,8 +171,8 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
         """
         if "served" not in state_dict:
             raise ConfigurationError(
-                "the checkpoint was saved within an epoch with data_dispatch: dynamic, and this run does "
-                "not use it: set data_dispatch: dynamic, or resume from a checkpoint that was saved at the end of "
+                "the checkpoint was saved within an epoch with `data_dispatch: dynamic`, but this run does not use "
+                "this option: set `data_dispatch: dynamic`, or resume from a checkpoint that was saved at the end of "
                 "an epoch"
             )
         self._resume = dict(state_dict)

@@ -50,7 +50,7 @@ class ImageDataModule(LightningDataModule):
     Args:
         batch_size: Number of samples in a batch of each process; by default 32, or the subclass's default.
         num_workers: Number of worker processes that load batches for each process. The workers persist over all epochs.
-            With 0 the process itself loads.
+            With 0 the process loads the batches itself.
         seed: Seed of the split into training and validation, the shuffling and the augmentation.
         drop_last: Whether to leave out the last training batch of an epoch if it is smaller than the others.
         pin_memory: Whether to copy batches to pinned memory, which speeds up their transfer to a GPU. By default

@@ -9,7 +9,7 @@ from cnnstrategies.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Resizing, cropping and normalisation of images. The defaults are usual for networks pretrained on ImageNet.
+    """Resizing, cropping and normalisation of images. The defaults are those of most networks pretrained on ImageNet.
 
     Attributes:
         image_size: Height and width of the images that the network receives, in pixels.

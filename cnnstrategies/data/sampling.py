@@ -24,7 +24,7 @@ class BatchRequest(NamedTuple):
 
 
 class DealtBatches(DistributedSampler[Any]):
-    """Base class of samplers of training batches, which divide each global batch in proportion to the ranks' shares.
+    """Base class of samplers that divide each global batch of training samples in proportion to the ranks' shares.
 
     All ranks use the same order of the samples in an epoch. Each optimizer step takes the next ``samples`` samples of
     this order, so a step has the same samples as in a run with one process. With gradient accumulation the samples of a

@@ -52,7 +52,7 @@ class SegmentationFolderDataModule(ImageDataModule):
             flip.
         transforms: Additional transforms of training images, applied after the crop to one uint8 (C, H, W) image at a
             time. They are not applied to masks, so they must not move pixels.
-        num_workers: Number of worker processes that load batches for each process. With 0 the process itself loads.
+        num_workers: Number of worker processes that load batches for each rank; with 0 the rank loads them itself.
         **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
@@ -82,7 +82,9 @@ class SegmentationFolderDataModule(ImageDataModule):
         self.folders = part_folders(self.root)
         images = self.folders.get("train", self.root / "train") / "images"
         if not images.is_dir():
-            raise ConfigurationError(f"no directory {images.resolve()}: set data.init_args.root")
+            raise ConfigurationError(
+                f"no directory {images.resolve()}: set data.init_args.root to the data set's directory"
+            )
         self.num_classes = num_classes
         if class_names is not None and len(class_names) != num_classes:
             raise ConfigurationError(

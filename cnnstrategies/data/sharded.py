@@ -44,7 +44,7 @@ class ShardedImageDataModule(ImageDataModule):
         augment: Whether training images get a random crop and a random horizontal flip.
         transforms: Additional transforms of training images, applied after the crop to one uint8 (C, H, W) image at a
             time.
-        num_workers: Number of worker processes that load batches for each process. With 0 the process itself loads.
+        num_workers: Number of worker processes that load batches for each rank; with 0 the rank loads them itself.
         prefetch: Number of batches that each worker process prefetches. Up to ``num_workers * (prefetch + 1)`` batches
             are in memory for each process.
         **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`.

@@ -120,7 +120,7 @@ def int8_graph(
             network.
     """
     if calibration_batches < 1:
-        raise ConfigurationError(f"calibration_batches={calibration_batches}: at least 1 is needed; 16 is usual")
+        raise ConfigurationError(f"calibration_batches={calibration_batches}: use at least 1, for example 16")
     pt2e, quantizer_module = _torchao()
     calibration = [images for images, _ in itertools.islice(datamodule.train_dataloader(), calibration_batches)]
     example = for_any_batch(calibration[0])
@@ -161,7 +161,7 @@ def load_quantized(path: str | Path, batch_size: int | None = None) -> nn.Module
     """
     _torchao()  # This import registers the operators that the file contains.
     if batch_size is not None and batch_size < 1:
-        raise ConfigurationError(f"batch_size={batch_size}: at least 1 image is needed")
+        raise ConfigurationError(f"batch_size={batch_size}: use at least 1")
     program = torch.export.load(path)
     assert program.example_inputs is not None
     example: Tensor = program.example_inputs[0][0]
@@ -249,7 +249,7 @@ def milliseconds(networks: Sequence[Network], images: Tensor, repeats: int = 20)
 
 
 def for_any_batch(images: Tensor) -> Tensor:
-    """Return a batch of at least two images, by repeating a single image.
+    """Return the images, or two copies of the image if there is only one.
 
     From an example of one image, torch.export would conclude that the batch size is always 1.
     """

@@ -27,9 +27,10 @@ class ImageClassifier(NetworkModule):
     cover the samples of all ranks, and count each sample once. ``train_loss_step`` is the loss of rank 0's last batch.
 
     Args:
-        network: Any module that maps images to logits (N, num_classes): a torchvision builder,
-            ``timm.create_model``, a class or function of your own, or one of :mod:`cnnstrategies.networks`.
-            The network may also return auxiliary logits, as GoogLeNet and Inception do in training.
+        network: Any module that maps images to logits (N, num_classes). A configuration can build it with a function of
+            torchvision, with ``timm.create_model``, with a class or function of your own, or with one of
+            :mod:`cnnstrategies.networks`. The network may also return auxiliary logits, as GoogLeNet and Inception do
+            in training.
         num_classes: Number of the network's outputs for an image: classes, labels or numbers, depending on ``task``.
         optimizer: Function that builds the optimizer from the parameters. The default is AdamW with its own defaults.
         lr_scheduler: Function that builds the learning-rate scheduler from the optimizer. By default there is none.
@@ -57,7 +58,8 @@ class ImageClassifier(NetworkModule):
             network is not compiled when this argument is left out.
 
     Raises:
-        ConfigurationError: A number is out of its range, or the data or the network have a different number of classes.
+        ConfigurationError: A number is out of its range, or the data or the network do not have ``num_classes``
+            classes.
     """
 
     def __init__(
@@ -90,14 +92,14 @@ class ImageClassifier(NetworkModule):
         if task == "regression" and class_weights is not None:
             raise ConfigurationError("class_weights cannot be used with task=regression: leave class_weights out")
         if not 0 <= label_smoothing < 1:
-            raise ConfigurationError(f"label_smoothing={label_smoothing} is outside [0, 1); 0.1 is usual")
+            raise ConfigurationError(f"label_smoothing={label_smoothing} is outside [0, 1); give a number such as 0.1")
         for name, value in (
             ("mixup_alpha", mixup_alpha),
             ("cutmix_alpha", cutmix_alpha),
             ("aux_weight", aux_weight),
         ):
             if value < 0:
-                raise ConfigurationError(f"{name}={value} is negative; use 0 to turn it off")
+                raise ConfigurationError(f"{name}={value} is negative; use 0 or a larger number")
         if class_weights is not None and (len(class_weights) != num_classes or min(class_weights) < 0):
             raise ConfigurationError(
                 f"class_weights={class_weights}: give {num_classes} numbers that are at least 0, one for each class"

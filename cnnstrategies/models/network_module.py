@@ -65,7 +65,7 @@ class NetworkModule(LightningModule):
     ) -> None:
         super().__init__()
         if num_classes < least:
-            raise ConfigurationError(f"num_classes={num_classes}: at least {least} is needed")
+            raise ConfigurationError(f"num_classes={num_classes}: use at least {least}")
         self.network = network.to(memory_format=torch.channels_last) if channels_last else network
         self.num_classes = num_classes
         # AdamW is not the default value in the signature, because jsonargparse would pass AdamW's weight decay to any
@@ -90,8 +90,8 @@ class NetworkModule(LightningModule):
         classes = getattr(datamodule, "num_classes", self.num_classes)
         if classes != self.num_classes:
             raise ConfigurationError(
-                f"the model has num_classes={self.num_classes}, but {type(datamodule).__name__} has {classes}: "
-                f"set model.init_args.num_classes={classes}"
+                f"the model has num_classes={self.num_classes}, but {type(datamodule).__name__} has "
+                f"num_classes={classes}: set model.init_args.num_classes={classes}"
             )
         prepared, trained = getattr(datamodule, "preprocessing", None), trained_with(self.network)
         if (

@@ -44,7 +44,8 @@ class ImageSegmenter(NetworkModule):
             network is not compiled when this argument is left out.
 
     Raises:
-        ConfigurationError: A number is out of its range, or the data or the network have a different number of classes.
+        ConfigurationError: A number is out of its range, or the data or the network do not have ``num_classes``
+            classes.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ImageSegmenter(NetworkModule):
             *(channels_last, compile_backend),
         )
         if aux_weight < 0:
-            raise ConfigurationError(f"aux_weight={aux_weight} is negative; use 0 to turn it off")
+            raise ConfigurationError(f"aux_weight={aux_weight} is negative; use 0 or a larger number")
         # The network and the two functions are not saved as hyperparameters, because a checkpoint with such objects
         # cannot be loaded with weights_only=True. In a run of the command line, their configuration is saved instead.
         self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
@@ -78,7 +79,7 @@ class ImageSegmenter(NetworkModule):
     quality = "miou"
 
     def check_data(self, datamodule: LightningDataModule | None) -> None:
-        """Refuse a data module without masks, or with a different number of classes or ``ignore_index``."""
+        """Refuse the data module if it has no masks, or if its classes or ``ignore_index`` differ from the model's."""
         super().check_data(datamodule)
         if not isinstance(datamodule, ImageDataModule) or datamodule.ignore_index == self.ignore_index:
             return

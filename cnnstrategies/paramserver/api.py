@@ -52,7 +52,8 @@ class Worker:
         leader: None, because each worker of this class pushes its own gradients. The class
             :class:`~cnnstrategies.paramserver.combiner.worker.CombinedWorker` has the rank of the node's leader here.
         role: State machine of the worker's protocol.
-        chooser: Chooser of the compressions under ``auto``; None without ``auto``, and if ``auto`` has only one choice.
+        chooser: Chooser of the compressions under ``auto``; None without ``auto``, or if there is only one compression
+            to choose from.
 
     Raises:
         ConfigurationError: The shapes or dtypes of the parameters differ from the specification's.
@@ -114,6 +115,18 @@ class Worker:
     def counters(self) -> Counters:
         """Counters of this worker's traffic, steps and waiting time."""
         return self.role.counters
+
+    @property
+    def last_message(self) -> int:
+        """Sequence number of the last message to the servers. The next message gets the next number.
+
+        Set this number if an earlier connection of this process has sent messages with the same worker id.
+        """
+        return self.role.connections.sequence
+
+    @last_message.setter
+    def last_message(self, sequence: int) -> None:
+        self.role.connections.sequence = sequence
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
         """Declare the parameters' current values the initial values of the run.
@@ -208,7 +221,7 @@ class Worker:
                 f"{tuple(parameter.shape)}, but its gradient is {gradient.dtype} of shape {tuple(gradient.shape)}: "
                 "push a gradient of the parameter's dtype and shape"
             )
-        # A gradient in CPU memory needs no staging, for example the mean that a node's leader pushes.
+        # A gradient in CPU memory, for example the mean that a node's leader pushes, needs no staging.
         if self._staging is None or gradient.device != parameter.device:
             self._push(index, gradient)
         else:
@@ -218,8 +231,8 @@ class Worker:
     def end_step(self) -> None:
         """End the step, and request the new parameters.
 
-        Parameters that were not pushed have no gradient in this step. The parameters are requested in the order of the
-        calls of :meth:`wait` in this step.
+        Parameters that were not pushed have no gradient in this step. If :meth:`wait` was called for every parameter
+        since the end of the previous step, the parameters are requested in the order of these calls.
         """
         self._push_fetched(wait=True)
         self.role.end_step()
@@ -311,7 +324,7 @@ class Worker:
                 self._staging.before_use(index)
 
     def _choose(self) -> None:
-        """Under ``auto``, choose the compressions for the step that begins from the measured times of earlier steps."""
+        """Under ``auto``, choose the next step's compressions. The choice depends on the measured times of steps."""
         if self.chooser is not None:
             now = time.monotonic()
             if self.role.is_first:
@@ -326,8 +339,8 @@ class Worker:
         if not wait.waiting():
             return
         begun = time.monotonic()
-        # Messages that were already read often end the wait. So handle these messages before the loop below, which
-        # checks views and sockets.
+        # Earlier calls may already have read the messages that end the wait. So handle these messages before the loop
+        # below, which checks views and sockets.
         for server, header, payload in self._links.arrived():
             self.role.on_message(server, header, payload)
             if not wait.waiting():

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
 
-AUTO = "auto"  # value of the options with which workers choose the compression during training
+AUTO = "auto"  # value of the options that makes the workers choose the compression during training
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)).reshape(256, 8)  # Row b contains the eight bits of the byte b.
 SAMPLE = 8192  # number of elements that `largest` samples to estimate the k-th largest magnitude
 
@@ -88,8 +88,9 @@ class PayloadCompression(Compression):
         encoding: Number of the encoding in message headers, from 0 to 255. The wire format itself uses the numbers of
             :class:`~cnnstrategies.paramserver.messages.Encoding`. Numbers from 100 are free for classes outside of this
             project.
-        for_pulls: Whether servers can compress the replies to pulls with this compression. A lossy compression then
-            encodes the change of the parameters by a common step; any other compression encodes the parameters.
+        for_pulls: Whether servers can compress the replies to pulls with this compression. In a reply, a lossy
+            compression encodes the change that a common step makes to the parameters; any other compression encodes
+            the parameters.
         largest: Largest absolute value that can be encoded. A gradient above this value is an error. A parameter above
             this value is clamped.
         push_level: Sort key in the ladder of ``compression: auto``, the list of compressions from the most exact to the
@@ -186,7 +187,8 @@ def register(compression: Registered) -> Registered:
     for attribute in ("name", "lossy", *(["encoding"] if payload else [])):
         if not hasattr(compression, attribute):
             raise TypeError(
-                f"{compression.__name__} does not set `{attribute}`: the base class describes this attribute"
+                f"{compression.__name__} does not set `{attribute}`: set it as described in the docstring of its base "
+                "class"
             )
     instance = compression()
     if instance.name in COMPRESSIONS or instance.name == AUTO:
@@ -196,7 +198,8 @@ def register(compression: Registered) -> Registered:
             if instance.pull_level and other.pull_level and instance.lossy == other.lossy:
                 raise ValueError(
                     f"{compression.__name__}: the ladder of pulls already contains {other.name}, and can contain only "
-                    "one lossy compression and one that is not lossy; set pull_level of one of the two to None"
+                    "one lossy compression and one that is not lossy: set pull_level to None in "
+                    f"{compression.__name__} or in {type(other).__name__}"
                 )
         add_encoding(instance.encoding, compression.__name__)
         PAYLOADS[instance.encoding] = instance
@@ -236,11 +239,11 @@ def may_be_lossy(name: str) -> bool:
 
 
 def auto_ladder(itemsize: int, pulls: bool = False, lossy: bool = True) -> list[PayloadCompression]:
-    """Return the compressions among which ``auto`` chooses, from the most exact to the smallest.
+    """Return the compressions among which ``auto`` chooses: first the most exact, last the one with the fewest bytes.
 
     Gradients are rounded to bf16, which has the range of float32. Parameters do not need this range and are rounded to
-    fp16, which is more exact. The smallest encoding has one bit per element. The ladders do not contain top-k, because
-    it loses more accuracy at a similar size.
+    fp16, which is more exact. The smallest payloads have one bit per element. The ladders do not contain top-k: at a
+    similar size, it loses more accuracy than the compression to one bit per element.
 
     Args:
         itemsize: Bytes per element of the parameters' largest dtype. The ladder contains only compressions with fewer

@@ -50,12 +50,12 @@ class Views(Bell):
     """Source of views for one reader; see :class:`~cnnstrategies.paramserver.core.view.ViewSource`.
 
     Each reader has its own source, which records the views that this reader has seen. The file descriptor is readable
-    if :meth:`current` would return a view for the first time, or if the run has ended.
+    if :meth:`current` would return a view that it has not returned before, or if the run has ended.
 
     Args:
         newest: Function that returns a pair: the newest view, and the error to raise if the run has ended. The second
             item is None while the run goes on.
-        on_news: Function that is called each time that :meth:`current` returns a view for the first time.
+        on_news: Function that is called whenever :meth:`current` returns a view that it has not returned before.
 
     Attributes:
         seen: Number of the newest view that :meth:`current` has returned; -1 before the first view.
@@ -158,9 +158,8 @@ class Membership:
     def source(self) -> Views:
         """Create a source of views for one more reader, for example for this process's server.
 
-        The process reports a view as seen to the coordinator after all these readers have seen the view. As long as
-        this method was not called, the only such reader is the reader of :attr:`views`. After a call of this method,
-        the reader of :attr:`views` does not count.
+        The process tells the coordinator that it has seen a view once all readers of the created sources have seen the
+        view. Before the first call of this method, the process waits for the reader of :attr:`views` instead.
         """
         with self._changed:
             self._sources.append(Views(self._newest, lambda: self._call(None)))

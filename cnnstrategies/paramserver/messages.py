@@ -91,8 +91,8 @@ def add_encoding(number: int, owner: str) -> None:
     if number in _encodings:
         taken = ", ".join(str(other) for other in sorted(_encodings))
         raise ValueError(
-            f"{owner}: encoding={int(number)} is already the number of {_encodings[number]}: use a number from 0 to "
-            f"255 that is not in use; the numbers in use are {taken}"
+            f"{owner}: encoding={int(number)} is already in use for {_encodings[number]}: use a different number from "
+            f"0 to 255; the numbers in use are {taken}"
         )
     _encodings[int(number)] = owner
 
@@ -107,6 +107,14 @@ class InvalidMessageError(ControlError):
 
     The error's text is a short reason. It does not contain any bytes of the message, because servers count dropped
     messages by reason.
+    """
+
+
+class OutdatedMessageError(InvalidMessageError):
+    """An error for a message that its sender has sent before it learned of a change, or that has arrived too early.
+
+    For example, the membership has changed since the message was sent, or an earlier message of the sender is still on
+    its way. The sender repeats such messages if necessary, so servers only count them, and do not report them.
     """
 
 
@@ -228,7 +236,7 @@ def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) 
     if magic != MAGIC:
         raise InvalidMessageError("the frame is not a message of cnnstrategies")
     if version != VERSION:
-        raise InvalidMessageError("the message has a different version of the wire format")
+        raise InvalidMessageError("the message's version of the wire format is not the version of this process")
     if header_session != session:
         raise InvalidMessageError("the message belongs to a different run")
     kind = _KIND_BY_NUMBER.get(kind_number)

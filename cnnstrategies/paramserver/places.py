@@ -86,7 +86,9 @@ class RunAddress:
             fields = json.loads(newest.read_text())
             return cls(str(fields["coordinator"]), None if fields["key_file"] is None else str(fields["key_file"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(f"--run {run}: {newest} does not contain a valid address: remove it") from error
+            raise ConfigurationError(
+                f"--run {run}: {newest} does not contain a valid address: remove this file"
+            ) from error
 
     @property
     def is_gone(self) -> bool:
@@ -177,8 +179,8 @@ def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool
                 raise RunEnded(OVER, clean=True)
             if not fields["max_joiners"]:
                 raise ConfigurationError(
-                    f"the run at {address.coordinator} accepts no joiners: to admit up to N more workers, start it "
-                    "with max_joiners: N in the options of its strategy"
+                    f"the run at {address.coordinator} accepts no joiners: to admit up to N more workers, start the "
+                    "run with `max_joiners: N` in the options of its strategy"
                 )
             if "place" in fields:
                 names = "place", "incarnation", "session", "workers", "timeout"
@@ -196,7 +198,7 @@ def _unanswered(address: RunAddress) -> ConfigurationError:
     if address.key_file is None:
         keys = "is encrypted (then pass --key_file)"
     else:
-        keys = f"has different keys than {address.key_file}"
+        keys = f"has other keys than those in {address.key_file}"
     return ConfigurationError(
         f"no coordinator answers at {address.coordinator}: the run has ended, cannot be reached from this machine, or "
         f"{keys}"

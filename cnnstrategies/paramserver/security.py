@@ -106,8 +106,8 @@ def is_local(endpoint: str) -> bool:
         raise ConfigurationError(f"endpoint {endpoint!r}: use ipc://path or tcp://address:port")
     if ":" in match[1]:
         raise ConfigurationError(
-            f"endpoint {endpoint!r}: the parameter server supports only IPv4: use an IPv4 address of that machine, or "
-            "a host name with an IPv4 address, here or as the main address (MASTER_ADDR)"
+            f"endpoint {endpoint!r}: the parameter server supports only IPv4: replace the IPv6 address by an IPv4 "
+            "address of the same machine, or by a host name with an IPv4 address, here or in MASTER_ADDR"
         )
     if match[2] != "*" and not 0 < int(match[2]) < 2**16:
         raise ConfigurationError(f"endpoint {endpoint!r}: use a port from 1 to 65535")

@@ -143,8 +143,8 @@ def _shared_bytes(specification: Specification) -> int:
     """Return the largest size, in bytes, of a slice with several parameters; 0 if every slice has only one parameter.
 
     Slices have only one parameter if the optimizer needs whole tensors, or if a lossy compression may be used. A lossy
-    compression adds the part of a gradient that it leaves out to the slice's next gradient. With several parameters in
-    a slice, a parameter could have no gradient in the next step, to which this part could be added.
+    compression adds the part of a gradient that it leaves out to the slice's next gradient. If a slice had several
+    parameters, one of them could have no gradient in the next step, and its left-out part could then not be added.
     """
     lossy = may_be_lossy(specification.compression)
     if lossy or not is_elementwise(load_optimizer(specification.optimizer)):

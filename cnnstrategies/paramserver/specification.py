@@ -73,8 +73,8 @@ class RunOptions:
             ``topk`` and ``onebit`` the workers pull compressed differences from the values that they already hold. The
             servers keep the parameters in full precision.
         replication: Number of servers that hold each slice.
-        timeout: Time in seconds without a message after which a process counts as dead. A worker ends with an error if
-            a server is silent for 1.25 times this time, or for twice this time if `replication` is above 1.
+        timeout: Seconds without a message after which a process counts as dead. A worker ends with an error if a server
+            is silent for more than 1.25 x `timeout` seconds, or 2 x `timeout` seconds if `replication` is above 1.
         max_joiners: Number of workers that may join the run in addition to its original workers.
 
     Raises:
@@ -152,7 +152,7 @@ class Specification(RunOptions):
             this limit applies to the mean gradient, and in the other modes to each worker's gradient.
         slice_bytes: Larger parameters are cut into slices of at most this many bytes, unless the optimizer needs whole
             tensors.
-        session: Random number that identifies the run. Messages with another number are dropped.
+        session: Random number that identifies the run. Messages with a different number are dropped.
         per_node: Number of worker processes on each node, if one of these processes pushes the mean of the node's
             gradients; 1 if every worker process pushes its own gradients.
     """
@@ -320,7 +320,8 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the hyperparameters of each parameter group by name, as values that JSON can represent.
 
     Raises:
-        ConfigurationError: A hyperparameter is not a number, a string, None or a list of such values.
+        ConfigurationError: The type of a hyperparameter is not allowed. Numbers, strings, None, and lists of these
+            values are allowed.
     """
     return [
         {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
@@ -379,9 +380,9 @@ def check_before_sending(options: Sequence[Mapping[str, Any]], groups: Sequence[
             option = list(values[name]) if isinstance(values[name], tuple) else values[name]
             if not _can_replace(option, first):
                 raise ConfigurationError(
-                    f"step {step}: the servers cannot use {name}={values[name]} of parameter group {number}, which was "
-                    f"{first} at the start, because hyperparameters can only change to finite numbers: check the "
-                    f"schedule of {name}"
+                    f"step {step}: the servers cannot use {name}={values[name]} in parameter group {number} (at the "
+                    f"start: {first}), because hyperparameters can only change to finite numbers: check the schedule "
+                    f"of {name}"
                 )
 
 

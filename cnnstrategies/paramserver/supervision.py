@@ -78,8 +78,8 @@ class Supervision:
     has ended by itself because it lost the connection to the coordinator, and the coordinator has removed it because
     of missing heartbeats. If the coordinator cannot be asked about this, the decision is postponed, for at most the
     time that a process may take to register. A process that ended with any other error ends the run, because a new
-    process would fail in the same way. Each death is reported to the coordinator at once, and also whether the process
-    is replaced.
+    process would fail in the same way. Each death is reported to the coordinator at once. The report also says whether
+    the process is replaced.
 
     The coordinator and the servers end by themselves when all workers have left the session. If the workers begin
     another session, the workers themselves start the new coordinator and the new servers. After that, no worker is
@@ -181,8 +181,8 @@ class Supervision:
         while not (at_once or self._over or self._ended_at is not None):
             if self.ask():
                 heard = time.monotonic()
-            # If no live coordinator is on this node, give up at once. A live coordinator may only be slow, so wait
-            # for its reply until the time-out.
+            # If no live coordinator is on this node, give up at once. A live coordinator that does not reply may be
+            # busy, so ask again until the time-out.
             elif not self._coordinator_lives() or time.monotonic() - heard > self.coordinator.timeout:
                 break
             time.sleep(POLL)

@@ -148,7 +148,8 @@ def _all_headers(header: BatchHeader | None, transport: Transport) -> list[Batch
         data = b"" if header is None else to_bytes(header)
     except CodecError as error:
         raise ConfigurationError(
-            f"collate_fn returns a batch that cannot be sent to all ranks; remove or convert the value: {error}"
+            f"collate_fn returns a batch with a value that cannot be sent to all ranks; remove or convert the value: "
+            f"{error}"
         ) from error
     table = _gather_bytes(len(data).to_bytes(WORD, "little") + data[: HEADER_BYTES - WORD], HEADER_BYTES, transport)
     lengths = [int.from_bytes(entry[:WORD], "little") for entry in table]
@@ -225,7 +226,7 @@ def _send_to_all_ranks(
 ) -> tuple[Tensor, ...]:
     """Send the first stage's tensors to all ranks, and return each tensor with the rows of all replicas.
 
-    The rows are in the order in which one process alone would load them. All ranks must call this. All tensors travel
+    The rows are in the order in which a single process would load them. All ranks must call this. All tensors travel
     in one buffer, in a single broadcast or all-reduce.
 
     Args:
@@ -271,7 +272,7 @@ def _section(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dt
 
 
 class OutputGatherer:
-    """A collector that sends the last stage's outputs to every rank, in the order of the global batch."""
+    """Gatherer of the last stage's outputs. Every rank gets the outputs, in the order of the global batch."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport

@@ -178,8 +178,8 @@ class Channels:
                 sends += [self._prepare(order, self.transport.send(wire, rank, FORWARD, content)) for wire in wires]
             roots[target] = header.with_gradient(tensors)
         self._sends[microbatch] = sends
-        # Wait in evaluation only. In training, two ranks could wait for each other here forever: one rank until the
-        # other rank receives its activations, and the other rank until the first rank receives its gradients.
+        # Wait in evaluation only. In training, two ranks could wait for each other here forever: rank A until rank B
+        # has received A's activations, and rank B until rank A has received B's gradients.
         if not training and len(self._sends) > MOST_EVALUATION_SENDS:
             self._wait_for_sends(next(iter(self._sends)))
         return roots
@@ -320,7 +320,7 @@ class Channels:
         for spec in specs:
             tensor = spec.empty(self.device)
             transfer = self.transport.receive(on_the_wire(tensor, spec.memory_format), rank, tag, content)
-            transfer.tensor = tensor  # `wait` must return this tensor, but the transfer may use a permuted view of it.
+            transfer.tensor = tensor  # Otherwise `wait` could return a permuted view of the tensor.
             self._receives[sender].append(self._prepare(order, transfer))
         return True
 
@@ -413,7 +413,8 @@ class TensorHeader:
         """Rebuild the nested containers of a message, and return its values.
 
         Args:
-            tensors: The message's tensors, in the order of the leaves. Each tensor replaces its description.
+            tensors: The message's tensors, in the order of the leaves. Each tensor takes the place of its `TensorSpec`
+                among the leaves of this header.
         """
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]

@@ -89,7 +89,7 @@ def same_each_time(network: nn.Module) -> Iterator[None]:
         if state != states[library]:
             raise ConfigurationError(
                 f"{name}.forward draws random numbers with {library} to choose what it computes: when the network is "
-                "cut into stages, it would make the same choice in every step; draw the numbers in a layer such as "
+                "cut into stages, it makes the same choice in every step; draw the numbers in a layer such as "
                 "nn.Dropout or torchvision.ops.StochasticDepth, or use strategy ddp"
             )
     for path, value in _attributes(network).items():
@@ -233,7 +233,7 @@ def hold_to(graph: fx.Graph, decided: Decided, name: str) -> None:
 
 
 def of_shapes(images: Any, shapes: Sequence[Sequence[int]], name: str) -> Any:
-    """Check the shapes of images, and return the images. :func:`hold_to` makes a node of the graph that calls this.
+    """Check the shapes of images, and return the images. :func:`hold_to` inserts a call of this function into a graph.
 
     Raises:
         ConfigurationError: An image does not have the expected shape.
@@ -241,8 +241,8 @@ def of_shapes(images: Any, shapes: Sequence[Sequence[int]], name: str) -> Any:
     for image_shape, shape in zip(sample_shapes(images), shapes, strict=True):
         if image_shape != tuple(shape):
             raise ConfigurationError(
-                f"images of shape {image_shape}: {name}.forward branches on the shape of its images, and it was cut "
-                f"into stages for {tuple(shape)}; use images of one size, or use strategy ddp"
+                f"images of shape {image_shape}: {name}.forward branches on the shape of its images, and the network "
+                f"was cut into stages for {tuple(shape)}; use images of one size, or use strategy ddp"
             )
     return images
 

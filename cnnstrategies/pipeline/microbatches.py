@@ -23,11 +23,11 @@ class Split:
     at most one sample. If a replica has too few samples, its last microbatches are empty, and the step skips the empty
     microbatches.
 
-    A batch can be smaller than usual, like the last batch of an epoch. Microbatches then keep about their usual size,
-    and the remaining microbatches are empty, because BatchNorm works better with a few full microbatches than with many
-    small ones.
+    A batch can be smaller than the other batches of its epoch, for example the last batch. Microbatches then keep about
+    the size that they have in the other batches, and the remaining microbatches are empty, because BatchNorm works
+    better with a few full microbatches than with many small ones.
 
-    The rows of the global batch are in the order in which one process alone would load them. The samplers distribute
+    The rows of the global batch are in the order in which a single process would load them. The samplers distribute
     the samples to the replicas in turn, in this order.
 
     Attributes:

@@ -89,8 +89,8 @@ class StageModule(TracedModule):
         present = {name for name, _ in (*self.named_parameters(), *self.named_buffers())}
         for name in sorted(names - present):
             _put_attribute(self, network, name)
-        # torch.fx generates a `forward` for each graph. Both functions read the layers from `self`, so training and
-        # evaluation use the same layers.
+        # torch.fx generates one `forward` for the training graph and one for the evaluation graph. Both read the layers
+        # from `self`, so both modes use the same layers.
         self._run = {training: type(fx.GraphModule(self, graph)).forward for training, graph in graphs.items()}
         # The submodules are shared with the network and have its modes, so only the mode of this module is set.
         self.training = network.training

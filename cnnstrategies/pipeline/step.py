@@ -252,8 +252,8 @@ class Step:
         placement, stage = self.pipeline.placement, self.pipeline.place.stage
         runs, sizes = placement.runs[stage], self.batch.split.sizes
         later = [replica for replica, size in zip(runs[microbatch + 1 :], sizes[microbatch + 1 :], strict=True) if size]
-        # No other replica may have two backwards left: it would first have to send the gradients of the earlier one,
-        # because only its last backward overlaps with the sum.
+        # No other replica may have two backwards left. Such a replica takes part in the sum only in its second
+        # backward, so this rank would have to wait for it.
         return len(set(later)) == len(later) and not any(sizes[microbatch + placement.replicas[stage] :])
 
     def part_of_loss(self, outputs: Any, microbatch: int) -> Tensor:
@@ -342,7 +342,7 @@ def check_rows(outputs: Any, samples: int) -> None:
     """Check that every tensor in the outputs of a microbatch has one row per sample.
 
     Raises:
-        ConfigurationError: A tensor has a different number of rows.
+        ConfigurationError: The number of rows of a tensor is not ``samples``.
     """
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, Tensor) and (leaf.ndim == 0 or len(leaf) != samples):

@@ -1,4 +1,4 @@
-"""Draw a picture of a predicted or measured pipeline step, which shows what each rank does at each time."""
+"""Draw a predicted or measured pipeline step as a picture that shows what each rank does at each time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -166,8 +166,8 @@ def decide_by_shapes(network: nn.Module, example: Callable[[int], Any]) -> bool:
 
     Args:
         network: The network.
-        example: Function that takes a count and returns this many example images, as the network takes them; None if no
-            example images are available. The function is called only if the forward needs a number.
+        example: Function that takes a count and returns this many example images, as the network takes them. It returns
+            None if no example images are available. It is called only if the forward needs a number.
 
     Returns:
         Whether all numbers are known. This is False if the forward needs a number and no example images are available.
@@ -270,7 +270,7 @@ def cut_positions(traced: fx.GraphModule) -> list[int]:
 
     A position is the index, in :func:`ordered_nodes`, of the first node after the cut. A cut cannot separate two nodes
     that use the same parameter or buffer, because a parameter or buffer belongs to one stage. If a node changes the
-    result of an earlier node in place, and this result is used again later, a cut cannot separate these two nodes.
+    result of an earlier node in place, and a later node uses this result, a cut cannot separate the first two nodes.
     """
     nodes = ordered_nodes(traced)
     position = {node: index for index, node in enumerate(nodes)}

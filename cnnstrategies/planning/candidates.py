@@ -37,8 +37,7 @@ class Job:
         run_ahead: Whether stages hold one additional microbatch, so that messages travel while the stages compute. If
             None, stages run ahead if that saves time and fits into memory.
         state_copies: Training state (parameters, gradients and optimizer state) as a multiple of the parameters' size.
-        memory_limit: Largest number of bytes that the user allows on a device; None if only the device's memory limits
-            this number.
+        memory_limit: Limit in bytes that the user sets for a device's memory; None if the user sets no limit.
     """
 
     profile: Profile

@@ -137,14 +137,14 @@ def read_cluster(file: Path, devices: int | None = None) -> Cluster:
     if "nodes" not in settings:
         _refuse(
             f"{file}: ",
-            "nodes is missing; it is a list of machines such as {count: 4, devices: 4, interconnect: {gbit: 10}}",
+            "nodes is missing; give a list of machines, such as `nodes: [{count: 4, interconnect: {gbit: 10}}]`",
         )
     cluster = Cluster(tuple(settings["nodes"]), **settings.get("server", {}))
     if devices is not None and cluster.devices != devices:
         _refuse(
             f"{file}: nodes: ",
             f"the machines have {cluster.devices} devices, but trainer.devices x trainer.num_nodes is {devices}; "
-            "change one of the two so that they are equal",
+            "make the two numbers equal",
         )
     return cluster
 
@@ -160,7 +160,7 @@ def _refuse(where: str, reason: str) -> NoReturn:
 
 def _mapping(where: str, content: Any, known: Mapping[str, Read]) -> dict[str, Any]:
     if not isinstance(content, dict):
-        _refuse(where, f"a mapping is needed, with some of the keys {', '.join(known)}")
+        _refuse(where, f"give a mapping; the possible keys are {', '.join(known)}")
     values = {}
     for name, value in content.items():
         if name not in known:
@@ -173,7 +173,7 @@ def _mapping(where: str, content: Any, known: Mapping[str, Read]) -> dict[str, A
 
 def _nodes(where: str, content: Any) -> list[Host]:
     if not isinstance(content, list) or not content:
-        _refuse(where, "a list is needed, with at least one machine")
+        _refuse(where, "give a list of at least one machine")
     return [
         host for index, item in enumerate(content) for host in _hosts(f"{where.removesuffix(': ')}[{index}]: ", item)
     ]
@@ -194,12 +194,14 @@ def _hosts(where: str, content: Any) -> list[Host]:
             _refuse(where, is_now(name, new))
     settings = {"devices": 1, **_mapping(where, content, known)}
     if "interconnect" not in settings and "inside" not in settings:
-        _refuse(where, "interconnect is missing; give the connection between the machines, such as {gbit: 10, us: 50}")
+        _refuse(
+            where, "interconnect is missing; give the connection between the machines, such as `{gbit: 10, us: 50}`"
+        )
     if settings["devices"] > 1 and "inside" not in settings:
         _refuse(
             where,
             f"inside is missing; give the connection between the machine's {settings['devices']} devices, "
-            "such as {gbit: 96}",
+            "such as `{gbit: 96}`",
         )
     settings.setdefault("interconnect", settings.get("inside"))
     settings.setdefault("inside", settings["interconnect"])

@@ -274,8 +274,8 @@ def _as_received(value: Any, device: torch.device | None = None, copied: bool = 
 def _preserved_generator(device: torch.device | None) -> AbstractContextManager[None]:
     """Return a context that restores the state of an accelerator's random number generator on exit.
 
-    If the network stays in CPU memory but its nodes run on the accelerator, :func:`preserved` only restores the CPU's
-    generator.
+    This context is needed if the network stays in CPU memory but its nodes run on the accelerator, because
+    :func:`preserved` then restores only the CPU's generator. Without an accelerator the context does nothing.
     """
     if device is None or device.type == "cpu":
         return nullcontext()

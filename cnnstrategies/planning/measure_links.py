@@ -13,7 +13,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import Link
 
-# Sizes in bytes of the two messages whose times are measured.
+# Sizes in bytes of the two messages whose round trips are measured.
 SMALL = 1024
 LARGE = 8 * 2**20
 WARM_UP = 4
@@ -30,8 +30,8 @@ LEAST = 0.01
 def measure_local_link(device: torch.device, backend: str) -> Link:
     """Measure latency and bandwidth between two processes on this machine.
 
-    Both are computed from two times: the fastest of 12 round trips with 1 KiB, and the fastest of 12 round trips with
-    8 MiB.
+    Both are computed from two durations: that of the fastest of 12 round trips with 1 KiB, and that of the fastest of
+    12 round trips with 8 MiB.
 
     Args:
         device: Device of the type that training will use. If it is a GPU, the two processes use the first two GPUs.

@@ -29,7 +29,7 @@ class ParameterServer:
         self.servers = len(cluster.hosts)
         self.most = max(host.devices for host in cluster.hosts)
         # With several machines, the workers' pushes and the server's replies leave a machine through one connection, so
-        # they share its bandwidth.
+        # pushes and replies share the bandwidth of this connection.
         self.one_port = self.servers > 1
         self.link = slower(*(host.interconnect for host in cluster.hosts)) if self.one_port else cluster.hosts[0].inside
         # Fraction of a worker's pushes that goes through `link`. With several machines, a worker does not use the
@@ -114,8 +114,8 @@ class ParameterServer:
         arrived = [0.0] * len(costs.nodes)
         pushed = server = free = 0.0
         # Heap of the messages that wait to be sent. For each message: the time from which it can be sent, whether a
-        # server sends it (new weights) or a worker (gradients), and the index of its layer. Gradients and new weights
-        # have one port each. With several machines, they share one port.
+        # server sends it (new weights) or a worker (gradients), and the index of its layer. With several machines,
+        # gradients and new weights share one port. Otherwise each of the two has its own port.
         waiting = [(ready, False, index) for ready, index in pushes]
         heapq.heapify(waiting)
         while waiting:
@@ -135,9 +135,10 @@ class ParameterServer:
         return arrived
 
     def _transfer_time(self, size: int) -> float:
-        """Return the seconds for which the pushes of a layer by a machine's workers occupy the machine's connection.
+        """Return the seconds for which a layer's gradients occupy a machine's connection.
 
-        The layer's new weights occupy the connection for an equal time.
+        The result counts the pushes of all workers of the machine. The layer's new weights occupy the connection for an
+        equal time.
 
         Args:
             size: Bytes of the layer's parameters.

@@ -172,8 +172,9 @@ class Problem:
             port = cluster.ring(before, around).bandwidth
             period = max(period, max(incoming, outgoing) * sharing / port)
         # Reductions overlap with the last backward of this stage, and then with the last backwards of earlier stages.
-        # The last bucket cannot overlap with this stage's backward, because it is only ready at the end. `whole` and
-        # `bucket` are the seconds of all buckets, and of the last bucket, that do not overlap.
+        # The last bucket is only ready at the end of this stage's backward, so it overlaps with earlier stages only.
+        # `whole` is the time in seconds by which the reduction of all buckets exceeds these backwards. `bucket` is the
+        # time by which the reduction of the last bucket exceeds the backwards of the earlier stages.
         reduction = all_reduce(cluster, first, replicas)
         parameters = self._parameters[end] - self._parameters[start]
         whole = reduction(parameters) - self._drain[end] / speed

@@ -42,7 +42,7 @@ class Ranking:
     def best(self) -> Candidate:
         """The first candidate with the same training result as DDP.
 
-        If no candidate with this result fits into memory, it is the first candidate with a different training result.
+        If no candidate with this result fits into memory, this is the first candidate with a different training result.
         """
         return (self.same or self.changing)[0]
 

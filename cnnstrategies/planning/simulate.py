@@ -52,7 +52,8 @@ def simulate(
         tasks: Each rank's tasks, in the order in which the rank runs them.
         stages: Costs of the stages for one microbatch.
         messages: Messages between the stages. Keys are pairs of the sending and the receiving stage.
-        network: The cluster, with one device for each rank; or one connection, with which any two ranks are connected.
+        network: The cluster, with one device for each rank; or a single connection if all pairs of ranks have equal
+            connections.
         bucket_bytes: Size of a gradient bucket in bytes.
 
     Raises:

@@ -49,8 +49,8 @@ def buckets(
     Args:
         gradients: The gradients in order of time. For each gradient: the seconds from the start of the backward until
             the gradient is ready, and its bytes.
-        size: Number of bytes from which a bucket is complete.
-        first: Number of bytes from which the first bucket is complete; None for `size`.
+        size: A bucket is complete as soon as it has at least this number of bytes.
+        first: The same number for the first bucket; None for `size`.
     """
     complete: list[BucketCost] = []
     gathered, limit, last = 0, first or size, 0.0
@@ -108,10 +108,10 @@ class StageCost:
         """Return the buckets in which the stage's gradients are reduced.
 
         Args:
-            size: Number of bytes from which a bucket is complete.
+            size: A bucket is complete as soon as it has at least this number of bytes.
             backward: Seconds of the backward on the device that runs the stage. The times at which gradients are ready
-                are scaled accordingly.
-            first: Number of bytes from which the first bucket is complete; None for `size`.
+                are scaled in proportion.
+            first: The same number of bytes for the first bucket; None for `size`.
         """
         if not self.gradients:
             return []

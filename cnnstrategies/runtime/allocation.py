@@ -34,8 +34,8 @@ def keep_freed_memory() -> None:
     """Make a server process keep the memory of freed messages for later messages. Without glibc this has no effect.
 
     Call this before the process starts other threads. The number of malloc arenas is set to one, because glibc returns
-    a thread's arena to the kernel when the arena is empty. The process keeps its peak memory, which a server needs for
-    the pushes of one step.
+    a thread's arena to the kernel when the arena is empty. The process keeps as much memory as it has ever used. A
+    server needs this memory for the pushes of every step.
 
     The function also excludes all existing objects from garbage collection (``gc.freeze``), because these objects
     belong to imported modules and exist until the process ends.

@@ -85,9 +85,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def started_processes(launcher: Any) -> list[Any]:
-    """Return the processes that a launcher has started, as programs or by multiprocessing.
+    """Return the processes that one of Lightning's launchers has started: subprocesses, or multiprocessing's processes.
 
-    The list is empty if the launcher has not started any.
+    The list is empty if the launcher has not started any process.
     """
     return getattr(launcher, "procs", None) or []
 
@@ -258,8 +258,8 @@ def spawned_by_a_thread() -> Iterator[None]:
     """Make multiprocessing spawn processes without waiting until they have read their pickled tasks.
 
     Normally the parent process writes the task into a pipe, and waits until the new process has read it, which happens
-    after the new process's imports. If the new process is killed or stopped before that, the parent waits forever,
-    because the parent itself also holds the read end of the pipe open.
+    after the new process's imports. If the new process is killed or stopped before that, the parent waits forever: the
+    write does not fail, because the parent itself holds the read end of the pipe open.
     """
     kind: Any = context.SpawnProcess
     before = kind._Popen  # noqa: SLF001

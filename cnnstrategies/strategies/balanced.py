@@ -99,8 +99,8 @@ class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
         return reduced
 
     def _open_group(self) -> GatherRows:
-        # `new_group` returns a number only on ranks outside the group, and all ranks are in this group. mypy does not
-        # know this.
+        # `new_group` returns a number only on ranks outside the group. All ranks are in this group, so mypy's error is
+        # ignored.
         self._group = dist.new_group(backend="gloo")  # type: ignore[assignment]
         return lambda row: gather_rows(row, self._group)
 

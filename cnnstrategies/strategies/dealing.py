@@ -57,7 +57,7 @@ class Dealing:
 
     @property
     def deals(self) -> Deals:
-        """Shares of the ranks during the run, which determine how each global batch is divided."""
+        """Shares of the ranks during the run. They determine how each global batch is divided."""
         if self._deals is None:
             module = self._strategy.lightning_module
             shares: Sequence[float] = (
@@ -100,7 +100,7 @@ class Dealing:
         return by_shares(dataloader, module.trainer, self.deals)
 
     def panel_row(self) -> tuple[str, str]:
-        """Return the row about the shares for the start panel, as a pair of the row's name and its text."""
+        """Return the start panel's row about the shares, as a pair of a name and a text."""
         text = f"{self._initial} at first, then by each rank's own time" if self.shares == "auto" else str(self.shares)
         least = f"; at least {self.deals.least} samples for each rank" if self.deals.least > 1 else ""
         most = f"; at most {self._most} samples for each rank" if self._most is not None else ""

@@ -24,7 +24,7 @@ class OrderBatches(DealtBatches):
         sampler: The distributed sampler that gives the order.
 
     Args:
-        batches: Batch sampler of the user's loader. Lightning has replaced its sampler by a distributed sampler.
+        batches: Batch sampler of the user's loader. Lightning has replaced the sampler in it by a distributed sampler.
         trainer: The trainer that trains with the loader.
         deals: The ranks' shares.
     """

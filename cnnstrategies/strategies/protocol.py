@@ -4,8 +4,8 @@
 commands need to know about a strategy. They call :func:`facts_of`, which also works for Lightning's own strategies, and
 never check the class of a strategy.
 
-All subpackages may import this module. From this package, it imports only
-:mod:`cnnstrategies.strategies.differences` at run time.
+All subpackages may import this module. To avoid circular imports, the module itself imports only
+:mod:`cnnstrategies.strategies.differences` from this package at run time.
 """
 
 from collections.abc import Sequence
@@ -118,7 +118,7 @@ class StrategyFacts:
 
     @property
     def connects_hosts(self) -> bool:
-        """Whether the strategy connects its hosts itself. If not, the cluster code connects them by a torch store."""
+        """Whether the strategy connects its hosts itself. If not, the cluster code connects them with a torch store."""
         return False
 
     def set_host_timeout(self, seconds: float) -> None:
@@ -154,7 +154,7 @@ class StrategyFacts:
 
     @property
     def compiles_network(self) -> bool:
-        """Whether the strategy compiles the network or its parts, so that modules and callbacks must not compile it."""
+        """Whether the strategy compiles the network or its parts. If so, modules and callbacks must not compile it."""
         return False
 
     @property

@@ -60,7 +60,7 @@ def check_optimizer_states(saved: int, needed: int) -> None:
     """
     if saved != needed:
         raise ConfigurationError(
-            f"the checkpoint holds the states of {saved} optimizers, and this run has {needed} optimizers: a "
+            f"the checkpoint holds the states of {saved} optimizers, but this run has {needed} optimizers: a "
             "checkpoint that was saved after forked or spawned ranks had ended holds no states; resume from a "
             "checkpoint that was saved during fit, or load the weights alone"
         )

@@ -113,7 +113,7 @@ def _count(batch: Any) -> int:
 
 
 def _have_items(lists: Sequence[Any], counts: Sequence[int]) -> bool:
-    """Whether lists contain one item for each sample. Otherwise each item has data of all samples.
+    """Whether lists contain one item for each sample. If not, each item contains data of all samples.
 
     Args:
         lists: Corresponding lists or tuples from the ranks' batches.
@@ -136,7 +136,7 @@ def _lists(batch: Any) -> Iterator[Any]:
 
 
 def samples(folder: Path) -> tuple[int, set[bytes]]:
-    """Return the number of samples that a rank has loaded, and the set of different samples among them.
+    """Return the number of samples that a rank has loaded, and the set of distinct samples among them.
 
     In the set, a sample is represented by the bytes of its row in the batch's first tensor.
 

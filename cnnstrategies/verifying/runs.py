@@ -236,8 +236,8 @@ def _steps(reference: dict[str, Any], tested: dict[str, Any], run: RunRole) -> C
 def _logged(reference: dict[str, Any], tested: dict[str, Any]) -> ComparedRow:
     """Return the verdict's row for the logged values.
 
-    Values that are logged without a reduction over the ranks cover only the batches of rank 0, and are not compared.
-    The row lists the names of these values if they differ.
+    Values that are logged without a reduction over the ranks cover only the batches of rank 0, so they may differ from
+    the values of the run on one device. The row lists the names of such values, but they do not make the runs unequal.
     """
     dtype = torch.float32  # The dtype of Lightning's logged values and of torchmetrics.
     unreduced = {name for name in tested["unreduced"] if name in reference["logged"] and tested["devices"] > 1}

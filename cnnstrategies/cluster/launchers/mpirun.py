@@ -1,4 +1,4 @@
-"""Launchers for mpirun of Open MPI and of MPICH, which starts ranks on several machines by SSH or in a SLURM job."""
+"""Launchers for the mpirun of Open MPI and that of MPICH. mpirun starts ranks on several machines, by SSH or SLURM."""
 
 import os
 import sys

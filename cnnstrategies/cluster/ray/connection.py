@@ -70,8 +70,8 @@ def connected(address: str | None) -> Iterator[Any]:
         importlib.import_module("ray.util.scheduling_strategies")
     except ImportError as error:
         raise ConfigurationError(
-            f"--to ray needs Ray ({error}): run pip install '.[ray]' in a clone of the repository, with the version of "
-            "Ray that the cluster has"
+            f"--to ray needs Ray ({error}): run `pip install '.[ray]' 'ray==VERSION'` in a clone of the repository, "
+            "with the cluster's version of Ray as VERSION"
         ) from error
     if ray.is_initialized():
         yield ray

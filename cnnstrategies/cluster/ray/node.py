@@ -1,4 +1,4 @@
-"""Actor on a node of a Ray cluster, which runs the node's program.
+"""Actor that runs a program on a node of a Ray cluster.
 
 Ray pickles the actor's class by value, and this module does not import the package. A node on which the package is not
 installed can therefore run the actor, which reports that the package is missing.

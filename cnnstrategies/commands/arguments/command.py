@@ -347,7 +347,8 @@ class Command:
         gc.disable()
         module = self._import_module()
         gc.freeze()
-        # When the process ends, some extension modules, such as triton's, would report frozen objects as leaks.
+        # Some extension modules, such as triton's, would report frozen objects as leaks when the process ends, so the
+        # objects are unfrozen before.
         atexit.register(gc.unfreeze)
         gc.enable()
         module.main(*main_arguments)

@@ -74,8 +74,8 @@ class ConfiguredKey:
     Attributes:
         path: The key with all keys above it, joined by dots, such as ``trainer.max_epochs``.
         value: The value from YAML, or the text from the command line.
-        owner: Name of the class that has the key as a parameter, as the configuration writes the name; None if the
-            class is not known.
+        owner: Name of the class whose parameter the key is, spelled as in the configuration; None if the class is not
+            known.
     """
 
     path: str

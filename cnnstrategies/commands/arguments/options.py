@@ -160,8 +160,8 @@ class PlanOptions:
     Attributes:
         profile: CSV file with the costs of the network's layers. With this option no configuration is needed.
         profile_batch: Number of samples in the batch with which the profile was measured.
-        cluster: YAML file that describes the machines. By default all ``trainer.devices`` on ``trainer.num_nodes``
-            machines have the same speed, and all connections between them are equal.
+        cluster: YAML file that describes the machines. By default there are ``trainer.devices`` x ``trainer.num_nodes``
+            devices of the same speed, with equal connections between all devices.
         bandwidth: Bandwidth of the connections in Mbit/s, if ``--cluster`` is not given. By default the bandwidth
             between two processes on this machine is measured.
         latency: Latency of the connections in ms. It is used only with ``--bandwidth``.
@@ -321,7 +321,9 @@ class WatchOptions:
 )
 @dataclass
 class JoinOptions:
-    """Join a running run with a parameter server as an additional worker, with the run's own configuration.
+    """Add this process as a worker to a parameter server's run that is in progress.
+
+    The configuration must be the run's own configuration.
 
     Attributes:
         run: Folder of the run, or address of its coordinator: tcp://HOST:PORT or ipc://PATH.
@@ -361,11 +363,11 @@ class PackOptions:
     Attributes:
         source: Folder of images, with the subfolders that ImageFolderDataModule needs.
         out: Folder to create for the shards and the index.
-        size: Shrink larger images so that their shorter side has this number of pixels, and encode them as JPEG. By
-            default images do not change.
+        size: Largest length of an image's shorter side, in pixels. Larger images are shrunk to this length and encoded
+            as JPEG. By default images do not change.
         quality: Encode all images as JPEG with this quality, from 1 to 95. With ``--size`` it is 90 by default.
-        shard_size: Approximate size of the images in a shard before they are shrunk: a number of bytes, or a size such
-            as 256MB or 1GiB.
+        shard_size: Approximate size of all images in a shard, before the images are shrunk: a number of bytes, or a
+            size such as 256MB or 1GiB.
         workers: Number of threads that write shards at the same time; by default one for each core.
         check: Folder of shards to check. Each shard is compared with its checksum in the index, and nothing is packed.
     """

@@ -132,7 +132,7 @@ def _states(model: LightningModule, options: PlanOptions) -> int:
     try:
         configured: Any = model.configure_optimizers()
     # The user's `configure_optimizers` may fail, for example because it reads `self.trainer` and this command has no
-    # trainer. The function then returns Adam's number.
+    # trainer. `_states` then assumes Adam's number of values for each parameter.
     except Exception:
         return USUAL_STATES
     optimizer = configured.get("optimizer") if isinstance(configured, dict) else configured

@@ -51,7 +51,8 @@ def heeds_signals(end: Callable[[], None], seconds: float = 2.0) -> Iterator[Non
     with reader, writer:
         writer.setblocking(False)
         for signum, handler in before.items():
-            # If no Python function handles a signal, the operating system handles it at once, even during C++ code.
+            # If no Python function handles a signal, the operating system handles the signal at once, even during C++
+            # code. Nothing is changed for such a signal.
             if callable(handler):
                 signal.signal(signum, heed)
         # When a signal arrives, the interpreter writes the signal's number to this socket at once, even if the main
@@ -71,7 +72,7 @@ def heeds_signals(end: Callable[[], None], seconds: float = 2.0) -> Iterator[Non
 
 
 def _detach_socket() -> None:
-    """Stop writing signals to the socket before a fork.
+    """Before a fork, make the interpreter stop writing the numbers of signals to the socket.
 
     Otherwise the child process would write its signals to the socket of the parent process. After the fork,
     `_attach_socket` makes the parent process write signals to the socket again.

@@ -276,7 +276,8 @@ class CLI(LightningCLI):
         """Write the model's predictions to a file, without keeping them in memory."""
         give_predict_step(self.model)
         if (folder := self.config_init[self.subcommand].predictions.images) is not None:
-            # Each rank searches for the images again. This first search fails before any process starts.
+            # If the folder has no usable images, this search raises the error before any process starts. Each rank
+            # searches again later.
             images_of_folder(self.datamodule, folder)
         self._run(self.trainer.predict, **{**kwargs, "return_predictions": False})
 
@@ -301,7 +302,8 @@ class CLI(LightningCLI):
         elif local_rank() == 0 and not training:
             check_trained(str(self.subcommand), self.model, partial(self._built_alone, "model"))
         if local_rank() == 0 and self.datamodule is not None:
-            # This call raises an error for missing data before any process starts. Lightning calls the method again.
+            # If data is missing, this call raises the error before any process starts. Lightning calls the method again
+            # later.
             self.datamodule.prepare_data()
         with ends_together(self.trainer, self.config_init[self.subcommand].interconnect):
             function(**kwargs)
@@ -383,7 +385,7 @@ def _with_notes(error: Exception, text: str) -> str:
 
 
 class ModelAndData(CLI):
-    """Command line that parses a configuration like ``fit``, and builds the model and the data module but no trainer.
+    """Command line that parses a configuration as ``fit`` does, and builds the model and data module but no trainer.
 
     Args:
         command: Name of the command, for error messages.

@@ -148,9 +148,9 @@ class FirstToFail(Callback):
 def end_all_after_one(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     """Wait until a rank fails, and `PATIENCE` seconds later kill all ranks and this process.
 
-    A thread runs this function. The main thread usually notices the failure and ends the process earlier. It does not
-    notice the failure if it waits for the failed rank in a torch store, for example. If the rank was killed, the
-    function prints this fact.
+    A thread runs this function. The main thread usually notices the failure and ends the process earlier. The main
+    thread does not notice the failure while it waits for the failed rank, for example in a torch store. If the rank was
+    killed, the function prints this fact.
 
     Args:
         ranks: The processes of the ranks that this process has started.

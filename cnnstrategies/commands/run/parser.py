@@ -175,8 +175,8 @@ class ArgumentParser(LightningArgumentParser):
 
         jsonargparse calls this method before it writes a configuration as YAML. The removed values are defaults of
         parameters, so the YAML is complete without them. jsonargparse itself fails for such a value, or replaces the
-        value by a text that begins with `UNWRITABLE`. It also replaces a text that may be the name of a function. This
-        method restores the original text.
+        value by a text that begins with `UNWRITABLE`. jsonargparse also replaces a string that may be the name of a
+        function. This method restores the original string.
 
         The method is private in jsonargparse, and `tests/commands/test_parser.py` tests that jsonargparse has the
         method.
@@ -197,7 +197,8 @@ class ArgumentParser(LightningArgumentParser):
 def _is_of_yaml(value: Any) -> bool:
     """Return whether a value can be written as YAML.
 
-    The result is also False for the text beginning with `UNWRITABLE` that jsonargparse writes instead of such a value.
+    The result is also False for a text that begins with `UNWRITABLE`, because jsonargparse writes such a text in place
+    of a value that cannot be written.
     """
     if isinstance(value, Namespace | dict | list):
         inner = value if isinstance(value, list) else (value if isinstance(value, dict) else vars(value)).values()

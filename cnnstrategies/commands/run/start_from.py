@@ -35,7 +35,7 @@ def checkpoint_of(
 
     If `ckpt_path` is ``last`` or ``best``, the function searches for the file. A restarted run uses its own last
     checkpoint. If a rank starts other ranks as programs, these ranks use the checkpoint that the starting rank has
-    chosen. Otherwise a rank that is restarted alone could choose a newer checkpoint than the other ranks.
+    chosen. If each rank chose for itself, a single restarted rank could choose a newer checkpoint than the other ranks.
 
     The function adds callbacks to the trainer: a :class:`SameCheckpoint` if a checkpoint is searched for, and a
     :class:`RunRecord` if the run has a name.
@@ -197,7 +197,7 @@ def _flush(trainer: Trainer) -> None:
 
 
 def check_trained(command: str, model: LightningModule, again: Callable[[], LightningModule]) -> None:
-    """Refuse to evaluate a module whose weights are random, because no checkpoint was given.
+    """Refuse to evaluate a module whose weights are random. Call this if no checkpoint was given.
 
     To find random weights, the module is built a second time. Pretrained weights are equal in both modules, and random
     weights differ.

@@ -144,7 +144,8 @@ def add_sections(parser: LightningArgumentParser) -> None:
         type=str | None,
         default=None,
         help="Name of the run and of its folder. If a run with this name exists, training continues from its last "
-        "checkpoint. By default the launcher gives the name.",
+        "checkpoint. By default the launcher (SLURM, Kubernetes, Ray or torchrun) gives the name. Without a name, the "
+        "run gets a folder with a number and cannot be restarted.",
     )
 
 

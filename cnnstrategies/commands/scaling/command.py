@@ -41,8 +41,8 @@ def main(options: ScalingOptions, arguments: Sequence[str]) -> None:
     config = ModelAndData("scaling", arguments).config
     if int(config.trainer.num_nodes) > 1:
         raise ConfigurationError(
-            f"trainer.num_nodes={config.trainer.num_nodes}: scaling measures on this machine only; set it to 1, and "
-            "measure the connections to other machines with `cnnstrategies doctor`"
+            f"trainer.num_nodes={config.trainer.num_nodes}: scaling measures on this machine only; set "
+            "trainer.num_nodes=1, and measure the connections to other machines with `cnnstrategies doctor`"
         )
     device = device_of(config.trainer.accelerator)
     for name in ("picture", "output"):

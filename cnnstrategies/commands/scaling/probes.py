@@ -60,11 +60,11 @@ def one_sample(loader: Any) -> dict[str, Any]:
         loader: The DataLoader of the dataset.
 
     Returns:
-        A dictionary with three times in seconds per sample:
+        A dictionary with three durations, each in seconds per sample that a thread reads:
 
         - ``seconds``: elapsed time if one thread reads samples
         - ``processor``: CPU time if one thread reads samples
-        - ``two``: elapsed time of a thread if two threads read samples at the same time
+        - ``two``: elapsed time of each thread if two threads read samples at the same time
 
         The dictionary is empty if the dataset is an IterableDataset or has too few samples.
     """
@@ -103,7 +103,7 @@ def _cpu_seconds() -> float:
 
 
 def _make(makers: Sequence[Callable[[], int]]) -> tuple[int, float, float]:
-    """Read samples for :data:`SAMPLE_SECONDS`.
+    """Call functions that read samples, one after another, until all are called or ``SAMPLE_SECONDS`` have passed.
 
     Return the number of samples, the elapsed time in seconds and the CPU time in seconds.
     """
@@ -116,10 +116,10 @@ def _make(makers: Sequence[Callable[[], int]]) -> tuple[int, float, float]:
 
 
 def _makers(loader: Any) -> list[Callable[[], int]]:
-    """Return functions that each read a sample from the dataset, and return the number of samples that they have read.
+    """Return functions that the measurement calls. Each function reads a sample of the dataset, and returns 1.
 
-    If the sampler yields batches, each function reads a batch. Each function reads different samples, because the
-    operating system would return samples that were read before from its file cache.
+    If the sampler yields batches, each function reads a batch, and returns the batch's number of samples. The functions
+    read different samples, because a sample that is read again comes from the operating system's file cache.
     """
     dataset = getattr(loader, "dataset", None)
     if dataset is None or isinstance(dataset, IterableDataset):

@@ -145,7 +145,7 @@ def cut(data: bytes, header: JpegHeader, left: int, top: int, right: int, bottom
     width, height = min(header.width, end * step) - x, height - y
     starts, ends = _intervals(data, header.data)
     if len(starts) != in_row * rows:
-        return Cut(data, 0, 0, header.width, header.height, True)  # The file is damaged, as the decoder will report.
+        return Cut(data, 0, 0, header.width, header.height, True)  # The file is damaged. The decoder reports the error.
     chosen = [place for row in range(first, last) for place in range(row * in_row + begin, row * in_row + end)]
     pieces = [_resized(data[: header.data], header, width, height)]
     for place, restart in zip(chosen, itertools.cycle(RESTARTS)):  # `strict` would fail, because the cycle is infinite.
@@ -157,8 +157,8 @@ def cut(data: bytes, header: JpegHeader, left: int, top: int, right: int, bottom
 def restart_interval(image: Image.Image) -> int:
     """Return the number of units between two restart markers, for packing an image with 4:2:0 subsampling.
 
-    The result is 2 or 3 if this number divides the number of units in a row, and otherwise 1. Fewer units make smaller
-    rectangles possible that can be copied from the file, but each marker takes about four bytes.
+    The result is 2 or 3 if this number divides the number of units in a row, and otherwise 1. With more markers,
+    smaller rectangles can be copied from the file, but each marker takes about four bytes.
     """
     columns = -(-image.width // 16)
     return next(count for count in (2, 3, 1) if columns % count == 0)

@@ -3,12 +3,10 @@
 import hashlib
 import os
 import secrets
-import shutil
 import tarfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +30,8 @@ from cnnstrategies.data.shards.index import (
     write_index,
 )
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.runtime.whole_file import writing
+from cnnstrategies.runtime.whole_file import whole_folder
 
-UNFINISHED = ".unfinished"  # Suffix of the output folder's name until all shards are written.
 TAR_END = b"\0" * (2 * TAR_BLOCK)
 ORDER_SEED = 0
 
@@ -89,13 +86,8 @@ def pack(source: Path, out: Path, options: EncodingOptions, workers: int) -> Ind
             f"{source} has masks, which cannot be packed: train with SegmentationFolderDataModule, which reads the "
             "image files"
         )
-    scratch = out.with_name(out.name + UNFINISHED)
     packing = secrets.token_hex(8)
-    shutil.rmtree(scratch, ignore_errors=True)  # Remove the folder, because a killed run may have left files in it.
-    with ExitStack() as stack:
-        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-        stack.enter_context(writing(scratch, REMEDY))
-        scratch.mkdir(parents=True)
+    with whole_folder(out, REMEDY) as scratch:
         shards: dict[str, list[list[Image]]] = {}
         for part, files in module.parts().items():
             images = [Image(name, target, number) for number, (name, target) in enumerate(zip(*files, strict=True))]
@@ -114,7 +106,6 @@ def pack(source: Path, out: Path, options: EncodingOptions, workers: int) -> Ind
             },
         )
         write_index(index)
-        scratch.rename(out)
     return replace(index, root=out)
 
 

@@ -198,7 +198,7 @@ class ShardSource:
         out.copy_((part.flip(-1) if crop.mirrored else part)[0])
 
     def _place(self, number: int) -> tuple[int, int, int]:
-        """Return the index of an image's shard, and the offset and the length of its file in the shard, in bytes."""
+        """Return the index of an image's shard, and the image file's offset and length in the shard, in bytes."""
         shard, offset, length = (int(self.columns[name][number]) for name in ("shard", "offset", "length"))
         return shard, offset, length
 

@@ -168,8 +168,8 @@ def _padded(size: int) -> int:
 def fence() -> None:
     """Execute a memory barrier: no memory access is moved across this call.
 
-    CPUs such as ARM's reorder memory accesses otherwise. The lock is acquired and released twice, because only a
-    release that is followed by an acquisition is a barrier in both directions.
+    Without a barrier, CPUs such as ARM's may reorder memory accesses. The lock is acquired and released twice, because
+    only a release that is followed by an acquisition is a barrier in both directions.
     """
     for _ in range(2):
         with _lock:
@@ -233,8 +233,8 @@ def open_shared(ranks: Collection[int], where: Mapping[int, list[object]], size:
                 os.close(file)
         except OSError as error:
             raise ConfigurationError(
-                f"combine_per_node: true: the shared memory of worker {rank} (process {process} on {host}) cannot be "
-                f"opened on this node ({socket.gethostname()}): {error}: run all workers of a node as the same user "
-                "and in the same container, or set combine_per_node: false"
+                f"`combine_per_node: true` needs the shared memory of worker {rank} (process {process} on {host}), but "
+                f"it cannot be opened on this node ({socket.gethostname()}): {error}; run all workers of a node as the "
+                "same user and in the same container, or set `combine_per_node: false`"
             ) from error
     return opened

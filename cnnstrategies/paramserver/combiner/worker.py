@@ -65,6 +65,7 @@ class CombinedWorker:
         self._value_marks = [NEVER] * len(parameters)  # By parameter index: mark of the parameter's value.
         self._exact = False  # whether to wait for the servers' exact values, which no compression has rounded
         self._first_state: tuple[Mapping[str, Any] | None] | None = None
+        self._last_message = 0  # sequence number of the last message that this worker has sent before it leads
         self._batches_to_skip = 0  # number of batches to skip, because their steps were made without this node
         self._groups: Sequence[Mapping[str, Any]] = ()
         # By rank: number of samples in the current step; None until all workers of the node have begun the step.
@@ -120,9 +121,11 @@ class CombinedWorker:
         self._follow_leader()
         if self._engine is None:
             # Servers wait some seconds for a HELLO from each worker, so this worker connects to the servers once and
-            # sends HELLO. If the worker cannot reach the servers, it thus fails now, and not later as the leader.
+            # sends HELLO. A worker that cannot reach the servers thus fails now, and not only when it becomes the
+            # leader.
             visitor = self._connect(lambda index, value: None)
             visitor.meet()
+            self._last_message = visitor.last_message
             visitor.close()
         self.wait_all()
         return self.step
@@ -382,12 +385,17 @@ class CombinedWorker:
             self._go_on_with(self._states[leader].led)
 
     def _lead(self) -> None:
-        """Become the node's leader: connect to the servers, and finish the last leader's step if necessary."""
+        """Become the node's leader: connect to the servers.
+
+        If the servers have not finished the previous leader's step, push the node's gradients of this step again.
+        """
         self._leader, self._exact = self._rank, True
         if self._staging is not None:
             # From now on, the connection copies new values to the GPU, so finish this object's own copies first.
             self._staging.settle()
         self._engine = self._connect(self._on_arrival)
+        # Servers drop messages whose numbers are not larger than those of this worker's earlier messages.
+        self._engine.last_message = self._last_message
         if self._first_state is not None and not self.step:
             self._engine.initialise(*self._first_state)
         step = self._engine.join(self.step - 1 if self.step else None)
@@ -402,7 +410,7 @@ class CombinedWorker:
             self._go_on_with(step)
 
     def _go_on_with(self, step: int) -> None:
-        """Continue with the step with which a new leader begins. Skip the batches of steps made without this node.
+        """Continue at a new leader's first step. Skip the batches of steps that were made without this node.
 
         Args:
             step: Number of the new leader's first step.
@@ -415,8 +423,8 @@ class CombinedWorker:
             self.step = step
         elif step < self.step - 1:
             raise ServersUnreachableError(
-                f"the servers have gone back to step {step}, and this node has already begun step {self.step}: the "
-                "gradients of the steps between them are lost; start the run from its last checkpoint"
+                f"the servers have gone back to step {step}, but this node has already begun step {self.step}, and the "
+                "gradients of the steps in between are lost: start the run from its last checkpoint"
             )
 
     def _on_arrival(self, index: int, value: Tensor) -> None:

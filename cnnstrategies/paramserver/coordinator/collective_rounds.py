@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from cnnstrategies.paramserver.coordinator.contributions import pack
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
 from cnnstrategies.paramserver.coordinator.roster import WRITER, Member, Roster
 from cnnstrategies.paramserver.coordinator.settings import WORKER
@@ -36,7 +37,7 @@ class CollectiveWait(NamedTuple):
     Attributes:
         operation: Name of the collective, or number of the step.
         waiting: Names of the waiting members, for example ``worker 3``.
-        others: Names of the other members.
+        others: Names of the members for which the waiting members wait.
     """
 
     operation: str
@@ -62,21 +63,30 @@ class _Contribution(NamedTuple):
     midway: bool  # whether the worker may be admitted between two boundaries
 
 
+class _Flags(NamedTuple):
+    """Flags of the requests in a collective. See :class:`Rounds` for the first two."""
+
+    seal: bool = False
+    boundary: bool = False
+    leader_only: bool = False  # whether only the worker with the lowest id receives the contributions
+
+
 @dataclass
 class _Result:
     sequence: int
-    ids: list[int]
-    sizes: list[int]
+    leader: int  # lowest id among the workers that took part
+    frames: list[Buffer]  # contributions of all workers, packed once for all replies
+    others_frames: list[Buffer]  # frames for all workers except the leader; with `leader_only`, no contributions
     view: int = 0
-    frames: list[Buffer] = field(default_factory=list)
     admitted: list[int] = field(default_factory=list)
-    midway: int | None = None  # number of the last boundary, if this result admits workers after it; otherwise None
+    midway: int | None = None  # number of the last boundary, if workers are admitted between boundaries; else None
 
-    def message(self, request: int, joined: bool) -> Message:
-        fields = {"sequence": self.sequence, "ids": self.ids, "sizes": self.sizes, "joined": joined}
+    def message(self, worker: int, request: int, joined: bool) -> Message:
+        fields: dict[str, object] = {"sequence": self.sequence, "joined": joined}
         if self.midway is not None:
             fields[MIDWAY] = self.midway
-        return Message(DONE, {**fields, "view": self.view, "admitted": self.admitted}, self.frames, request)
+        frames = self.frames if worker == self.leader else self.others_frames
+        return Message(DONE, {**fields, "view": self.view, "admitted": self.admitted}, frames, request)
 
 
 class Rounds:
@@ -89,7 +99,10 @@ class Rounds:
       boundary is complete only after another process has replaced worker 0. Otherwise the other workers could finish
       the training without worker 0, which writes the checkpoints.
 
-    The results of these collectives are sent only after all servers have seen the view with the new membership.
+    A third flag, ``leader_only``, is for contributions that only one worker needs: the reply to the worker with the
+    lowest id contains all contributions, and the replies to the other workers contain only the ids of the workers.
+
+    The result of a collective that changes the membership is sent only after all servers have seen the new view.
 
     A worker may also be admitted between two boundaries, and then receives the result of the last boundary. All these
     conditions must hold:
@@ -119,8 +132,7 @@ class Rounds:
         self._log: dict[int, _Result] = {}
         # By worker id: the worker's contribution to the current collective.
         self._pending: dict[int, _Contribution] = {}
-        # Two flags of the current collective: `seal` and `boundary`.
-        self._flags: tuple[bool, bool] = (False, False)
+        self._flags = _Flags()  # flags of the current collective
         # By worker id: the contribution of each worker that waits for admission.
         self._joiners: dict[int, _Contribution] = {}
         self._boundary: _Result | None = None  # result of the last boundary; None before the first boundary
@@ -139,13 +151,13 @@ class Rounds:
             member: The worker.
             message: The worker's request.
 
-        Returns an error message if the run cannot go on. Returns None if it can.
+        Returns an error message if the run cannot go on; otherwise None.
 
         Raises:
             ControlError: A field of the request is missing or invalid.
         """
         sequence, operation = message.integer("sequence"), message.string("operation")
-        seal, boundary = message.flag("seal"), message.flag("boundary")
+        flags = _Flags(*map(message.flag, _Flags._fields))
         peer, identity = member.peer, member.peer.id
         midway = message.fields.get(MIDWAY) is True
         contribution = _Contribution(peer, message.request, sequence, operation, message.frames, midway)
@@ -157,7 +169,7 @@ class Rounds:
             if (last.peer, last.sequence) == (peer, sequence):
                 self._send_when_seen(result, [(contribution, joined)])
                 return None
-        if seal and (self._roster.sealed or self._roster.is_joiners_place(WORKER, identity)):
+        if flags.seal and (self._roster.sealed or self._roster.is_joiners_place(WORKER, identity)):
             self._joiners[identity] = contribution
             return self.over
         if sequence in self._log:
@@ -174,7 +186,7 @@ class Rounds:
                 f"worker must call the same collectives in the same order; perhaps {UNEVEN}"
             )
         self._pending[identity] = contribution
-        self._flags = (seal, boundary)
+        self._flags = flags
         self._complete()
         return None
 
@@ -215,13 +227,14 @@ class Rounds:
         roster = self._roster
         if len(self._pending) < max(1, len(roster.group)) or not roster.group <= self._pending.keys():
             return
-        seal, boundary = self._flags
+        seal, boundary, leader_only = self._flags
         if boundary and self._awaited_writer:
             return
         self._operation = next(iter(self._pending.values())).operation
         pending, self._pending = dict(sorted(self._pending.items())), {}
-        result = _Result(self.sequence, list(pending), [len(contribution.frames) for contribution in pending.values()])
-        result.frames = [frame for contribution in pending.values() for frame in contribution.frames]
+        frames = pack({worker: contribution.frames for worker, contribution in pending.items()})
+        others_frames = pack(dict.fromkeys(pending, ())) if leader_only else frames
+        result = _Result(self.sequence, min(pending), frames, others_frames)
         self.sequence += 1
         replies = [(contribution, False) for contribution in pending.values()]
         if not roster.sealed:
@@ -284,7 +297,7 @@ class Rounds:
         # a later collective since then. The entry of the later collective must not be replaced.
         if last.peer != peer or last.sequence <= contribution.sequence:
             self._sent[peer.id] = contribution, result, joined
-        self._answer(peer, result.message(contribution.request, joined))
+        self._answer(peer, result.message(peer.id, contribution.request, joined))
 
     @property
     def view(self) -> int:
@@ -299,7 +312,10 @@ class Rounds:
 
     @property
     def waits(self) -> list[CollectiveWait]:
-        """The current waits of workers: in the current collective, for admission, or for a result that is held back."""
+        """Operations that workers wait for now, each with the members that must act before the operation can end.
+
+        Workers may wait for the current collective, for admission, or for a result that is held back.
+        """
         group = _workers(self._roster.group)
         waits = []
         if self._pending:
@@ -307,7 +323,7 @@ class Rounds:
             waiting = _workers(self._pending)
             present = set(waiting)
             absent = [name for name in group if name not in present]
-            absent += _workers(self._awaited_writer) if self._flags[1] else ()
+            absent += _workers(self._awaited_writer) if self._flags.boundary else ()
             waits.append(CollectiveWait(operation, waiting, tuple(absent)))
         if self._joiners:
             waits.append(CollectiveWait("join", _workers(self._joiners), group))

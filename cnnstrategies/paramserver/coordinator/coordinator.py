@@ -32,7 +32,8 @@ from cnnstrategies.paramserver.core.requests import DONE, PROBE, REFUSED, UNKNOW
 TICK = "tick"
 # Result of a method that handles a request: fields of the reply by name; None if the reply is sent later.
 Fields = Mapping[str, object] | None
-# If no event occurs for longer than this fraction of the time-out, the coordinator's process was stopped in that time.
+# The interval of the timer `TICK` is shorter than this fraction of the time-out. If no event occurs for longer, the
+# coordinator's process was stopped, for example by SIGSTOP.
 STOPPED_FRACTION = 0.25
 
 
@@ -241,8 +242,8 @@ class Coordinator:
     def _refuse(self, sender: Peer, message: Message) -> None:
         """Act on a message from a process that is not a member.
 
-        If the process has left, repeat the reply to a request to leave, and ignore other messages. If the run has ended
-        or the process may not register, send an `ended` message with the reason.
+        If the process has left, repeat the reply to its request to leave, and ignore its other messages. If the run has
+        ended or the process may not register, send an `ended` message with the reason.
         """
         if self.roster.gone.get(sender):
             if message.kind == "leave":

@@ -257,8 +257,8 @@ class Dispatcher:
     def _take_back(self, share: Share) -> None:
         """Put a worker's unprocessed chunks at the front of the newest epoch's waiting chunks.
 
-        The chunks may belong to an earlier epoch. They are not put back there, because workers that have finished the
-        earlier epoch request only chunks of the newest epoch.
+        Chunks of an earlier epoch are also moved to the newest epoch, because workers that have finished the earlier
+        epoch request only chunks of the newest epoch.
         """
         self._epochs[max(self._epochs)].waiting.extendleft(reversed(share.held))
 

@@ -79,7 +79,8 @@ class Participant:
     def on_timer(self, now: float, name: str) -> Effects:
         """Send a heartbeat or a probe, depending on the timer. End the role if the coordinator was silent for too long.
 
-        The limit is the time-out, or `Address.appear` seconds before the coordinator has accepted the registration.
+        Until the coordinator has accepted the registration, the limit is `Address.appear` seconds. After that, the
+        limit is the time-out.
         """
         if self.ended is not None:
             return []

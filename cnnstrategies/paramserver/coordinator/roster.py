@@ -14,8 +14,8 @@ from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 
 WRITER = 0  # id of the worker that writes checkpoints and logs; if this worker is lost and not replaced, the run ends
 CONFIRM_SECONDS = 5.0  # seconds within which a supervision process must report whether it replaces a silent member
-# Number of time-outs for which the result of a collective waits until all servers have seen a view. A server that has
-# not seen the view by then is removed, although it sends heartbeats.
+# A collective's result may have to wait until all servers have seen a view. A server that has not seen the view after
+# this many time-outs is removed, even if it sends heartbeats.
 PATIENCE = 6
 MOST_FAULTS = 50  # largest number of faults in the history
 LONGEST = 300  # largest number of characters in a fault's description
@@ -156,8 +156,8 @@ class Roster:
         places = [(SERVER, server) for server in range(settings.servers)]
         places += [(WORKER, worker) for worker in range(settings.workers + settings.max_joiners)]
         self._places = {place: _Place() for place in places}
-        # Members that were removed after the end of the run because they were silent. They are not refused as dead, so
-        # that they receive the reason of the end if they send a message later.
+        # Members that were removed after the end of the run because they were silent. If they send a message later, the
+        # coordinator does not reject it as one from a dead process, but replies with the reason why the run ended.
         self._silent_at_end: set[Peer] = set()
         self._view = View(0, (), ())
         self.view_message = self._make_view_message()
@@ -286,7 +286,7 @@ class Roster:
         place.appeared, place.promise = True, None
         place.incarnation = max(place.incarnation, peer.incarnation)
         if peer.incarnation and not self.is_joiners_place(peer.role, peer.id):
-            self.history.note(now, f"{member} has taken the place of the process before it")
+            self.history.note(now, f"{member} has replaced the earlier process of {member.peer}")
         if peer.role == SERVER:
             self.lost_servers.discard(peer.id)
             # Training waits for the first process of each server, so these first processes count as equally old. If a
@@ -375,7 +375,7 @@ class Roster:
         if len(members) > 1 and quiet > timeout:
             self._finish(
                 f"the coordinator has not heard any of the {len(members)} members for {timeout:g} s: check the network "
-                "connection of its machine"
+                "connection of the coordinator's machine"
             )
         return len(members) > 1 and quiet > timeout / 2
 
@@ -385,8 +385,8 @@ class Roster:
             self.silent.append([*member.peer[:3]])
         self._forget(member)
         # The supervision processes request the list of silent members, end the processes of these members, and report
-        # whether they replace them. If no report arrives in this time, the supervision process itself may be gone, so
-        # the coordinator does not wait longer.
+        # whether they replace them. If no report arrives within these seconds, the supervision process itself may be
+        # gone, so the coordinator does not wait longer.
         confirmed = min(self._settings.timeout, CONFIRM_SECONDS)
         self._decide_without(now, member, how, replaced=self._settings.supervised, seconds=confirmed)
 
@@ -400,8 +400,8 @@ class Roster:
             member: The removed member.
             how: Cause of the loss, for messages to the user.
             replaced: Whether another process may take the member's place.
-            seconds: Seconds to wait for the other process, or for a report that it will come; None to wait
-                `CoordinatorSettings.appear` seconds.
+            seconds: Seconds to wait until the other process registers, or until a supervision process reports that it
+                starts the other process. None to wait `CoordinatorSettings.appear` seconds.
         """
         peer = member.peer
         place = self._places[peer.role, peer.id]
@@ -432,10 +432,10 @@ class Roster:
         if self._has_copies:
             self.publish()
             return None
-        return f"{member} {how}: its parameters are lost; with replication: 2 a run survives this"
+        return f"{member} {how}: its parameters are lost; with `replication: 2` a run survives this"
 
     def _without_worker(self, member: Member, how: str) -> str | None:
-        """Return an error message if the run cannot go on without a worker. Return None if it can.
+        """Return an error message if the run cannot go on without a worker; otherwise None.
 
         Args:
             member: The worker.

@@ -72,7 +72,7 @@ class Message(NamedTuple):
         if type(value) is int and 0 <= value < INTEGER_LIMIT:
             return float(value)
         if type(value) is not float or value < 0:
-            raise ControlError(f"{self.kind}: {name} is not NaN or a number of at least 0")
+            raise ControlError(f"{self.kind}: {name} must be NaN or a number of at least 0")
         return value
 
     def string(self, name: str) -> str:

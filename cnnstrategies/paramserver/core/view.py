@@ -115,7 +115,7 @@ class ViewSource(Protocol):
         """Return the newest view that this process has received, without waiting."""
 
     def wait_newer(self, number: int, timeout: float) -> View:
-        """Wait for a view with a higher number, and return it.
+        """Wait until a view with a number above `number` has arrived, and return the newest view.
 
         Args:
             number: Number of the newest view that the caller has; -1 if the caller has no view.

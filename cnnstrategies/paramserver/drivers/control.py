@@ -36,7 +36,7 @@ from cnnstrategies.paramserver.core.node import (
 from cnnstrategies.paramserver.drivers import sockets
 from cnnstrategies.paramserver.security import PROOF_BYTES, KeyPair, fingerprint, prove
 
-TAG = b"CNNPS4"
+TAG = b"CNNPS5"
 MAX_HEADER = 1 << 20  # largest size of a message's JSON array, in bytes
 LARGEST_MESSAGE = 1 << 30  # in bytes; libzmq closes a connection on which the peer announces a larger message
 RECONNECT_MS = 20  # milliseconds after which libzmq connects again when a connection is closed
@@ -69,7 +69,7 @@ def parse(frame: bytes | memoryview) -> tuple[Peer, Message]:
     tag, _, length = _START.unpack_from(frame)
     rest = frame[_START.size :]
     if tag != TAG or length > min(len(rest), MAX_HEADER):
-        raise ControlError("the frame is not a message of this version")
+        raise ControlError("the frame is not a message in this process's version of the protocol")
     try:
         kind, sender, request, sizes, fields = json.loads(bytes(rest[:length]))
     except (ValueError, TypeError, RecursionError) as error:

@@ -72,17 +72,18 @@ LINGER_MS = 500  # milliseconds for which a closed socket still sends its last m
 # because a server refuses a new member until the view with this member has reached the server. But the time-out is
 # long enough for a handshake over a connection with a latency of one second.
 KNOCK_MS = 3000
-# Delayed small messages are sent in one frame as soon as their number or the sum of their payload bytes reaches these
-# values.
+# Delayed small messages are sent in one frame as soon as there are MOST_TOGETHER messages, or their payloads have
+# BUNDLE_BYTES bytes in total.
 MOST_TOGETHER, BUNDLE_BYTES = 32, 1 << 19
 # Largest number of headers for which the payload has not arrived yet. If a connection is closed after a header, the
 # payload never arrives, so without a limit these headers would fill the memory.
 MOST_OPEN = 1 << 12
-# Lowest speed of a connection for which time-outs are long enough, in bytes per second: 10 Mbit/s.
+# Speed of a connection, in bytes per second (10 Mbit/s). On a slower connection, time-outs may expire during the
+# transfer of a large frame.
 SLOWEST = 1_250_000
 IO_THREADS = 2  # number of libzmq's I/O threads in each process
 THREADS = 8  # approximate number of threads in a process, including libzmq's and torch's
-OWN_FILES = 256  # estimate of the files that a process opens in addition to its connections
+OWN_FILES = 256  # estimated number of files that a process opens in addition to its connections
 
 
 def server_socket(context: Context, listener: Listener, keys: KeyPair | None, largest: int) -> Socket:
@@ -152,9 +153,10 @@ def secure(socket: Socket, keys: KeyPair | None, server: str = "") -> None:
 def notice_silence(socket: Socket, seconds: float, largest: int = 0) -> None:
     """Make libzmq reconnect when the peer is silent, or does not complete the handshake.
 
-    Without this function, libzmq reconnects only when the TCP connection is closed or broken. This does not happen if
-    the network corrupts a frame's length, so that the receiver waits for bytes that were never sent. Therefore libzmq
-    sends heartbeats, and reconnects within 5/8 of `seconds` when the peer does not reply to a heartbeat.
+    Without this function, libzmq reconnects only when the TCP connection is closed or broken. But if the network
+    corrupts a frame's length, the connection stays open, and the receiver waits for bytes that were never sent.
+    Therefore libzmq sends heartbeats, and reconnects within 5/8 of `seconds` when the peer does not reply to a
+    heartbeat.
 
     libzmq cannot see the reply to a heartbeat before a frame that is being received is complete. The heartbeat's
     time-out is therefore at least the time in which the largest frame is transferred at the speed `SLOWEST`.
@@ -368,7 +370,7 @@ def allow_files(connections: int, process: str) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < count:
         raise ConfigurationError(
-            f"{process} needs {count} open files for its connections, and the hard limit is {hard}: raise the limit "
+            f"{process} needs {count} open files for its connections, but the hard limit is {hard}: raise the limit "
             "(`ulimit -Hn`, LimitNOFILE or limits.conf), or use fewer workers or servers"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from cnnstrategies.paramserver.compression import check_length, decode
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
+from cnnstrategies.paramserver.messages import Encoding, Header, OutdatedMessageError
 from cnnstrategies.paramserver.server.clocks import RollCall, StaleClock
 from cnnstrategies.paramserver.server.pushes import Begin
 from cnnstrategies.paramserver.server.shard import Pull, Shard
@@ -31,7 +31,7 @@ class Asynchronous:
         self._shard = shard
         self._begun: dict[int, tuple[int, Begin]] = {}
         self._first: dict[MemberKey, int] = {}  # By id and incarnation of a worker: the step with which it began.
-        # By id of a worker that must wait for the slowest worker: the keys of the slices that it pulls, and the pull.
+        # By id of a worker that must wait for the slowest worker: the keys of the slices in its pull, and the pull.
         self._held: dict[int, tuple[list[int], Pull]] = {}
 
     @property
@@ -121,14 +121,14 @@ class Asynchronous:
         check_absent(header.base, slice_)
         step, begin = self._begun.get(member[0], (-1, None))
         if begin is None or step != header.step or store.versions[key] < 0:
-            raise InvalidMessageError("the push is for a step that has not begun on this server")
+            raise OutdatedMessageError("the push is for a step that has not begun on this server")
         last = store.seen[key].get(member)
         if last is not None and last >= step:
             return False
         # After this push, a push of an earlier step would count as repeated, and its gradient would be lost. So the
         # worker's push of the step before must have been applied, unless this is the worker's first step.
         if step != self._first.get(member) and (last is None or step > last + 1):
-            raise InvalidMessageError("the worker's pushes of earlier steps have not arrived")
+            raise OutdatedMessageError("the worker's pushes of earlier steps have not arrived")
         gradient = None
         if header.encoding != Encoding.NOTHING:
             gradient = decode(payload, header.encoding, slice_.numel, slice_.dtype)
@@ -150,8 +150,8 @@ class Asynchronous:
         slowest = self.clock.slowest
         self.clock.finished(member[0], request)
         self._held[member[0]] = keys, Pull(request, member=member, step=request - 1, encoding=encoding)
-        # If the slowest worker's number of steps has not changed, no other worker may go on because of this pull. So
-        # only the worker of this pull is considered then.
+        # This pull can release other workers only if it raises the slowest worker's number of steps. Otherwise only the
+        # worker that sent this pull is checked.
         self.proceed(self._held if self.clock.slowest != slowest else (member[0],))
 
     def will_answer(self, key: int, member: tuple[int, int], request: int) -> bool:

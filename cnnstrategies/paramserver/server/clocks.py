@@ -146,7 +146,7 @@ class StaleClock:
         return min(self._clocks.values(), default=self._last)
 
     def join(self, worker: int, clock: int | None = None) -> int:
-        """Add a worker. If the worker has already joined and `clock` is higher than its clock, change its clock.
+        """Add a worker. If the worker has already joined and its clock is below `clock`, set its clock to `clock`.
 
         Args:
             worker: Id of the worker.

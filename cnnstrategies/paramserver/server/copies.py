@@ -17,6 +17,7 @@ from cnnstrategies.paramserver.messages import (
     Header,
     InvalidMessageError,
     Kind,
+    OutdatedMessageError,
 )
 from cnnstrategies.paramserver.optimizer_state import pack_state, split_state
 from cnnstrategies.paramserver.server.senders import Outbox
@@ -176,7 +177,7 @@ class Copies:
             self._outbox.to_server(backup, Kind.COPY, payload, key=key, base=version, json=fields)
 
     def repeat_for(self, server: int) -> None:
-        """Send copies and acknowledgements again to a server that has missed messages of this server."""
+        """Send copies and acknowledgements again to a server that has missed messages from this server."""
         for key in self._store.slices:
             if server in self._backups.get(key, ()):
                 self.send(key, [server])
@@ -255,4 +256,4 @@ class Copies:
 
     def _check_primary(self, server: int, key: int) -> None:
         if key not in self._store.slices or self._primary(key) != server:
-            raise InvalidMessageError("the sender of the update or copy is not the slice's primary")
+            raise OutdatedMessageError("the sender of the update or copy is not the slice's primary")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.compression import PAYLOADS, check_length, decode
-from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
+from cnnstrategies.paramserver.messages import Encoding, Header, OutdatedMessageError
 from cnnstrategies.paramserver.server.decision import Decision
 from cnnstrategies.paramserver.server.shard import Shard
 from cnnstrategies.paramserver.server.store import MemberKey, check_absent
@@ -29,8 +29,8 @@ class Begin:
         weight: Number of samples in the worker's gradient.
         pulls: Encoding in which the worker will pull the values after the step, if workers choose encodings; `NOTHING`
             otherwise.
-        level: Level of the worker's encodings in the ladder of encodings, from 1 for the most exact; see
-            :attr:`~cnnstrategies.paramserver.messages.Header.level`. 0 if workers do not choose encodings.
+        level: Level of the worker's encodings: 1 for the most exact, larger for smaller payloads; 0 if workers do not
+            choose encodings. See :attr:`~cnnstrategies.paramserver.messages.Header.level`.
     """
 
     options: Options
@@ -213,7 +213,7 @@ class Backlog:
         if version > step:
             return False
         if version < 0 or step > version + 1 or step not in self.steps or worker not in self.steps[step].begun:
-            raise InvalidMessageError("the push is for a step that has not begun on this server")
+            raise OutdatedMessageError("the push is for a step that has not begun on this server")
         return self.steps[step].add(worker, self._shard.store.slices[key], payload, header.encoding, header.base)
 
     def has(self, worker: MemberKey, step: int, key: int) -> bool:

@@ -231,7 +231,8 @@ class Changes:
     def encoded_values(self, key: int, encoding: int) -> Any:
         """Return a slice's rounded values as a payload, if they have this encoding and are the slice's record.
 
-        Return None otherwise. A worker that receives the values in this encoding cannot add the next change to them.
+        Otherwise return None. The caller then rounds the slice's values for this reply only, and the worker cannot add
+        the next change to these values.
         """
         return self._rounded.get(key) if encoding == self._whole else None
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.messages import LARGEST_NUMBER, Header, InvalidMessageError, Kind
+from cnnstrategies.paramserver.messages import LARGEST_NUMBER, Header, InvalidMessageError, Kind, OutdatedMessageError
 from cnnstrategies.paramserver.server.clocks import RollCall, SyncClock
 from cnnstrategies.paramserver.server.decision import Decision, Entry, Reports
 from cnnstrategies.paramserver.server.pushes import Backlog, Begin, Updater
@@ -234,7 +234,7 @@ class Synchronous:
         known = -1 if self._decision is None else self._decision.step
         # A server that is not the primary of any slice has no unfinished step. Normally its clock is one step after its
         # last decision, and the decided step counts as unfinished. If the clock is further ahead, decisions have not
-        # arrived here, and the clock's step counts.
+        # arrived here, and the clock's step counts as unfinished.
         lowest = self._backlog.lowest(known if 0 <= known == self.clock.step - 1 else self.clock.step)
         if step > lowest + 1:
             # This server is new, and does not know the current step yet. The worker must send the message again later.
@@ -365,7 +365,7 @@ class Synchronous:
             ControlError: A field is missing or has the wrong type.
         """
         if header.kind == Kind.DECIDE and server != self.leader:
-            raise InvalidMessageError("the message contains a decision, but its sender is not the leader")
+            raise OutdatedMessageError("the message contains a decision, but its sender is not the leader")
         is_current = header.incarnation == self._view.number  # The sender acts on the same view as this server.
         if header.kind in (Kind.VOTE, Kind.STATUS):
             complete, decision = self._reported_entries(message), message.part("decision")
@@ -374,7 +374,8 @@ class Synchronous:
             if is_current:
                 self._reports.add(server, complete)
                 if header.kind == Kind.STATUS:
-                    self._lowest_steps[server] = message.integer("lowest")
+                    # A server that has not received all initial values yet reports -1.
+                    self._lowest_steps[server] = message.integer("lowest", least=-1)
             if header.kind == Kind.STATUS and self._decision is not None and self.leader == self._server:
                 self._outbox.to_server(server, Kind.DECIDE, json=self._decision.as_dict())
             self.proceed()
@@ -382,8 +383,8 @@ class Synchronous:
             previous_decision = self._decision
             self._accept(Decision.from_message(message, self._specification))
             if self._decision is previous_decision:
-                # The leader has sent its decision again. It ignores a norm that arrives before it knows the decision.
-                # So this server's earlier norm may be lost, and the norm is sent again.
+                # The leader has sent its decision again. A leader ignores norms that arrive before it has the decision.
+                # The leader may have ignored this server's norm in this way, so send the norm again.
                 self._norm_sent = False
                 self._send_norm()
         elif header.kind == Kind.NORM and is_current:
@@ -396,7 +397,7 @@ class Synchronous:
         return complete
 
     def adopt(self, decision: Decision) -> None:
-        """Accept a decision from a RELAY, COPY or STATUS message. If this server is the leader, send it to all servers.
+        """Accept a decision from a RELAY, COPY or STATUS message. As the leader, also send the decision to all servers.
 
         The earlier leader, which made the decision, may have died before all servers received the decision.
         """

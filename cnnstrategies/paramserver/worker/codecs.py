@@ -1,9 +1,9 @@
 """Choice of the encodings under ``compression: auto``: the encodings with which a training step takes the least time.
 
 The worker measures the time of whole steps. This time includes the work of encoding on the CPU and the transfer over
-the network, so no cost model of the CPU or the network is needed. The encodings are in a list from the most exact to
-the smallest, which is called the ladder. If an encoding with half the bytes does not make steps faster, the network is
-not the bottleneck, and smaller encodings are not tried.
+the network, so no cost model of the CPU or the network is needed. The list of encodings is called the ladder: the most
+exact encoding comes first, and the encoding with the smallest payloads comes last. If an encoding with half the bytes
+does not make steps faster, the network is not the bottleneck, and smaller encodings are not tried.
 """
 
 import math
@@ -35,7 +35,7 @@ LARGEST = math.log(3)
 # The time of a step counts as changed if the cumulative sum of the deviations exceeds this limit: after two steps that
 # take 3 times the reference time, three steps that take 2 times, or six steps that take 1.5 times the reference time.
 THRESHOLD = 1.6
-# While the time of a step does not change: number of steps between two search rounds, at first and at most.
+# Smallest and largest number of steps between two search rounds, as long as the time of a step does not change.
 WAIT, LONGEST_WAIT = 32, 1024
 # If the trials of a round have delayed training by the time of n steps, the next round begins at least 100 n steps
 # later, so that rounds cost at most 1 % of the training time.
@@ -43,7 +43,7 @@ STEPS_PER_COST = 100
 
 
 def ladder(specification: Specification) -> list[Codecs]:
-    """Return the candidates for the compressions of pushes and pulls, from the most exact to the smallest.
+    """Return the candidates for the compressions of pushes and pulls: first the most exact, last the smallest payloads.
 
     Each candidate is a pair: the compression of pushes, and the compression of pulls. An option that is not ``auto``
     has the same value in all pairs.

@@ -128,7 +128,7 @@ class Connections:
         if self._was_member and not self._is_member():
             raise RemovedError(
                 f"worker {self._id} (incarnation {self._incarnation}) is no longer in the view (number {view.number}): "
-                "the coordinator counts it as dead; start the worker again as a new incarnation"
+                "the coordinator counts the worker as dead; start the worker again as a new incarnation"
             )
         before, self._servers = self._servers, {server.id: server for server in view.servers}
         for server, info in self._servers.items():
@@ -289,8 +289,8 @@ class Connections:
             self._orphaned_since = now
         elif now - self._orphaned_since > limit:
             raise ServersUnreachableError(
-                f"server {', '.join(map(str, sorted(self._missing)))} died, so that {orphans} slices of the parameters "
-                f"are on no server, and nothing replaced it within {limit} s: use replication=2"
+                f"server {', '.join(map(str, sorted(self._missing)))} died and was not replaced within {limit} s, so "
+                f"{orphans} slices of the parameters are lost: use replication=2"
             )
 
     def lost(self, server: int) -> None:

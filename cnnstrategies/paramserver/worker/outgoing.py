@@ -90,7 +90,9 @@ class Outgoing:
         """
         check_before_sending(groups, self._specification.groups, step)
         if not (math.isfinite(samples) and samples >= 0):
-            raise ConfigurationError(f"step {step}: samples={samples}: pass a finite number that is not negative")
+            raise ConfigurationError(
+                f"step {step}: samples={samples} is not allowed; pass a finite number of at least 0"
+            )
         self.options = [
             {name: values[name] for name in group.options}
             for group, values in zip(self._specification.groups, groups, strict=True)
@@ -217,7 +219,7 @@ def check_range(
     Args:
         compression: The compression.
         slice_: The slice.
-        values: The slice's gradients, flat; in mode ``local`` differences of parameters.
+        values: The slice's gradients, flat. In mode ``local`` these are differences of parameters.
         specification: The run's specification.
         step: Number of the step, for the error message.
 
@@ -232,8 +234,8 @@ def check_range(
         if largest > compression.largest:
             raise ConfigurationError(
                 f"step {step}: the gradient of {specification.parameters[part.parameter].name} contains the number "
-                f"{largest:.3g}, and the largest number that compression: {compression.name} can send is "
-                f"{compression.largest:g}: use compression: bf16, which has the range of float32"
+                f"{largest:.3g}, but the largest number that `compression: {compression.name}` can send is "
+                f"{compression.largest:g}; use `compression: bf16`, which has the range of float32"
             )
 
 

@@ -74,7 +74,7 @@ class Pulls:
     def reorder(self) -> None:
         """Make later requests in the order in which the finished step used the parameters.
 
-        If the step did not use all parameters, keep the present order of requests.
+        If the step did not use all parameters, the order of requests stays the same.
         """
         if len(self._used) == len(self._by_parameter):
             self._order = list(self._used)

@@ -386,7 +386,7 @@ class WorkerRole:
         return {server.id for server in self.view.servers}
 
     def _ask_where_to_begin(self) -> Generator[Wait, None, list[int]]:
-        """Ask the servers with which step this worker begins, and return the steps in the servers' replies.
+        """Ask the servers which step this worker begins with, and return the steps in their replies.
 
         In modes with common steps only the leader is asked. In other modes all servers are asked.
         """
@@ -450,8 +450,8 @@ class WorkerRole:
     def hello(self, server: int) -> None:
         """Probe a server with a HELLO message, which reports a step of this worker.
 
-        While pushes of the finished step have no reply, the message reports the finished step, and afterwards the next
-        step. Before this worker has joined, the message reports `NO_STEP`.
+        As long as pushes of the last finished step have no reply, the message reports that step. Once all these pushes
+        have a reply, the message reports the next step. Before this worker has joined, the message reports `NO_STEP`.
         """
         if not self._joined:
             self._send_hello(server, NO_STEP, False)

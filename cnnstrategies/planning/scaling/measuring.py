@@ -173,7 +173,7 @@ class Bench:
                 self._rounds(trainings, time.monotonic() + share * (1 - ENDING))
                 runs |= {count: training.run() for count, training in trainings.items()}
                 if trainings and max(trainings) == max(set(self.words) - set(self.trouble)):
-                    self.progress("measuring parts of a step alone")
+                    self.progress("measuring single parts of a step, each by itself")
                     facts = self._facts(trainings[max(trainings)], runs[max(trainings)])
         if not runs:
             raise TrialError("; ".join(dict.fromkeys(self.trouble.values())))

@@ -80,8 +80,8 @@ def loading(measurements: Measurements) -> Iterator[Reason]:
             evidence += f"; two threads that load at the same time take {ms(load.two)} ms each"
         free = MOST_WORKERS if waits_for_storage else max(1, facts.cores // run.devices)
         # In training all ranks load at the same time, so loading a sample may take longer than in the measurement, in
-        # which one rank loads alone. If the loader has no workers, the time for which the rank waits in training shows
-        # how long loading takes, so the longer of the two times is used.
+        # which only one rank loads. If the loader has no workers, the time for which the rank waits in training shows
+        # how long loading takes there, so the longer of the two times is used.
         seconds = load.seconds if facts.workers else max(load.seconds, waited / rank.samples)
         need = math.ceil(rank.samples * seconds / max(step - waited, 1e-6))
         workers = min(free, MOST_WORKERS, need)
@@ -112,8 +112,8 @@ def link(measurements: Measurements) -> Iterator[Reason]:
     values = {"trainer.strategy": "ddp_bf16"} if facts.strategy == "ddp" else {}
     yield Reason(
         "the link is slow",
-        f"the ranks wait {ms(open_)} ms of a step of {ms(run.step)} ms for the all-reduce; measured alone, the "
-        f"all-reduce takes {ms(facts.link)} ms for {digits(facts.gradient_bytes / 1e6)} MB ({digits(speed)} MB/s)",
+        f"the ranks wait {ms(open_)} ms of a step of {ms(run.step)} ms for the all-reduce; while nothing is computed, "
+        f"the all-reduce takes {ms(facts.link)} ms for {digits(facts.gradient_bytes / 1e6)} MB ({digits(speed)} MB/s)",
         "use `ddp_bf16`, which sends half the bytes. Other ways to send less: `accumulate_grad_batches`; a parameter "
         "server, with compression or with `mode: local`; a pipeline",
         measurements.gain(saved),

@@ -16,8 +16,8 @@ ERROR = 0.1  # Probability that the true speed-up lies outside of its confidence
 # If a sample's computing time with the most devices is more than this multiple of the time with the fewest devices, the
 # devices seem to share a resource.
 SLOWER = 1.15
-# The samples/s that computation, data loaders or network reach alone are only drawn if they are less than this multiple
-# of the training's samples/s.
+# The diagram shows the samples/s that a step with only computation, only data loading or only the all-reduce would
+# reach. A rate is left out if it is at least this multiple of the training's samples/s.
 SHOWN = 4
 WAITS_FOR_OTHERS = "waiting for the slowest"
 LINK = "communication in the open"

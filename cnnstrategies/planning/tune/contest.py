@@ -26,7 +26,8 @@ BLOCK_SECONDS = 0.5
 # Largest relative difference between two losses that rounding can explain. A candidate that may only change rounding is
 # rejected if its losses differ more than this from the default's losses.
 LARGEST_DIFFERENCE = 1e-3
-FRESH = Analysis(7, 0.05)  # New rounds that confirm a candidate have only this analysis, after 7 rounds.
+# The new rounds that confirm a candidate have a single analysis, which takes place after 7 rounds.
+FRESH = Analysis(7, 0.05)
 # Of two processes with equal settings, one can be 10 % faster than the other in all rounds (Mytkowicz et al., 2009,
 # explain why). A candidate whose gain may be below `CERTAIN_GAIN` must therefore be faster again in each of `PAIRS`
 # pairs of new processes. A pair runs the default and the candidate; see benchmarks/planning/tune_equal.md.
@@ -46,7 +47,7 @@ class CandidateResult:
     Attributes:
         setting: The candidate.
         verdict: Verdict after the candidate's rounds; None if the candidate was not measured.
-        trouble: Reason why the candidate failed or was rejected; empty if neither is the case.
+        trouble: Reason why the candidate failed or was rejected; otherwise empty.
     """
 
     setting: Setting
@@ -217,8 +218,8 @@ class Contest:
                 if number and time.monotonic() > self.ends:
                     verdicts = [replace(verdict, outcome="undecided")]
                 elif name in alive and verdict.low >= CERTAIN_GAIN:
-                    # If there was only one candidate, it was not selected because it was fast. Its verdict is therefore
-                    # unbiased, and no new rounds are needed.
+                    # Selecting the fastest of several candidates makes its verdict biased. The verdict on the only
+                    # candidate is unbiased, so no new rounds are needed.
                     alone = len(self.rows) == 1
                     verdicts = [verdict if alone else self.fresh_verdict(name, alive)]
                 else:

@@ -55,7 +55,8 @@ class RaceVerdict:
 
     Attributes:
         outcome: Whether the candidate is ``faster`` or ``slower`` than the default, or shows ``no difference``. With
-            ``undecided``, more rounds are needed. With ``behind``, the measurement of the candidate ended early.
+            ``undecided``, more rounds are needed. With ``behind``, the measurement of the candidate ended early,
+            because the candidate is unlikely to become the fastest.
         speed: Estimated speed of the candidate as a multiple of the default's speed.
         low: Lower end of the confidence interval of the speed.
         high: Upper end of the confidence interval of the speed.

@@ -154,7 +154,7 @@ class Trial:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         reasons = [line.removeprefix(FAILED) for line in lines if line.startswith(FAILED)]
         if reasons:
-            return reasons[0]  # The first failure is the cause; the other ranks failed because they lost that rank.
+            return reasons[0]  # The first failure is the cause: the other ranks lost their connections to that rank.
         if code == 0:
             return "it ended by itself: a callback, max_epochs or limit_train_batches allows no more steps"
         return lines[-1] if lines else f"exit code {code}"

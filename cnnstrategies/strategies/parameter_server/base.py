@@ -163,7 +163,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
 
         Return None if no process of the run has received a signal.
 
-        After this call the worker acts alone, because the workers may stop in different steps.
+        After this call the worker does not wait for other workers, because the workers may stop in different steps.
 
         Args:
             received: The signal that this process has received; None if it has received none.

@@ -38,7 +38,7 @@ def check_module(module: LightningModule, options: ParameterServerOptions) -> No
         if options.mode != "local" and isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise ConfigurationError(
                 f"{name} is {type(child).__name__}(sparse=True), but the servers accept dense gradients only: use "
-                "sparse=False, mode: local, or strategy ddp"
+                "sparse=False, `mode: local`, or strategy ddp"
             )
         for attribute in (key for key, value in vars(child).items() if value is True and key.endswith(GATHERS)):
             raise ConfigurationError(
@@ -59,7 +59,7 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
         if isinstance(callback, BatchSizeFinder | LearningRateFinder):
             raise ConfigurationError(
                 f"{type(callback).__name__} does not work with strategy parameter_server: run it on one device "
-                "(strategy: auto, devices: 1) with the same global_batch_size, and then train without the callback"
+                "(`strategy: auto`, `devices: 1`) with the same global_batch_size, and then train without the callback"
             )
 
 
@@ -85,14 +85,14 @@ def _check_served(optimizer: Optimizer) -> None:
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise ConfigurationError(
             f"{name} keeps separate weights for training and for evaluation (its methods train and eval), but servers "
-            "hold one set of weights: use mode: local, or strategy ddp"
+            "hold one set of weights: use `mode: local`, or strategy ddp"
         )
     for number, group in enumerate(hyperparameters(optimizer)):
         for option, value in group.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigurationError(
                     f"{name} has {option}={value} in parameter group {number}, but the servers accept finite numbers "
-                    "only: set a finite value, or use mode: local or strategy ddp"
+                    "only: set a finite value, or use `mode: local` or strategy ddp"
                 )
 
 
@@ -106,8 +106,8 @@ def check_dispatch(trainer: Trainer, options: ParameterServerOptions) -> None:
         return
     for setting, replacement in _within_epochs(trainer):
         raise ConfigurationError(
-            f"{setting}: with data_dispatch: dynamic workers make different numbers of steps, and wait for each other "
-            f"only at the end of an epoch; use {replacement}, or data_dispatch: static"
+            f"{setting}: with `data_dispatch: dynamic` each worker makes its own number of steps, and the workers wait "
+            f"for each other only at the end of an epoch; use {replacement}, or `data_dispatch: static`"
         )
 
 
@@ -213,5 +213,5 @@ class Linear(TorchFunctionMode):
             f"{self._hook} computes {func.__name__} of the gradient of {name}, which comes from this worker's images "
             "alone: the servers compute the mean over the workers later, so only linear functions (to scale, mask, add "
             "or drop gradients) give the same result as on one device; to clip, set Trainer(gradient_clip_val=...); "
-            "otherwise use mode: async or local, or strategy ddp"
+            "otherwise use `mode: async`, `mode: local` or strategy ddp"
         )

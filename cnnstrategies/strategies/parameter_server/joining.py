@@ -1,4 +1,4 @@
-"""The strategy of a joiner: a process that joins a run which trains already, and adds gradients to the training."""
+"""The strategy of a joiner: a process that joins a run in progress, and adds gradients to the run's training."""
 
 import signal
 import threading
@@ -48,7 +48,7 @@ LEAST_BEATS = 4  # Least number of heartbeats that this process sends within the
 
 
 class JoinedDispatch(BatchDispatch):
-    """Source of a joiner's batches, which requests batches until the joiner receives Ctrl-C or SIGTERM."""
+    """Source of a joiner's batches. It requests batches until the joiner receives Ctrl-C or SIGTERM."""
 
     def __init__(self, strategy: "JoiningStrategy") -> None:
         super().__init__(strategy)
@@ -136,7 +136,7 @@ class JoiningStrategy(ParameterServerStrategy):
     def open_session(self) -> None:
         """Do nothing, because this process registers with the coordinator after set-up.
 
-        If the process registered earlier, the coordinator would reserve an id for the process during the set-up.
+        If the process registered here, the coordinator would reserve an id for the process during the set-up.
         """
 
     @property
@@ -186,7 +186,7 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def agree_on_stop(self, received: int | None) -> int | None:
-        """Return None, because a joiner stops alone, by its own signal handlers."""
+        """Return None, because a joiner stops by its own signal handlers, independently of the other workers."""
         return None
 
     @override
@@ -221,7 +221,7 @@ class JoiningStrategy(ParameterServerStrategy):
 
         Returns:
             The connection to the servers. None if another process has registered under the offered id, or if the epoch
-            has no batches left. Try again in these cases.
+            has no batches left. The caller then tries again.
         """
         place = self._find_place()
         try:

@@ -19,7 +19,7 @@ from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 
 
 class ChunkSampler:
-    """Sampler that yields the items of another sampler that the coordinator assigns to this worker.
+    """Sampler that yields those items of another sampler that the coordinator assigns to this worker.
 
     An item is the index of a sample, or a list with the indices of a batch. The coordinator sends the positions of the
     assigned items in the other sampler's order.
@@ -91,8 +91,8 @@ class BatchDispatch:
         """
         if self.has_loader:
             raise ConfigurationError(
-                "training has several loaders (CombinedLoader), but data_dispatch: dynamic works with a single loader: "
-                "use one loader, or data_dispatch: static"
+                "training has several loaders (CombinedLoader), but `data_dispatch: dynamic` works with a single "
+                "loader only: use one loader, or `data_dispatch: static`"
             )
         self.has_loader = True
         dispatched = DispatchedLoader(dataloader, self, trainer)
@@ -124,9 +124,9 @@ class BatchDispatch:
         self._strategy.collectives.begin_epoch(epoch, batches, 1, done)
 
     def progress(self, epoch: int) -> str:
-        """Return a text for a checkpoint, which encodes the positions of all batches that the workers have processed.
+        """Return a text that encodes the positions of all batches that the workers have processed.
 
-        All workers must call this.
+        The text is saved in a checkpoint. All workers must call this.
         """
         run = self._strategy
         return "" if run.membership is None else run.collectives.progress(epoch, self.processed)
@@ -153,8 +153,8 @@ class DispatchedLoader(DataLoader[Any]):
     def __init__(self, loader: Any, dispatch: BatchDispatch, trainer: Trainer) -> None:
         if not isinstance(loader, DataLoader):
             raise ConfigurationError(
-                f"the training loader is a {type(loader).__name__}, but data_dispatch: dynamic needs a torch "
-                "DataLoader: use a DataLoader, or data_dispatch: static"
+                f"the training loader is a {type(loader).__name__}, but `data_dispatch: dynamic` needs a torch "
+                "DataLoader: use a DataLoader, or `data_dispatch: static`"
             )
         self.dispatch = dispatch
         self.trainer = trainer
@@ -186,8 +186,9 @@ class DispatchedLoader(DataLoader[Any]):
         """
         if not {"epoch", "batches", "done"} <= state.keys():
             raise ConfigurationError(
-                "the checkpoint was saved within an epoch with data_dispatch: static, but this run has data_dispatch: "
-                "dynamic: resume with data_dispatch: static, or from a checkpoint that was saved at the end of an epoch"
+                "the checkpoint was saved within an epoch with `data_dispatch: static`, but this run has "
+                "`data_dispatch: dynamic`: set `data_dispatch: static`, or resume from a checkpoint that was saved at "
+                "the end of an epoch"
             )
         self.chunks.before = int(state["epoch"]), int(state["batches"]), str(state["done"])
 
@@ -213,15 +214,15 @@ def check_order(sampler: Any, strategy: CoordinatedStrategy) -> None:
     name = type(wrapped_sampler(inner)).__name__
     if drawn[0] != drawn[1]:
         raise ConfigurationError(
-            f"{name} returns the samples of an epoch in a different order in each call, but data_dispatch: dynamic "
+            f"{name} returns the samples of an epoch in a different order in each call, but `data_dispatch: dynamic` "
             "needs an order that all workers know: create the sampler without a generator of its own, because torch's "
-            "generator is seeded for each epoch, or use data_dispatch: static"
+            "generator is seeded for each epoch, or use `data_dispatch: static`"
         )
     if len(set(strategy.gather(drawn[0], "order of the samples").values())) > 1:
         raise ConfigurationError(
-            f"{name} returns the samples of an epoch in a different order in each worker, but data_dispatch: dynamic "
-            "needs an order that all workers know: seed all workers equally (seed_everything), or use data_dispatch: "
-            "static"
+            f"{name} returns the samples of an epoch in a different order in each worker, but `data_dispatch: dynamic` "
+            "needs an order that all workers know: seed all workers equally (seed_everything), or use `data_dispatch: "
+            "static`"
         )
 
 
@@ -234,7 +235,7 @@ def distributed(sampler: Any) -> DistributedSampler[Any]:
     inner = getattr(sampler, "sampler", sampler)
     if not isinstance(inner, DistributedSampler):
         raise ConfigurationError(
-            f"the training loader has the sampler {type(inner).__name__}, but data_dispatch: dynamic needs a "
-            "DistributedSampler: set trainer.use_distributed_sampler to true, or use data_dispatch: static"
+            f"the training loader has the sampler {type(inner).__name__}, but `data_dispatch: dynamic` needs a "
+            "DistributedSampler: set trainer.use_distributed_sampler to true, or use `data_dispatch: static`"
         )
     return inner

@@ -261,8 +261,8 @@ def _start_server(
 def _listening(coordinator: str) -> str:
     """Return the endpoint to which the coordinator binds its socket.
 
-    If the coordinator's address is a TCP address other than localhost, the coordinator listens on all interfaces. On
-    its own machine, the host name may resolve to a loopback address, which other machines cannot reach.
+    If the coordinator's address is a TCP address other than localhost, the coordinator listens on all interfaces: on
+    the coordinator's own machine, the host name may resolve to a loopback address, which other machines cannot reach.
     """
     if coordinator.startswith("ipc://"):
         return coordinator

@@ -39,7 +39,7 @@ def join_servers(
 ) -> tuple[Worker | CombinedWorker, Specification, int | None]:
     """Connect this worker to the servers at the start of training. All workers must call this.
 
-    Rank 0 publishes the run's specification. If this worker was restarted and the run trains already, the worker waits
+    Rank 0 publishes the run's specification. If this worker was restarted while the run was training, the worker waits
     until the run admits it, and takes over the progress of the other workers.
 
     Args:
@@ -150,8 +150,8 @@ def combined_worker(
         strategy: The strategy, with an open session.
         specification: The run's specification.
         parameters: Tensors into which received values are written, in the order of the specification.
-        connect: Returns a connection to the servers. The connection calls the argument of ``connect`` with the index
-            and the value of each parameter that arrives.
+        connect: Function that takes a callback and returns a connection to the servers. The connection calls the
+            callback with the index and the value of each parameter that arrives.
     """
     size, this_rank, per_node = size_of(parameters), strategy.global_rank, strategy.num_processes
     memory = SharedMemory(size)
@@ -319,8 +319,14 @@ def average_buffers(module: nn.Module, strategy: CoordinatedStrategy) -> None:
     buffers = [buffer for buffer in module.buffers() if id(buffer) not in metrics]
     if not buffers or strategy.world_size == 1:
         return
-    values = strategy.gather(buffers, "buffers")
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in buffers:
+        groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     with torch.no_grad():
-        for index, buffer in enumerate(buffers):
-            stacked = torch.stack([values[rank][index] for rank in sorted(values)])
-            buffer.copy_(stacked.mean(0) if buffer.is_floating_point() else stacked.amax(0))
+        for (dtype, _), members in groups.items():
+            # All buffers of a dtype are reduced together, because each reduction waits for all workers.
+            flat = torch.cat([buffer.flatten() for buffer in members])
+            reduced = strategy.reduce(flat, reduce_op="mean" if dtype.is_floating_point else "max")
+            parts = reduced.split([buffer.numel() for buffer in members])
+            for buffer, part in zip(members, parts, strict=True):
+                buffer.copy_(part.view_as(buffer))

@@ -318,11 +318,11 @@ class Stepper:
                 suspects = f" (maybe by {', '.join(self._sees_weights)})" if self._sees_weights else ""
                 raise ConfigurationError(
                     f"{self._names[index]} was changed between two steps, or in training_step{suspects}: the servers "
-                    "hold the parameters and would overwrite the change; use mode: local, or strategy ddp"
+                    "hold the parameters and would overwrite the change; use `mode: local`, or strategy ddp"
                 )
 
     def _changed(self) -> list[bool]:
-        """Return a boolean for each parameter, which says whether the parameter differs from the received value.
+        """Return, for each parameter, whether the parameter differs from the received value.
 
         The values are compared only if hooks may write weights. Otherwise all results are False.
         """

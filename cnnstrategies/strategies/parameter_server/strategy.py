@@ -418,8 +418,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         worker.interrupt()
         if self.options.mode == "local":
             self._stepper.outer_step()
-            # The outer step above was made earlier than usual. After this call, its duration does not count when `auto`
-            # chooses the encodings.
+            # The outer step above was made before `sync_every` steps had passed. This call excludes the step's duration
+            # from the times by which `auto` chooses the encodings.
             worker.interrupt()
         worker.wait_all()
         self._dispatch.processed = self._dispatch.seen
