@@ -10,7 +10,8 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from cnnstrategies.cluster import launchers
-from cnnstrategies.cluster.launchers import CHECKED, Launcher, number_of
+from cnnstrategies.cluster.launchers import CHECKED, Launcher
+from cnnstrategies.cluster.variables import number_of
 from cnnstrategies.errors import ConfigurationError
 
 _source: str | None = None  # The platform's variables that this process has adopted, for error messages.

@@ -8,7 +8,7 @@ import zlib
 from lightning.fabric.plugins import ClusterEnvironment
 from typing_extensions import override
 
-from cnnstrategies.cluster.launchers.launcher import number_of
+from cnnstrategies.cluster.variables import number_of
 from cnnstrategies.errors import ConfigurationError
 
 TYPE_CHECKING = False

@@ -15,7 +15,6 @@ from cnnstrategies.cluster.launchers.launcher import (
     Launcher,
     Restart,
     is_inherited,
-    number_of,
 )
 from cnnstrategies.cluster.launchers.nodes import NodeLauncher, NodePlace, adopt
 from cnnstrategies.cluster.launchers.registry import (
@@ -48,7 +47,6 @@ __all__ = [
     "launcher_named",
     "launchers",
     "local_rank",
-    "number_of",
     "process_number",
     "rank_launcher",
     "register",

@@ -2,8 +2,9 @@
 
 from typing_extensions import override
 
-from cnnstrategies.cluster.launchers.launcher import Environ, Launcher, number_of
+from cnnstrategies.cluster.launchers.launcher import Environ, Launcher
 from cnnstrategies.cluster.launchers.registry import register
+from cnnstrategies.cluster.variables import number_of
 
 
 @register

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from cnnstrategies.cluster.launchers.jobs import ClusterJob
 from cnnstrategies.cluster.options import ClusterOptions
+from cnnstrategies.cluster.variables import number_of
 from cnnstrategies.errors import ConfigurationError
 
 TYPE_CHECKING = False
@@ -239,17 +240,3 @@ class Launcher(ABC):
 def is_inherited(environ: Environ) -> bool:
     """Whether this process has inherited its launcher's variables from a rank, and is not a rank itself."""
     return environ.get(CHECKED, str(os.getpid())) != str(os.getpid())
-
-
-def number_of(environ: Environ, variable: str) -> int | None:
-    """Return the number in an environment variable. Return None if the variable is not set.
-
-    Raises:
-        ConfigurationError: The value is not a number, or is negative.
-    """
-    text = environ.get(variable)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigurationError(f"{variable}={text!r} is not a number: set it to a number, or unset it")
-    return int(text)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from cnnstrategies.cluster.launchers.launcher import Environ, Launcher, number_of
+from cnnstrategies.cluster.launchers.launcher import Environ, Launcher
 from cnnstrategies.cluster.launchers.registry import register
+from cnnstrategies.cluster.variables import number_of
 
 # File with the hosts of the job, one line for each slot. The first line is the host that runs the job's script.
 HOSTS = "LSB_DJOB_RANKFILE"

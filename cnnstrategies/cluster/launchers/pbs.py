@@ -4,8 +4,9 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from cnnstrategies.cluster.launchers.launcher import Environ, Launcher, number_of
+from cnnstrategies.cluster.launchers.launcher import Environ, Launcher
 from cnnstrategies.cluster.launchers.registry import register
+from cnnstrategies.cluster.variables import number_of
 
 # Number of hexadecimal digits in PBS_TASKNUM of a task that PBS has started. PBS_TASKNUM of the job's script is 1.
 DIGITS = 8

@@ -2,9 +2,10 @@
 
 from typing_extensions import override
 
-from cnnstrategies.cluster.launchers.launcher import Environ, number_of
+from cnnstrategies.cluster.launchers.launcher import Environ
 from cnnstrategies.cluster.launchers.nodes import STARTED_BY_TORCHRUN, NodeLauncher, NodePlace
 from cnnstrategies.cluster.launchers.registry import register
+from cnnstrategies.cluster.variables import number_of
 
 START_TORCHRUN = "start `torchrun -m cnnstrategies fit ...`, which reads these variables"
 BY_HAND = "set NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT on each node"

@@ -2,9 +2,10 @@
 
 from typing_extensions import override
 
-from cnnstrategies.cluster.launchers.launcher import Environ, Launcher, is_inherited, number_of
+from cnnstrategies.cluster.launchers.launcher import Environ, Launcher, is_inherited
 from cnnstrategies.cluster.launchers.nodes import STARTED_BY_TORCHRUN
 from cnnstrategies.cluster.launchers.registry import register
+from cnnstrategies.cluster.variables import number_of
 
 NODES_OF_AZURE = "AZUREML_NODE_COUNT"
 # Variables that tell on which node a process is. Without them the ranks of a node cannot be told from other ranks.
