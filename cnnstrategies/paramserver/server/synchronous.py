@@ -384,7 +384,7 @@ class Synchronous:
             self._accept(Decision.from_message(message, self._specification))
             if self._decision is previous_decision:
                 # The leader has sent its decision again. A leader ignores norms that arrive before it has the decision.
-                # It may have ignored this server's norm, so the norm is sent again.
+                # The leader may have ignored this server's norm in this way, so send the norm again.
                 self._norm_sent = False
                 self._send_norm()
         elif header.kind == Kind.NORM and is_current:
