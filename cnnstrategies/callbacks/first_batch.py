@@ -89,7 +89,7 @@ class FirstBatch(Callback):
         if -1 in gathered[:, 1] and dist.is_initialized():
             self._streams = dist.new_group(backend="gloo")  # type: ignore[assignment]  # It is -100 outside the group.
             self._limited = isinstance(trainer.limit_train_batches, int)
-        # If an epoch has a single batch, this batch may be smaller than expected.
+        # If an epoch has a single batch, this batch may be smaller than expected, so its size is not checked.
         if expected is not None and loaded != expected and batches > 1:
             rank_zero_warn(
                 f"The first global batch has {loaded} samples instead of {expected} ({loading(trainer)} processes x "

@@ -173,7 +173,7 @@ def _differences(before: State, now: State) -> Iterator[str]:
 
 
 def _check_same(trainer: Trainer, states: Sequence[State]) -> None:
-    """Refuse a checkpoint of a different optimizer, because torch would load the optimizer's state without an error."""
+    """Refuse a checkpoint that was saved with a different optimizer. Torch would load its state without an error."""
     groups = [(optimizer, group) for optimizer in trainer.optimizers for group in optimizer.param_groups]
     saved_groups = [group for state in states for group in state.get("param_groups", [])]
     for (optimizer, group), saved in zip(groups, saved_groups, strict=False):

@@ -137,7 +137,7 @@ class JoiningCLI(CLI):
 
 
 def is_for_others(callback: Callback) -> bool:
-    """Return whether a joiner leaves out a callback, because the run's original workers already run it.
+    """Return whether a joiner leaves out a callback. The run's original workers already run such a callback.
 
     The result is True for the classes in `LEFT_TO_WORKERS`, and for callbacks that monitor a value like ``val_loss``.
     """

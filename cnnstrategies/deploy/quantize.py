@@ -249,7 +249,7 @@ def milliseconds(networks: Sequence[Network], images: Tensor, repeats: int = 20)
 
 
 def for_any_batch(images: Tensor) -> Tensor:
-    """Return a batch of at least two images, by repeating a single image.
+    """Return the images, or two copies of the image if there is only one.
 
     From an example of one image, torch.export would conclude that the batch size is always 1.
     """

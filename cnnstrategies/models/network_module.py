@@ -90,8 +90,8 @@ class NetworkModule(LightningModule):
         classes = getattr(datamodule, "num_classes", self.num_classes)
         if classes != self.num_classes:
             raise ConfigurationError(
-                f"the model has num_classes={self.num_classes}, but {type(datamodule).__name__} has {classes}: "
-                f"set model.init_args.num_classes={classes}"
+                f"the model has num_classes={self.num_classes}, but {type(datamodule).__name__} has "
+                f"num_classes={classes}: set model.init_args.num_classes={classes}"
             )
         prepared, trained = getattr(datamodule, "preprocessing", None), trained_with(self.network)
         if (

@@ -79,7 +79,7 @@ class ImageSegmenter(NetworkModule):
     quality = "miou"
 
     def check_data(self, datamodule: LightningDataModule | None) -> None:
-        """Refuse a data module without masks, or whose number of classes or ``ignore_index`` is not the model's."""
+        """Refuse the data module if it has no masks, or if its classes or ``ignore_index`` differ from the model's."""
         super().check_data(datamodule)
         if not isinstance(datamodule, ImageDataModule) or datamodule.ignore_index == self.ignore_index:
             return

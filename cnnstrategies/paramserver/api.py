@@ -116,6 +116,18 @@ class Worker:
         """Counters of this worker's traffic, steps and waiting time."""
         return self.role.counters
 
+    @property
+    def last_message(self) -> int:
+        """Sequence number of the last message to the servers. The next message gets the next number.
+
+        Set this number if an earlier connection of this process has sent messages with the same worker id.
+        """
+        return self.role.connections.sequence
+
+    @last_message.setter
+    def last_message(self, sequence: int) -> None:
+        self.role.connections.sequence = sequence
+
     def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
         """Declare the parameters' current values the initial values of the run.
 

@@ -110,6 +110,14 @@ class InvalidMessageError(ControlError):
     """
 
 
+class OutdatedMessageError(InvalidMessageError):
+    """An error for a message that its sender has sent before it learned of a change, or that has arrived too early.
+
+    For example, the membership has changed since the message was sent, or an earlier message of the sender is still on
+    its way. The sender repeats such messages if necessary, so servers only count them, and do not report them.
+    """
+
+
 class Header(NamedTuple):
     """The fixed part of a message.
 

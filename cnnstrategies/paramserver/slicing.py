@@ -144,7 +144,7 @@ def _shared_bytes(specification: Specification) -> int:
 
     Slices have only one parameter if the optimizer needs whole tensors, or if a lossy compression may be used. A lossy
     compression adds the part of a gradient that it leaves out to the slice's next gradient. If a slice had several
-    parameters, one of them could have no gradient in the next step, and its part could not be added.
+    parameters, one of them could have no gradient in the next step, and its left-out part could then not be added.
     """
     lossy = may_be_lossy(specification.compression)
     if lossy or not is_elementwise(load_optimizer(specification.optimizer)):

@@ -31,7 +31,7 @@ ARGUMENTS = [
     ({"coordinator": "tcp://[::1]:80"}, r"endpoint 'tcp://\[::1\]:80': the parameter server supports only IPv4"),
     (
         {"endpoints": ["tcp://fe80::1:80"], "coordinator": "tcp://10.0.0.1:80", "security": "none"},
-        r"endpoint 'tcp://fe80::1:80': the .* \(MASTER_ADDR\)",
+        r"endpoint 'tcp://fe80::1:80': the .* in MASTER_ADDR",
     ),
     ({"key_file": "nowhere"}, "does not exist; make it with"),
     ({"combine_per_node": True, "mode": "async"}, "`combine_per_node: true` is for `mode: sync`"),

@@ -39,6 +39,7 @@ class Slurm(Launcher):
     local_rank_variable = "SLURM_LOCALID"
     variables = ("SLURM_*",)
     reads = frozenset(field.name for field in fields(ClusterOptions))
+    lightning_knows = True
 
     @override
     def detect(self, environ: Environ) -> bool:
@@ -116,12 +117,12 @@ class Slurm(Launcher):
     @override
     def job(self, submission: "Submission", command: str) -> ScriptJob:
         options = submission.options
-        folder = submission.run_folder(submission.parent_folder(self))
+        files = submission.job_files(submission.parent_folder(self))
         submission.prepare_data()
         goes_on = submission.server_options is not None
-        script = sbatch_script(options, submission.size, folder, sys.executable, command, goes_on)
+        script = sbatch_script(options, submission.size, files, sys.executable, command, goes_on)
         warning = {"stop.warning_signal": options.signal, "stop.warning_grace": float(options.grace)}
-        return ScriptJob(submission, folder, script, queue, warning if options.requeue else {})
+        return ScriptJob(submission, files, script, queue, warning if options.requeue else {})
 
 
 def queue(script: Path) -> str:

@@ -64,7 +64,8 @@ class Driver:
         needed: Resources to request on each node, by the names that Ray uses for resources.
         script: Shell script that runs a node's program.
         probe: Shell script that fails if the package is not installed on a node.
-        folder: The run folder, which contains the configuration. The programs' output is written to it.
+        folder: The run folder. The programs' output is written to it.
+        configuration: Path of the run's configuration, which every node must see.
         directory: Working directory of the programs, on every node that has this directory.
         variables: Environment variables for the programs. One of the variables has the run's name, which a restarted
             program needs to find the last checkpoint.
@@ -80,6 +81,7 @@ class Driver:
     script: str
     probe: str
     folder: Path
+    configuration: str
     directory: str
     variables: dict[str, str]
     foreign: tuple[str, ...]
@@ -182,7 +184,7 @@ class Driver:
         )
 
     def _look(self, actors: list[Any]) -> list[RayNode]:
-        references = [actor.look.remote(str(self.folder / "config.yaml"), self.probe) for actor in actors]
+        references = [actor.look.remote(self.configuration, self.probe) for actor in actors]
         places: list[RayNode] = self._ray.get(references)
         for place in places:
             if place.missing is not None:

@@ -48,8 +48,8 @@ _CLASS = re.compile(r"Problem with given class_path '([^']+)'")
 # Packages whose code the user does not change. If possible, an error message names a line of code outside of these
 # packages.
 OF_OTHERS = ("cnnstrategies", "lightning", "torch", "jsonargparse")
-# Errors that usually mean a mistake in code. Their text alone does not help the user, so the error message also has the
-# class of the error, and the file and the line number in the code.
+# Errors that usually mean a mistake in code. The text of such an error does not help the user enough, so the error
+# message also has the class of the error, and the file and the line number in the code.
 OF_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError)
 
 

@@ -302,7 +302,8 @@ class CLI(LightningCLI):
         elif local_rank() == 0 and not training:
             check_trained(str(self.subcommand), self.model, partial(self._built_alone, "model"))
         if local_rank() == 0 and self.datamodule is not None:
-            # This call raises an error for missing data before any process starts. Lightning calls the method again.
+            # If data is missing, this call raises the error before any process starts. Lightning calls the method again
+            # later.
             self.datamodule.prepare_data()
         with ends_together(self.trainer, self.config_init[self.subcommand].interconnect):
             function(**kwargs)
@@ -384,7 +385,7 @@ def _with_notes(error: Exception, text: str) -> str:
 
 
 class ModelAndData(CLI):
-    """Command line that parses a configuration like ``fit``, and builds the model and the data module but no trainer.
+    """Command line that parses a configuration as ``fit`` does, and builds the model and data module but no trainer.
 
     Args:
         command: Name of the command, for error messages.

@@ -197,7 +197,7 @@ def _flush(trainer: Trainer) -> None:
 
 
 def check_trained(command: str, model: LightningModule, again: Callable[[], LightningModule]) -> None:
-    """Refuse to evaluate a module whose weights are random, because no checkpoint was given.
+    """Refuse to evaluate a module whose weights are random. Call this if no checkpoint was given.
 
     To find random weights, the module is built a second time. Pretrained weights are equal in both modules, and random
     weights differ.

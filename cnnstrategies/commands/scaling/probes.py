@@ -116,10 +116,10 @@ def _make(makers: Sequence[Callable[[], int]]) -> tuple[int, float, float]:
 
 
 def _makers(loader: Any) -> list[Callable[[], int]]:
-    """Return functions for the measurement. Each of them reads a sample from the dataset, and returns the number 1.
+    """Return functions that the measurement calls. Each function reads a sample of the dataset, and returns 1.
 
-    If the sampler yields batches, each function reads a batch, and returns the batch's number of samples. No two
-    functions read the same sample, because the operating system would return it from its file cache the second time.
+    If the sampler yields batches, each function reads a batch, and returns the batch's number of samples. The functions
+    read different samples, because a sample that is read again comes from the operating system's file cache.
     """
     dataset = getattr(loader, "dataset", None)
     if dataset is None or isinstance(dataset, IterableDataset):

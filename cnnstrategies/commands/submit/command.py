@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
 from cnnstrategies.cluster.job import Size, job_size
+from cnnstrategies.cluster.job_files import FilesTakenError
 from cnnstrategies.cluster.launchers import launcher_named
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_folder import checked
@@ -34,7 +35,7 @@ class SubmitCLI(ModelAndData):
 
 
 def check(args: Sequence[str]) -> Submission:
-    """Parse a configuration like ``fit``, and check whether it can run as a job.
+    """Parse a configuration as ``fit`` does, and check whether it can run as a job.
 
     Args:
         args: Command-line arguments of the configuration.
@@ -125,4 +126,9 @@ def main(options: SubmitOptions, arguments: Sequence[str]) -> None:
     if options.dry_run:
         print(job.show(), end="")
         return
-    print(job.submit())
+    while True:
+        try:
+            print(job.submit())
+            return
+        except FilesTakenError:
+            job = submission.job(launcher, call)

@@ -94,7 +94,7 @@ def choices(config: Any, model: type, device: torch.device, allow: Collection[st
 
 
 def compilers(config: Any, model: type) -> list[Setting]:
-    """Return the settings for compiling the module that ``tune`` tries.
+    """Return the settings that ``tune`` tries for compiling the module.
 
     Compilation takes much time, so ``tune`` tries these settings only together with the fastest other settings.
 

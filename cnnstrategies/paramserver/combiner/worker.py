@@ -65,6 +65,7 @@ class CombinedWorker:
         self._value_marks = [NEVER] * len(parameters)  # By parameter index: mark of the parameter's value.
         self._exact = False  # whether to wait for the servers' exact values, which no compression has rounded
         self._first_state: tuple[Mapping[str, Any] | None] | None = None
+        self._last_message = 0  # sequence number of the last message that this worker has sent before it leads
         self._batches_to_skip = 0  # number of batches to skip, because their steps were made without this node
         self._groups: Sequence[Mapping[str, Any]] = ()
         # By rank: number of samples in the current step; None until all workers of the node have begun the step.
@@ -124,6 +125,7 @@ class CombinedWorker:
             # leader.
             visitor = self._connect(lambda index, value: None)
             visitor.meet()
+            self._last_message = visitor.last_message
             visitor.close()
         self.wait_all()
         return self.step
@@ -392,6 +394,8 @@ class CombinedWorker:
             # From now on, the connection copies new values to the GPU, so finish this object's own copies first.
             self._staging.settle()
         self._engine = self._connect(self._on_arrival)
+        # Servers drop messages whose numbers are not larger than those of this worker's earlier messages.
+        self._engine.last_message = self._last_message
         if self._first_state is not None and not self.step:
             self._engine.initialise(*self._first_state)
         step = self._engine.join(self.step - 1 if self.step else None)

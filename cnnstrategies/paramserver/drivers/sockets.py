@@ -78,7 +78,8 @@ MOST_TOGETHER, BUNDLE_BYTES = 32, 1 << 19
 # Largest number of headers for which the payload has not arrived yet. If a connection is closed after a header, the
 # payload never arrives, so without a limit these headers would fill the memory.
 MOST_OPEN = 1 << 12
-# In bytes per second (10 Mbit/s). On a slower connection, time-outs may expire while a large frame is transferred.
+# Speed of a connection, in bytes per second (10 Mbit/s). On a slower connection, time-outs may expire during the
+# transfer of a large frame.
 SLOWEST = 1_250_000
 IO_THREADS = 2  # number of libzmq's I/O threads in each process
 THREADS = 8  # approximate number of threads in a process, including libzmq's and torch's

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from cnnstrategies.paramserver.compression import check_length, decode
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
+from cnnstrategies.paramserver.messages import Encoding, Header, OutdatedMessageError
 from cnnstrategies.paramserver.server.clocks import RollCall, StaleClock
 from cnnstrategies.paramserver.server.pushes import Begin
 from cnnstrategies.paramserver.server.shard import Pull, Shard
@@ -121,14 +121,14 @@ class Asynchronous:
         check_absent(header.base, slice_)
         step, begin = self._begun.get(member[0], (-1, None))
         if begin is None or step != header.step or store.versions[key] < 0:
-            raise InvalidMessageError("the push is for a step that has not begun on this server")
+            raise OutdatedMessageError("the push is for a step that has not begun on this server")
         last = store.seen[key].get(member)
         if last is not None and last >= step:
             return False
         # After this push, a push of an earlier step would count as repeated, and its gradient would be lost. So the
         # worker's push of the step before must have been applied, unless this is the worker's first step.
         if step != self._first.get(member) and (last is None or step > last + 1):
-            raise InvalidMessageError("the worker's pushes of earlier steps have not arrived")
+            raise OutdatedMessageError("the worker's pushes of earlier steps have not arrived")
         gradient = None
         if header.encoding != Encoding.NOTHING:
             gradient = decode(payload, header.encoding, slice_.numel, slice_.dtype)

@@ -17,6 +17,7 @@ from cnnstrategies.paramserver.messages import (
     Header,
     InvalidMessageError,
     Kind,
+    OutdatedMessageError,
 )
 from cnnstrategies.paramserver.optimizer_state import pack_state, split_state
 from cnnstrategies.paramserver.server.senders import Outbox
@@ -255,4 +256,4 @@ class Copies:
 
     def _check_primary(self, server: int, key: int) -> None:
         if key not in self._store.slices or self._primary(key) != server:
-            raise InvalidMessageError("the sender of the update or copy is not the slice's primary")
+            raise OutdatedMessageError("the sender of the update or copy is not the slice's primary")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.compression import PAYLOADS, check_length, decode
-from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
+from cnnstrategies.paramserver.messages import Encoding, Header, OutdatedMessageError
 from cnnstrategies.paramserver.server.decision import Decision
 from cnnstrategies.paramserver.server.shard import Shard
 from cnnstrategies.paramserver.server.store import MemberKey, check_absent
@@ -213,7 +213,7 @@ class Backlog:
         if version > step:
             return False
         if version < 0 or step > version + 1 or step not in self.steps or worker not in self.steps[step].begun:
-            raise InvalidMessageError("the push is for a step that has not begun on this server")
+            raise OutdatedMessageError("the push is for a step that has not begun on this server")
         return self.steps[step].add(worker, self._shard.store.slices[key], payload, header.encoding, header.base)
 
     def has(self, worker: MemberKey, step: int, key: int) -> bool:

@@ -21,6 +21,7 @@ from cnnstrategies.paramserver.messages import (
     Header,
     InvalidMessageError,
     Kind,
+    OutdatedMessageError,
     Parcel,
     compose,
 )
@@ -104,9 +105,9 @@ class Senders:
         is_server = header.sender >= SERVER
         incarnation, key = self._members.get(header.sender, (None, ""))
         if incarnation is None or (not is_server and incarnation != header.incarnation):
-            raise InvalidMessageError("the sender is not a member of the view")
+            raise OutdatedMessageError("the sender is not a member of the view")
         if is_server and not incarnation <= header.incarnation <= self._view.number:
-            raise InvalidMessageError("the sending server has a newer view, or was replaced")
+            raise OutdatedMessageError("the sending server has a newer view, or was replaced")
         if self._encrypted and user != key:
             raise InvalidMessageError("the connection's key is not the sender's key")
         if header.kind not in (_FROM_SERVERS if is_server else _FROM_WORKERS):

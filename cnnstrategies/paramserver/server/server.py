@@ -18,6 +18,7 @@ from cnnstrategies.paramserver.messages import (
     Header,
     InvalidMessageError,
     Kind,
+    OutdatedMessageError,
     Say,
     fields_of,
     pack_keys,
@@ -160,6 +161,8 @@ class Server:
         try:
             peer = self._check_sender(route, user, header)
             self.handle(peer, header, payload)
+        except OutdatedMessageError as error:
+            self.dropped[str(error)] += 1
         except InvalidMessageError as error:
             self.drop(str(error))
         except ControlError:
@@ -409,7 +412,7 @@ class Server:
 
     def _push(self, worker: int, header: Header, payload: memoryview) -> None:
         if header.key not in self.shard.own_key_set:
-            raise InvalidMessageError("the push is for a slice whose primary is another server")
+            raise OutdatedMessageError("the push is for a slice whose primary is another server")
         if not self.mode.push((worker, header.incarnation), header, payload):
             self.dropped["a push that has arrived before"] += 1
         if self._specification.pipelined:  # With pipelined steps, each push also requests the slice's new values.
@@ -419,10 +422,10 @@ class Server:
         if header.encoding != Encoding.KEYS or len(payload) % 4:
             raise InvalidMessageError("the payload of the pull does not consist of the keys of slices")
         keys = unpack_keys(payload)
-        if len(set(keys)) != len(keys) or not self.shard.own_key_set.issuperset(keys):
-            raise InvalidMessageError(
-                "the pull contains a key twice, or the key of a slice whose primary is another server"
-            )
+        if len(set(keys)) != len(keys):
+            raise InvalidMessageError("the pull contains a key twice")
+        if not self.shard.own_key_set.issuperset(keys):
+            raise OutdatedMessageError("the pull contains the key of a slice whose primary is another server")
         encoding = self._pull_encoding(header.base >> 1)
         self.shard.order_by_use(keys)
         if header.base & 1:

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from cnnstrategies.paramserver.compression import PAYLOADS, from_bytes, payload_compression
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, InvalidMessageError, Kind, Say
+from cnnstrategies.paramserver.messages import (
+    ALONE,
+    Encoding,
+    Header,
+    Kind,
+    OutdatedMessageError,
+    Say,
+)
 from cnnstrategies.paramserver.optimizer_state import pack_state, split_state
 from cnnstrategies.paramserver.server.copies import Copies
 from cnnstrategies.paramserver.server.senders import Outbox
@@ -223,7 +230,7 @@ class Shard:
             InvalidMessageError: This server does not hold the slice.
         """
         if key not in self.store.slices:
-            raise InvalidMessageError("the acknowledgement is for a slice that this server does not hold")
+            raise OutdatedMessageError("the acknowledgement is for a slice that this server does not hold")
         if self.copies.acknowledged(key, backup, version):
             text = f"server {backup} now has copies of all slices that it backs up for server {self._server}"
             self._outbox.effects.append(Say(text, True))
@@ -241,7 +248,7 @@ class Shard:
         """
         key = header.key
         if key not in self.own_key_set:
-            raise InvalidMessageError("the initial values are for a slice whose primary is another server")
+            raise OutdatedMessageError("the initial values are for a slice whose primary is another server")
         slice_ = self.store.slices[key]
         state, values = split_state(payload, slice_)
         if self.store.versions[key] < 0:

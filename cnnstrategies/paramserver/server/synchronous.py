@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.messages import LARGEST_NUMBER, Header, InvalidMessageError, Kind
+from cnnstrategies.paramserver.messages import LARGEST_NUMBER, Header, InvalidMessageError, Kind, OutdatedMessageError
 from cnnstrategies.paramserver.server.clocks import RollCall, SyncClock
 from cnnstrategies.paramserver.server.decision import Decision, Entry, Reports
 from cnnstrategies.paramserver.server.pushes import Backlog, Begin, Updater
@@ -365,7 +365,7 @@ class Synchronous:
             ControlError: A field is missing or has the wrong type.
         """
         if header.kind == Kind.DECIDE and server != self.leader:
-            raise InvalidMessageError("the message contains a decision, but its sender is not the leader")
+            raise OutdatedMessageError("the message contains a decision, but its sender is not the leader")
         is_current = header.incarnation == self._view.number  # The sender acts on the same view as this server.
         if header.kind in (Kind.VOTE, Kind.STATUS):
             complete, decision = self._reported_entries(message), message.part("decision")
@@ -384,7 +384,7 @@ class Synchronous:
             self._accept(Decision.from_message(message, self._specification))
             if self._decision is previous_decision:
                 # The leader has sent its decision again. A leader ignores norms that arrive before it has the decision.
-                # It may have ignored this server's norm, so the norm is sent again.
+                # The leader may have ignored this server's norm in this way, so send the norm again.
                 self._norm_sent = False
                 self._send_norm()
         elif header.kind == Kind.NORM and is_current:
