@@ -111,7 +111,8 @@ class _Watching:
         """Send a signal to all ranks of this node, and return whether all ranks have been started."""
         assert self._supervision is not None
         self._supervision.send_signal(signum)
-        return len(self._supervision.workers) == self._strategy.layout().processes
+        processes: int = self._strategy.layout().processes
+        return len(self._supervision.workers) == processes
 
     def kill(self, signum: int) -> None:
         """Send a signal to all ranks of this node. Lightning calls this method when it interrupts a run."""
