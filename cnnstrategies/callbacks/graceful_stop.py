@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import ask_of_sigterm
+from cnnstrategies.errors import StoppedTogether
 from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.strategies.protocol import facts_of
 
@@ -22,10 +23,6 @@ CHECK_SECONDS = 0.5  # Seconds between two exchanges of the flags that tell whet
 # A stop is postponed by at most this many steps. If a run logs or validates after every step, waiting longer does not
 # help.
 MOST_POSTPONED = 3
-
-
-class StoppedTogether(SystemExit):
-    """Exit of a rank after all ranks have agreed to stop at the same step. No rank waits for another rank any more."""
 
 
 class GracefulStop(Callback):
