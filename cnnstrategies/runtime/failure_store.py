@@ -5,17 +5,19 @@ started them, also while the ranks' main threads wait for each other in a collec
 """
 
 import json
+import select
+import socket
 import time
 from dataclasses import asdict, dataclass, fields
-from typing import Self
+from typing import Any, Self
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 POLL = 0.1  # Seconds between two checks of the store.
 LONGEST = 1000  # Largest number of characters of an error message in a report.
 # Keys of the store. FIRST: report of the rank that has failed first. DECISION: whether the failed ranks work together.
-# LEFT: exists after a failed rank has left its trainer. KNOWN: number of ranks that have read the first report.
-FIRST, DECISION, LEFT, KNOWN = "first", "decision", "left", "known"
+# LEFT: exists after a failed rank has left its trainer. FINISHED: number of ranks that no longer use the store.
+FIRST, DECISION, LEFT, FINISHED = "first", "decision", "left", "finished"
 TOGETHER, APART = "together", "apart"  # Values of the key DECISION.
 
 
@@ -58,10 +60,14 @@ class RankFailure:
         return cls(**values)
 
 
+class LostStoreError(RuntimeError):
+    """Error of a process that uses a store although the process that served the store has ended."""
+
+
 class FailureStore:
     """The reports of failed ranks in one call of a trainer function, such as ``fit``.
 
-    If the process that serves the store has ended, the methods raise a RuntimeError of torch.
+    All methods can raise a RuntimeError, usually a LostStoreError, because the process that served the store has ended.
 
     Args:
         store: The store. All ranks use the same store.
@@ -70,8 +76,24 @@ class FailureStore:
     """
 
     def __init__(self, store: Store, call: int, world_size: int) -> None:
-        self._store = PrefixStore(f"cnnstrategies_failures_{call}", store)
+        self._prefixed = PrefixStore(f"cnnstrategies_failures_{call}", store)
         self._world_size = world_size
+        self._connection = _connect(store)
+
+    @property
+    def _store(self) -> Any:
+        """The store. torch would print a stack trace if it used a lost store, so the connection is checked first."""
+        if self._connection is not None:
+            poll = select.poll()
+            poll.register(self._connection, select.POLLIN)
+            if poll.poll(0):
+                raise LostStoreError("the process that served the store has ended")
+        return self._prefixed
+
+    def close(self) -> None:
+        """Close the connection to the process that serves the store."""
+        if self._connection is not None:
+            self._connection.close()
 
     def report(self, failure: RankFailure) -> RankFailure:
         """Report that this rank has failed, and return the report of the rank that has failed first."""
@@ -81,13 +103,13 @@ class FailureStore:
         """Return the report of the rank that has failed first; None if no rank has failed."""
         return RankFailure.decode(self._store.get(FIRST)) if self._store.check([FIRST]) else None
 
-    def acknowledge(self) -> None:
-        """Record that this rank knows the first report. Each rank calls this once."""
-        self._store.add(KNOWN, 1)
+    def finish(self) -> None:
+        """Record that this rank no longer uses the store. Each rank calls this once."""
+        self._store.add(FINISHED, 1)
 
-    def all_know(self) -> bool:
-        """Whether all ranks know the first report."""
-        return self._store.add(KNOWN, 0) >= self._world_size
+    def all_have_finished(self) -> bool:
+        """Whether no rank uses the store any longer."""
+        return bool(self._store.add(FINISHED, 0) >= self._world_size)
 
     def leave(self) -> None:
         """Record that a rank has left its trainer after its own failure, and does not wait for other ranks."""
@@ -125,3 +147,13 @@ class FailureStore:
     def _decide(self, decision: str) -> bool:
         """Set the decision, unless another rank has set it. Return whether all ranks work together."""
         return bool(self._store.compare_set(DECISION, "", decision) == TOGETHER.encode())
+
+
+def _connect(store: Any) -> socket.socket | None:
+    """Return an unused connection to a TCP store, which becomes readable when the serving process ends.
+
+    Return None for stores of other kinds.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return socket.create_connection((store.host, store.port), timeout=60) if isinstance(store, TCPStore) else None

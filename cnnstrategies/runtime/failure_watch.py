@@ -19,7 +19,8 @@ PATIENCE = 20.0
 GRACE = (
     5.0  # Seconds within which the other processes should end by themselves after a failed rank has left its trainer.
 )
-KNOWING = 2.0  # Longest time in seconds for which a failed rank waits until all ranks know of the failure.
+# Longest time in seconds for which rank 0, which usually serves the store, waits until no other rank uses the store.
+SERVING = 2.0
 
 End = Callable[[RankFailure, BaseException | None], None]
 
@@ -57,6 +58,7 @@ class FailureWatch:
 
     Args:
         store: Reports of the failed ranks.
+        rank: This rank.
         end: Function that ends this process and the ranks that it has started. Its arguments are the report of the rank
             that has failed first, and this process's own exception, which has not been printed yet; None if this
             process has not failed itself.
@@ -65,61 +67,82 @@ class FailureWatch:
         first: Report of the rank that has failed first; None if no rank has failed.
     """
 
-    def __init__(self, store: FailureStore, end: End) -> None:
+    def __init__(self, store: FailureStore, rank: int, end: End) -> None:
         self.first: RankFailure | None = None
         self._store = store
+        self._rank = rank
         self._end = end
         self._exception: BaseException | None = None
+        self._finished = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="failure watch", daemon=True)
         self._thread.start()
 
-    def report(self, exception: BaseException, failure: RankFailure) -> RankFailure:
-        """Report that this rank has failed, and return the report of the rank that has failed first."""
+    def report(self, exception: BaseException, failure: RankFailure) -> None:
+        """Report that this rank has failed, unless a report of another rank is known.
+
+        Args:
+            exception: The exception of this rank.
+            failure: The report about the exception.
+        """
         self._exception = exception
-        with _lost_store_ignored():
-            self.first = self._store.report(failure)
-        return self.first or failure
+        if self.first is None:
+            with _lost_store_ignored():
+                self.first = self._store.report(failure)
+        self.first = self.first or failure
 
     def fail_together(self, point: str, seconds: float) -> bool:
         """Return whether all ranks have failed at the same point; see :meth:`.FailureStore.fail_together`."""
-        with _lost_store_ignored():
-            return self._store.fail_together(point, seconds)
+        if not self._finished:
+            with _lost_store_ignored():
+                return self._store.fail_together(point, seconds)
         return False
 
     def close(self) -> None:
         """End the thread, because this process leaves its trainer.
 
-        After a failure of this rank, first wait up to `KNOWING` seconds until all ranks know of a failure, because this
-        process may serve the store.
+        Rank 0 first waits up to `SERVING` seconds for the other ranks. If rank 0 serves the store, and ended while
+        another rank uses it, the other rank would not learn of a failure, and torch would print a stack trace there.
         """
-        if self._exception is not None and not self._closing.is_set():
-            deadline = time.monotonic() + KNOWING
-            with _lost_store_ignored():
-                self._store.leave()
-                while not self._store.all_know() and time.monotonic() < deadline:
-                    time.sleep(POLL / 5)
+        if self._closing.is_set():
+            return
         self._closing.set()
         self._thread.join()
+        with _lost_store_ignored():
+            if not self._finished:
+                if self._exception is not None:
+                    self._store.leave()
+                self._store.finish()
+            deadline = time.monotonic() + SERVING
+            while self._rank == 0 and not self._store.all_have_finished() and time.monotonic() < deadline:
+                time.sleep(POLL / 5)
+        self._store.close()
 
     def _watch(self) -> None:
         with _lost_store_ignored():
-            while not self._closing.wait(POLL):
-                if (first := self._store.first()) is not None:
-                    self.first = first
-                    self._store.acknowledge()
-                    break
+            while self.first is None and not self._closing.wait(POLL):
+                self.first = self._store.first() or self.first
         countdown = Countdown()
+        together = False
         while self.first is not None and not self._closing.wait(POLL):
-            left = True  # If the store is lost, the rank that served it has left.
-            together = False
-            with _lost_store_ignored():
-                left, together = self._store.has_left(), self._store.work_together()
+            if not self._finished:
+                together = self._look()
             now = time.monotonic()
-            countdown.update(now, left, together)
+            countdown.update(now, self._finished, together)
             if countdown.deadline is not None and now > countdown.deadline:
                 self._end(self.first, self._exception)
                 return
+
+    def _look(self) -> bool:
+        """Return whether all ranks work together after their failures. Finish if a failed rank has left its trainer."""
+        with _lost_store_ignored():
+            together = self._store.work_together()
+            if self._store.has_left():
+                self._finished = True
+                self._store.finish()
+            return together
+        self._finished = True  # The rank that served the store has left.
+        return False
 
 
 def _lost_store_ignored() -> contextlib.suppress:

@@ -67,7 +67,7 @@ class FailTogether(Callback):
         self.cause = None
         if self._watch is None and trainer.world_size > 1 and dist.is_initialized():
             store = FailureStore(default_store(), next(_calls), trainer.world_size)
-            self._watch = FailureWatch(store, partial(self._end, trainer))
+            self._watch = FailureWatch(store, trainer.global_rank, partial(self._end, trainer))
 
     def close(self) -> None:
         """End the watch, because this process leaves the trainer."""
