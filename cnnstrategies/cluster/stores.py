@@ -69,7 +69,7 @@ def on_loopback(strategy: Strategy) -> Iterator[None]:
         # the port, torch reports the error later.
         with contextlib.suppress(OSError):
             store = serve_on_loopback(address, environment.main_port)
-    # Whether this process will fork or spawn all ranks. In a rank, `creates_processes_externally` is true.
+    # Whether this process will fork or spawn all ranks. In a rank, `creates_processes_externally` is already true.
     starts = ranks_are_children(strategy.launcher) and not environment.creates_processes_externally
     with _served() if store is not None and starts else contextlib.nullcontext():
         yield
@@ -208,10 +208,10 @@ def _wait_for_port(address: str, port: int, seconds: float) -> None:
         except ConnectionRefusedError:
             reason = "no process listens at the port; check that rank 0 was started with the same MASTER_PORT"
         except OSError as error:
-            reason = f"{error.strerror}"
+            reason = f"{error.strerror}; check the network between the two machines"
         time.sleep(min(0.2, max(0.0, left)))
         with contextlib.suppress(ConfigurationError):
-            ip = resolve(address)  # A pod has a new address after a restart.
+            ip = resolve(address)  # A pod has a new address after a restart, so the name is resolved for each attempt.
     target = address if address == ip else f"{address} ({ip})"
     raise ConfigurationError(
         f"{socket.gethostname()} has not reached the main address {target} on port {port} for {seconds:g} s: {reason}"

@@ -30,7 +30,8 @@ def main(options: DoctorOptions) -> None:
     else:
         try:
             with own_store():
-                # `find_place` is called inside `own_store`, because under torchrun `own_store` changes the main port.
+                # `find_place` reads MASTER_PORT. Under torchrun `own_store` changes this variable, so `find_place` is
+                # called after the change.
                 place = find_place()
                 assert place is not None, "a launcher has started this process"
                 hosts = examine(place, directory, options.interface, wait)

@@ -11,6 +11,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.paramserver.compression import COMPRESSIONS, ddp_names
 from cnnstrategies.quantities import as_timedelta
+from cnnstrategies.strategies.exact_means import ExactMeans
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.protocol import StrategyFacts
 
@@ -20,7 +21,7 @@ else:  # jsonargparse reads this type: the help lists its names, and the parser 
     DDPCompression = Literal[ddp_names()]
 
 
-class CompressedDDPStrategy(StrategyFacts, FailingTogetherDDPStrategy):
+class CompressedDDPStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
     """DDP that compresses gradients with torch's communication hooks, on every kind of device.
 
     Lightning's own option ``DDPStrategy(ddp_comm_hook=...)`` has an effect on CUDA devices only.
@@ -33,8 +34,8 @@ class CompressedDDPStrategy(StrategyFacts, FailingTogetherDDPStrategy):
             Checkpoints do not contain this error.
         powersgd_rank: For ``powersgd``: the rank of the approximation, 1 or more. With a higher rank the approximation
             is more exact, and more bytes are sent.
-        powersgd_start_step: For ``powersgd``: number of steps at the start of a run whose gradients are not compressed,
-            2 or more.
+        powersgd_start_step: For ``powersgd``: number of steps, at the start of a run, in which gradients are not
+            compressed; 2 or more.
         **kwargs: Options of :class:`~lightning.pytorch.strategies.DDPStrategy`, except ``ddp_comm_hook``.
 
     Raises:

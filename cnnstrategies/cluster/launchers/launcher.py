@@ -1,11 +1,14 @@
 """Base class of launchers, which are the programs and platforms that start the processes of a run."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from cnnstrategies.cluster.launchers.jobs import ClusterJob
 from cnnstrategies.cluster.options import ClusterOptions
+from cnnstrategies.cluster.variables import number_of
+from cnnstrategies.errors import ConfigurationError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -14,6 +17,9 @@ if TYPE_CHECKING:
     from cnnstrategies.cluster.submission import Submission
 
 RUN_NAME = "CNNSTRATEGIES_RUN_NAME"  # Environment variable in which programs that start `fit` can set the run's name.
+# Environment variable with the process id of a rank whose variables were checked. Programs that the rank starts, such
+# as tests, trials and servers, inherit the rank's variables, but are not ranks.
+CHECKED = "CNNSTRATEGIES_CHECKED"
 Environ = Mapping[str, str]
 
 
@@ -30,7 +36,7 @@ class Restart(NamedTuple):
 
 
 class Launcher(ABC):
-    """Base class of launchers: SLURM, torchrun, mpirun, Kubernetes, Ray, and "none".
+    """Base class of launchers: SLURM, torchrun, mpirun, Kubernetes, Ray, other platforms, and "none".
 
     A process can run under several launchers at the same time, for example under torchrun inside a SLURM job. The
     launcher with the lowest ``precedence`` is the innermost launcher and is considered first.
@@ -43,8 +49,8 @@ class Launcher(ABC):
         name: Short name for options and run names, such as ``slurm``. If the launcher accepts submissions,
             ``submit --to`` takes this name.
         title: Name for error messages, such as ``SLURM``.
-        precedence: Number by which the launchers are sorted; the lowest number comes first. Each launcher has a
-            different number: 10 torchrun, 20 and 30 mpirun, 40 Kubernetes, 50 Ray, 60 SLURM, 100 none.
+        precedence: Number by which the launchers are sorted; the lowest number comes first. No two launchers have the
+            same number; docs/development/add-a-launcher.md lists the numbers.
         program: Name of the program that starts the ranks, such as ``srun``; None if Lightning starts the ranks.
         rank_variable: Name of the environment variable with the global rank.
         size_variable: Name of the environment variable with the world size.
@@ -55,6 +61,8 @@ class Launcher(ABC):
         reads: Keys of the section ``cluster`` that this launcher uses for submissions, except for the launcher's own
             section and for job_name, setup, python and folder, which all launchers use.
         lightning_detects: Whether Lightning itself chooses the right cluster environment under this launcher.
+        lightning_knows: Whether Lightning also detects this launcher in scripts that do not use the command line. If
+            each rank of such a script trains alone, the user has chosen this by another cluster environment.
     """
 
     name: str
@@ -68,6 +76,7 @@ class Launcher(ABC):
     variables: tuple[str, ...] = ()
     reads: frozenset[str] = frozenset()
     lightning_detects = False
+    lightning_knows = False
 
     @abstractmethod
     def detect(self, environ: Environ) -> bool:
@@ -100,9 +109,7 @@ class Launcher(ABC):
         return LaunchedEnvironment(self)
 
     def script_environment(self, environ: Environ, num_nodes: int) -> "ClusterEnvironment | None":
-        """Return the cluster environment for a run that a job's script has started without starting the ranks.
-
-        Lightning then starts the ranks.
+        """Return the cluster environment for a run in a job's script, where Lightning starts the ranks.
 
         If the result is None, which is the default, Lightning chooses the environment.
 
@@ -120,7 +127,35 @@ class Launcher(ABC):
 
         The method is called only if :meth:`starts_ranks` or :meth:`starts_nodes` is true.
         """
-        return int(environ[self.size_variable]) // int(environ[self.local_size_variable])
+        local, world = self.local_size(environ), number_of(environ, self.size_variable)
+        if local is None or world is None:
+            raise ConfigurationError(
+                f"the number of ranks on each machine is not known: set {self.local_size_variable} for each rank"
+            )
+        return world // local
+
+    def local_size(self, environ: Environ) -> int | None:
+        """Return the number of ranks on this node, or None if it is not known.
+
+        By default the number is the value of the launcher's environment variable.
+        """
+        return number_of(environ, self.local_size_variable)
+
+    def main_address(self, environ: Environ) -> str | None:
+        """Return the address of rank 0's node from the launcher's own variables or files.
+
+        The result is None if the launcher does not tell the address, which is the default. ``MASTER_ADDR`` has
+        precedence.
+        """
+        return None
+
+    def refusal(self, environ: Environ) -> str | None:
+        """Return an error message if variables say that there are several processes, but not which one this process is.
+
+        Such a process would train alone on all data. The message names the variables and the remedy. The default is
+        None. The method is called only if no launcher has started this process as a rank or on one of several nodes.
+        """
+        return None
 
     def launch_id(self, environ: Environ) -> str | None:
         """Return an id of this launch, such as the job id and the step id. All ranks of a launch have the same id.
@@ -139,7 +174,7 @@ class Launcher(ABC):
 
     @property
     def address_remedy(self) -> str:
-        """Remedy in the error message of a rank on another node that does not know the address of rank 0."""
+        """Remedy in the error message for a rank that is not on rank 0's node and does not know rank 0's address."""
         return "set MASTER_ADDR to the first machine's address on every machine"
 
     def run_name(self, environ: Environ, configuration: str) -> str | None:
@@ -155,23 +190,24 @@ class Launcher(ABC):
         return None
 
     def is_temporary(self, run_name: str) -> bool:
-        """Whether a name from :meth:`run_name` is random, so that it changes when the launcher itself is started again.
+        """Whether a name from :meth:`run_name` is random, and so changes when the launcher itself is started again.
 
-        A name from an outer launcher is then preferred. By default this is false.
+        Names from outer launchers are preferred to a random name. By default this is false.
         """
         return False
 
     def lacks_name(self, environ: Environ) -> str | None:
-        """Return an error message if this launcher may restart a run that has no name. The default is None.
+        """Return an error message for a run that has no name, if this launcher could restart the run's processes.
 
-        A restarted process could not find the checkpoints of such a run.
+        A restarted process could not find the checkpoints of such a run. By default, return None.
         """
         return None
 
     def restart(self, options: ClusterOptions) -> Restart | None:
-        """Return parts of an error message if the launcher may restart a run with these options. The default is None.
+        """Return parts of an error message if the launcher may restart a run with these options; otherwise None.
 
-        A run that may be restarted is refused with this error message if it does not save checkpoints.
+        A run without checkpoints would start from the beginning after a restart, so it is refused with this error
+        message. By default, return None.
         """
         return None
 
@@ -194,12 +230,13 @@ class Launcher(ABC):
 
     def local_number(self, environ: Environ) -> int | None:
         """Return the local rank. Return None if the launcher's environment variable is not set."""
-        return _number(environ, self.local_rank_variable)
+        return number_of(environ, self.local_rank_variable)
 
     def number(self, environ: Environ) -> int | None:
         """Return the global rank. Return None if the launcher's environment variable is not set."""
-        return _number(environ, self.rank_variable)
+        return number_of(environ, self.rank_variable)
 
 
-def _number(environ: Environ, variable: str) -> int | None:
-    return int(environ[variable]) if variable in environ else None
+def is_inherited(environ: Environ) -> bool:
+    """Whether this process has inherited its launcher's variables from a rank, and is not a rank itself."""
+    return environ.get(CHECKED, str(os.getpid())) != str(os.getpid())

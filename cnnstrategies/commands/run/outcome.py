@@ -1,6 +1,7 @@
-"""The start and the end of a run's processes: after a failure, one rank reports the failure, and all ranks end."""
+"""The start and the end of a run's processes. After a failure, one rank reports the failure, and all ranks end."""
 
 import contextlib
+import multiprocessing
 import os
 import shutil
 import signal
@@ -22,12 +23,13 @@ from cnnstrategies._lightning_private import end_observation, ranks_are_children
 from cnnstrategies.cluster.hosts import Interconnect, across_hosts
 from cnnstrategies.cluster.stores import own_store
 from cnnstrategies.commands.run.failures import explain_run_error
-from cnnstrategies.commands.run.interrupt import heeds_signals
+from cnnstrategies.commands.run.pass_on import passed_on, stopped_by
 from cnnstrategies.errors import ConfigurationError, StoppedTogether
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.private_directory import let_go, make_run_directory
 from cnnstrategies.runtime.failure_store import RankFailure
 from cnnstrategies.runtime.failure_watch import PATIENCE
+from cnnstrategies.runtime.helper_processes import end_helpers
 from cnnstrategies.runtime.processes import (
     cannot_be_sent,
     end_group_at_exit,
@@ -40,18 +42,20 @@ from cnnstrategies.runtime.processes import (
     spawned_by_a_thread,
     wait_for_end,
 )
+from cnnstrategies.runtime.stop_signals import cleaned_up, wait_if_ending
 from cnnstrategies.strategies.failing import FailTogether, ends_because, print_second, report_from_ranks
 from cnnstrategies.strategies.protocol import facts_of
 
 
 @contextlib.contextmanager
 def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]:
-    """Return a context for a trainer function. If the function fails, all ranks end, and one rank reports the failure.
+    """Return a context in which a method of the trainer runs.
 
-    Inside the context, the ranks can also find each other on several hosts.
+    If the method fails, all ranks end, and one rank reports the failure. Inside the context, ranks on different hosts
+    can also connect to each other.
 
     Args:
-        trainer: The trainer that runs the function.
+        trainer: The trainer that runs the method.
         interconnect: The configuration's settings for connections between hosts.
 
     Raises:
@@ -67,7 +71,10 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
             if ranks_are_children(trainer.strategy.launcher):
                 report_from_ranks(trainer.strategy.launcher, callback)
             with (
-                heeds_signals(partial(_end_others, trainer)),
+                cleaned_up(partial(_end_others, trainer)),
+                passed_on(trainer.strategy.launcher)
+                if ranks_are_children(trainer.strategy.launcher)
+                else contextlib.nullcontext(),
                 own_store(facts_of(trainer.strategy).connects_hosts),
                 across_hosts(trainer, interconnect),
                 spawned_by_a_thread(),
@@ -75,6 +82,7 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
                 yield
             end_group_at_exit()
         except BaseException as error:
+            wait_if_ending()
             failure = _end_after(_cause(error, callback), trainer, callback.first)
         finally:
             callback.close()
@@ -105,8 +113,11 @@ def _end_after(error: BaseException, trainer: Trainer, first: RankFailure | None
         trainer: The trainer.
         first: Report of the rank that has failed first; None if there is no report.
     """
+    if (stopped := stopped_by(error)) is not None:
+        return _after(error, StoppedTogether(stopped))
     if isinstance(error, StoppedTogether):
         end_group_at_exit()
+        end_helpers()
     launcher = trainer.strategy.launcher
     killed = killed_rank(launcher) if isinstance(error, Exception) and not _names_the_cause(error) else None
     beside = _failed_beside(first, trainer) if isinstance(error, Exception) else None
@@ -122,9 +133,7 @@ def _end_after(error: BaseException, trainer: Trainer, first: RankFailure | None
     # This error names the killed rank. A rank that has reported a lost connection may not know about the kill. An abort
     # (SIGABRT) after such a report is not the cause, because torch aborts ranks that have lost a connection.
     if killed is not None and not (silent and "SIGABRT" in killed):
-        ended = RunEnded(killed)
-        ended.__cause__ = error
-        return ended
+        return _after(error, RunEnded(killed))
     if silent:
         return SystemExit(code)
     if isinstance(error, Exception) and first is not None and first.rank != trainer.global_rank:
@@ -135,19 +144,22 @@ def _end_after(error: BaseException, trainer: Trainer, first: RankFailure | None
             "trainer.strategy spawns its ranks, but the model, the data or the callbacks cannot be pickled for "
             f"them: {error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
         )
-        refusal.__cause__ = error
-        return refusal
-    if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
-        return KeyboardInterrupt()  # Lightning has replaced the KeyboardInterrupt by a SystemExit.
+        return _after(error, refusal)
     return error
+
+
+def _after(error: BaseException, new: BaseException) -> BaseException:
+    """Return a new exception with an earlier exception as its cause, as ``raise new from error`` does."""
+    new.__cause__ = error
+    return new
 
 
 @contextlib.contextmanager
 def own_temporary_folder(launcher: Any) -> Iterator[None]:
     """Make spawned and forked ranks use a separate temporary folder inside this context, and then remove the folder.
 
-    Ranks that are killed leave files in the temporary folder. If this process is also killed, the next run removes the
-    folder.
+    A rank that is killed leaves its files in the temporary folder. If this process is also killed, the next run removes
+    the folder.
 
     Args:
         launcher: The strategy's launcher.
@@ -158,9 +170,10 @@ def own_temporary_folder(launcher: Any) -> Iterator[None]:
     folder, before = make_run_directory(), os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     try:
-        yield
+        with cleaned_up(partial(shutil.rmtree, folder, ignore_errors=True)):
+            yield
     finally:
-        # A rank that is being killed may still write to the folder, so wait until it has ended.
+        # A rank that is being killed may still write to the folder, so wait until the rank has ended.
         for rank in launcher.procs:
             rank.join(PATIENCE)
         tempfile.tempdir = None  # With None, the module `tempfile` determines its folder again.
@@ -197,8 +210,9 @@ class FirstToFail(FailTogether):
 def end_all_after_one(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     """Wait until a rank fails, and `PATIENCE` seconds later kill all ranks and this process.
 
-    This process usually notices the failure and ends earlier. It can miss the failure, for example while it waits for
-    the failed rank in a torch store. If the rank was killed, a line of output says so.
+    A thread runs this function. The main thread usually notices the failure and ends the process earlier. The main
+    thread does not notice the failure while it waits for the failed rank, for example in a torch store. If the rank was
+    killed, the function prints this fact.
 
     Args:
         ranks: The processes of the ranks that this process has started.
@@ -221,17 +235,19 @@ def _end_others(trainer: Trainer) -> None:
     launcher = trainer.strategy.launcher
     if launcher is not None:
         launcher.kill(signal.SIGKILL)
+    for child in multiprocessing.active_children():
+        child.kill()
     forget_failure()
 
 
 def _names_the_cause(error: Exception) -> bool:
-    """Return whether torch's error about a forked or spawned rank describes the cause of the failure.
+    """Return whether torch's error about a forked or spawned rank describes the cause of the run's failure.
 
-    Otherwise the error describes a consequence: after a failure torch kills other ranks, and ranks fail because they
-    lose their connection.
+    Other errors describe a consequence. After a failure torch ends the other ranks, or these ranks lose their
+    connections to the failed rank.
     """
     if isinstance(error, ProcessExitedException):
-        return error.exit_code == -signal.SIGKILL  # This error names the rank that was killed.
+        return error.exit_code == -signal.SIGKILL  # torch ends ranks by SIGTERM, so SIGKILL came from outside the run.
     return isinstance(error, ProcessRaisedException) and "by peer" not in str(error)
 
 

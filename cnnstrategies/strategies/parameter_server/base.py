@@ -24,6 +24,7 @@ from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.places import RunAddress
 from cnnstrategies.paramserver.services import load_keys
 from cnnstrategies.paramserver.supervision import Supervision
+from cnnstrategies.strategies.exact_means import widened
 from cnnstrategies.strategies.failing import watch_failures
 from cnnstrategies.strategies.parameter_server.launcher import WatchingProcessLauncher, WatchingScriptLauncher
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
@@ -39,9 +40,9 @@ from cnnstrategies.strategies.without_ddp import (
 class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     """DDP strategy that starts and watches the run's processes, and whose collectives go through the coordinator.
 
-    A session is one call of a trainer function, such as ``fit``, from registration with the coordinator to the end.
-    Without an open session, and after a stop was requested, each worker acts alone: a collective then returns the
-    result of this worker's own value.
+    A session is one call of a trainer function, such as ``fit``. It begins when this process registers with the
+    coordinator. If no session is open, or after a stop was requested, collectives do not wait for other workers: they
+    return the result for this worker's own value.
 
     Attributes:
         membership: This worker's membership; None unless a session is open.
@@ -50,7 +51,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
 
     # The servers weight each worker's gradient by the worker's number of samples in the step.
     gradient_weighting: GradientWeighting = "by_rank"
-    # The hosts find each other through the coordinator, so the command line opens no torch store.
+    # The hosts find each other through the coordinator, so the cluster code does not open a torch store.
     connects_hosts = True
     membership: Membership | None = None
 
@@ -166,7 +167,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
 
         Return None if no process of the run has received a signal.
 
-        After this call the worker acts alone, because the workers may stop in different steps.
+        After this call the worker does not wait for other workers, because the workers may stop in different steps.
 
         Args:
             received: The signal that this process has received; None if it has received none.
@@ -242,8 +243,9 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         """End this worker's membership. Do nothing if the worker is not a member.
 
         Args:
-            done: The number of batches that this worker has processed in an epoch, under the keys ``epoch`` and
-                ``processed``. The coordinator then gives the worker's unprocessed batches to other workers.
+            done: This worker's progress. The key ``epoch`` has the number of an epoch, and the key ``processed`` the
+                number of batches that the worker has processed in this epoch. The coordinator gives the worker's
+                unprocessed batches to other workers. None if the worker reports no progress.
         """
         membership, self.membership, self._collectives = self.membership, None, None
         if membership is not None:
@@ -280,14 +282,14 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """Return the mean, or another reduction, of a tensor over all living workers. All workers must call this.
 
-        A value that is not a tensor is returned unchanged.
+        A value that is not a tensor is returned unchanged. The mean of integers is of dtype float64.
         """
         if not isinstance(tensor, Tensor) or self._alone or self._collectives is None:
             return tensor
         name = str(reduce_op or "sum").lower().removeprefix("redoptype.").replace("avg", "mean")
         if name not in REDUCTIONS:
             raise ConfigurationError(f"reduce_op={reduce_op!r}: use one of {', '.join(REDUCTIONS)}, avg")
-        return self._collectives.reduce(tensor, name)
+        return self._collectives.reduce(widened(tensor, name), name)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

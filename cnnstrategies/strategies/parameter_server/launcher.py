@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -37,30 +37,41 @@ from cnnstrategies.paramserver.private_directory import let_go
 from cnnstrategies.paramserver.services import Forked, Handle, StartMethod
 from cnnstrategies.paramserver.supervision import Supervision, Watched
 from cnnstrategies.runtime.processes import end_with_parent
+from cnnstrategies.runtime.stop_signals import (
+    PASSES_ON,
+    STOPPING,
+    Repeated,
+    acting_on,
+    cleaned_up,
+    end_process,
+    ends_on_signals,
+)
 from cnnstrategies.strategies.parameter_server.checks import check_callbacks, check_dispatch
 from cnnstrategies.strategies.parameter_server.run import INCARNATION, SESSIONS, choose_rendezvous, open_supervision
 
 ENDED = 75  # Exit code (EX_TEMPFAIL) of a rank that ends because another process of the run has failed.
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Signals that are forwarded to the ranks.
+FORWARDED = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)  # Signals that are forwarded to the ranks.
 
 
 @contextlib.contextmanager
 def forwarding(supervision: Supervision) -> Iterator[None]:
-    """Forward the signals in `FORWARDED` from this process to the ranks, inside this context.
+    """Pass the signals in `FORWARDED` on from this process to the ranks, inside this context.
 
-    Ctrl-C is not forwarded: the terminal sends it to all processes, and the ranks handle it. This process ignores it.
+    If SIGINT or SIGTERM is sent again, this process and the ranks end at once.
     """
+    repeated = Repeated()
 
-    def forward(signum: int, frame: FrameType | None) -> None:
-        supervision.send_signal(signum)
+    def forward(signum: int) -> None:
+        first = repeated.received is None
+        if signum not in STOPPING:
+            supervision.send_signal(signum)
+        elif repeated.note(signum):
+            end_process(signum)
+        elif first:
+            supervision.send_signal(signum)
 
-    handlers = {signum: signal.signal(signum, forward) for signum in FORWARDED}
-    handlers[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    with acting_on(FORWARDED, forward):
         yield
-    finally:
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
 
 
 class _Watching:
@@ -106,9 +117,14 @@ class _Watching:
         options, layout = self._strategy.options, self._strategy.layout()
         place = choose_rendezvous(options, layout, SESSIONS.launch(), supervised=True)
         place.publish()
+        os.environ[PASSES_ON] = str(os.getpid())
         try:
-            with open_supervision(options, layout, place, training, method) as supervision:
+            with (
+                open_supervision(options, layout, place, training, method) as supervision,
+                contextlib.ExitStack() as at_end,
+            ):
                 self._supervision = supervision
+                at_end.enter_context(cleaned_up(partial(supervision.send_signal, signal.SIGKILL)))
                 for local_rank in range(layout.processes):
                     rank = layout.node * layout.processes + local_rank
                     supervision.start(Watched(WORKER, rank, partial(start, local_rank), options.max_restarts))
@@ -116,6 +132,7 @@ class _Watching:
                     supervision.watch(tick)
         finally:
             self._supervision = None
+            del os.environ[PASSES_ON]
             if place.directory is not None:
                 shutil.rmtree(place.directory, ignore_errors=True)
                 let_go(Path(place.directory))
@@ -152,11 +169,10 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
         state = None if forked else GlobalState.capture()
         context = multiprocessing.get_context(self._start_method)
         pipes: list[Connection] = []
-        dispositions = {signum: signal.getsignal(signum) for signum in (*FORWARDED, signal.SIGINT)} if forked else {}
 
         def start_rank(local_rank: int, incarnation: int) -> Handle:
             receiver, sender = context.Pipe(duplex=False)
-            rank_args = (local_rank, incarnation, sender, dispositions, (trainer, function, args, kwargs), state)
+            rank_args = (local_rank, incarnation, sender, (trainer, function, args, kwargs), state)
             process = context.Process(target=self._run_rank, args=rank_args, name=f"rank {local_rank}")  # type: ignore[attr-defined]
             process.start()
             sender.close()
@@ -179,12 +195,9 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
         local_rank: int,
         incarnation: int,
         pipe: Connection,
-        dispositions: dict[int, Any],
         call: tuple[Trainer | None, Callable[..., Any], Any, Any],
         state: Any,
     ) -> None:
-        for signum, handler in dispositions.items():
-            signal.signal(signum, handler)
         starter = multiprocessing.parent_process()
         assert starter is not None
         end_with_parent(starter.pid)
@@ -193,7 +206,8 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
             # Lightning's launcher puts rank 0's result into a queue. This object has the queue's method `put`, and
             # sends the result through the pipe instead.
             queue: Any = SimpleNamespace(put=lambda value: pipe.send(("result", local_rank, value)))
-            self._wrapping_function(local_rank, *call, queue, state)
+            with ends_on_signals():
+                self._wrapping_function(local_rank, *call, queue, state)
         except RunEnded as ended:
             print(f"Rank {local_rank} ends: {ended}", file=sys.stderr, flush=True)
             pipe.send(("ended", local_rank, str(ended)))
@@ -225,10 +239,12 @@ class WatchingScriptLauncher(_Watching, ScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Start the ranks, wait until they have ended, and end this process. A rank runs the function instead.
+        """Start the ranks, wait until they have ended, and end this process.
+
+        If this process is a rank, run the function instead, and return its result.
 
         Raises:
-            SystemExit: The ranks have ended. Only the process that has started the ranks raises it.
+            SystemExit: This process has started the ranks, and all ranks have ended.
         """
         training = self.check(trainer)
         if self.cluster_environment.creates_processes_externally:
@@ -257,8 +273,9 @@ class _Reports:
     """Reports that the ranks send when they end.
 
     Attributes:
-        received: Kind, rank and value of each report. The value is the result if the kind is ``result``, a traceback if
-            it is ``failed``, and the reason why the run has ended if it is ``ended``.
+        received: Kind, rank and value of each report. The value of kind ``result`` is the result of the rank's
+            function. The value of kind ``failed`` is a traceback. The value of kind ``ended`` is the reason why the run
+            has ended.
     """
 
     def __init__(self) -> None:
@@ -284,7 +301,8 @@ class _Reports:
             code: Largest exit code of a rank.
 
         Raises:
-            ProcessRaisedException: A rank has raised an error. A ConfigurationError takes precedence.
+            ProcessRaisedException: A rank has raised an error. If several ranks have raised errors, a
+                ConfigurationError is preferred.
             SystemExit: The ranks were stopped by a signal.
             RunEnded: The run could not continue.
         """
