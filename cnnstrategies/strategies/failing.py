@@ -56,6 +56,10 @@ class FailTogether(Callback):
         self._first: RankFailure | None = None
         self._is_rank = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the thread, because a copy of a trainer does not watch the ranks."""
+        return {**vars(self), "_watch": None}
+
     @property
     def first(self) -> RankFailure | None:
         """Report of the rank that has failed first; None if this process knows of no failure."""
