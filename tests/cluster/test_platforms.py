@@ -147,7 +147,7 @@ def test_the_process_of_a_node_gets_the_variables_of_lightning() -> None:
         # The ranks that Lightning starts would believe these variables, which count nodes.
         assert not environ.keys() & {"RANK", "WORLD_SIZE"}, platform
         assert adopt(environ) is None, "the variables are adopted once"
-        # torchrun, mpirun and srun number the ranks themselves. Scripts often copy srun's numbers to RANK and WORLD_SIZE.
+        # torchrun, mpirun and srun number the ranks. Scripts often copy the numbers of srun to RANK and WORLD_SIZE.
         for inner in ({"TORCHELASTIC_RUN_ID": "a", "LOCAL_RANK": "0"}, RANKS["azureml"][0], STEP):
             environ = {**variables, **inner}
             assert adopt(environ) is None, platform
