@@ -5,6 +5,7 @@ import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,26 @@ def interfaces() -> list[Interface]:
             digits, _, _, _, _, name = line.split()
             result.append(Interface(name, str(ipaddress.IPv6Address(int(digits, 16)))))
     return result
+
+
+def main_port_of(environ: Mapping[str, str]) -> int | None:
+    """Return the value of ``MASTER_PORT``. Return None if the variable is not set.
+
+    Raises:
+        ConfigurationError: The value is not a port.
+    """
+    text = environ.get("MASTER_PORT")
+    if text is None:
+        return None
+    if text.isascii() and text.isdigit() and 0 < int(text) < 2**16:
+        return int(text)
+    remedy = "set it to a free port of the machine of rank 0, such as 29500, or unset it"
+    if "://" in text:
+        remedy = (
+            'Kubernetes sets it in the pods of a namespace with a service called "master": set enableServiceLinks: '
+            "false for the pods, or set MASTER_PORT to a port such as 29500"
+        )
+    raise ConfigurationError(f"MASTER_PORT={text!r} is not a port from 1 to 65535: {remedy}")
 
 
 def resolve(host: str) -> str:

@@ -8,6 +8,7 @@ import zlib
 from lightning.fabric.plugins import ClusterEnvironment
 from typing_extensions import override
 
+from cnnstrategies.cluster.addresses import main_port_of
 from cnnstrategies.errors import ConfigurationError
 
 TYPE_CHECKING = False
@@ -58,8 +59,8 @@ class LaunchedEnvironment(ClusterEnvironment):
     @property
     @override
     def main_port(self) -> int:
-        if "MASTER_PORT" in os.environ:
-            return int(os.environ["MASTER_PORT"])
+        if (port := main_port_of(os.environ)) is not None:
+            return port
         launch = self.launcher.launch_id(os.environ) or repr((os.getuid(), os.getcwd(), sys.argv[1:]))
         return FIRST_PORT + zlib.crc32(launch.encode()) % PORTS
 

@@ -4,23 +4,22 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.quantities import as_timedelta
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.balancing import GatherRows, gather_rows
 from cnnstrategies.strategies.dealing import Dealing
+from cnnstrategies.strategies.meeting import MeetingDDPStrategy
 from cnnstrategies.strategies.protocol import StrategyFacts
 
 
-class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
+class BalancedDDPStrategy(StrategyFacts, MeetingDDPStrategy):
     """DDP in which ranks may get different numbers of samples of each global batch, and all samples count equally.
 
     Whatever the shares are, the gradient is the mean over all samples of the global batch. If the network has no batch
@@ -79,8 +78,7 @@ class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        with on_loopback(self):  # A single machine may have no network connection, so the loopback interface is used.
-            super().setup_environment()
+        super().setup_environment()
         self._dealing.begin(self._open_group)
 
     @override

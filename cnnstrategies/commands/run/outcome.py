@@ -20,7 +20,6 @@ from typing_extensions import override
 from cnnstrategies._lightning_private import end_observation, ranks_are_children
 from cnnstrategies.callbacks.graceful_stop import StoppedTogether
 from cnnstrategies.cluster.hosts import Interconnect, across_hosts
-from cnnstrategies.cluster.stores import own_store
 from cnnstrategies.commands.run.failures import explain_run_error
 from cnnstrategies.commands.run.interrupt import heeds_signals
 from cnnstrategies.errors import ConfigurationError
@@ -37,7 +36,6 @@ from cnnstrategies.runtime.processes import (
     one_refusal,
     spawned_by_a_thread,
 )
-from cnnstrategies.strategies.protocol import facts_of
 
 PATIENCE = 20.0  # Time in seconds within which a rank should notice another rank's failure and end by itself.
 
@@ -62,7 +60,6 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
             trainer.callbacks.insert(0, FirstToFail())  # type: ignore[attr-defined]
             with (
                 heeds_signals(partial(_end_others, trainer)),
-                own_store(facts_of(trainer.strategy).connects_hosts),
                 across_hosts(trainer, interconnect),
                 spawned_by_a_thread(),
             ):

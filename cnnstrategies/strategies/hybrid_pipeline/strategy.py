@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed import ReduceOp
@@ -31,7 +30,6 @@ from cnnstrategies._lightning_private import (
     ranks_are_children,
 )
 from cnnstrategies.checkpoints.io import load_mapped
-from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.old_names import refuse_old_names
@@ -79,11 +77,12 @@ from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
 )
 from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
 from cnnstrategies.strategies.hybrid_pipeline.steps import Steps, after_the_lost_rank, clip_by_joint_norm, clip_by_value
+from cnnstrategies.strategies.meeting import MeetingDDPStrategy
 from cnnstrategies.strategies.protocol import GradientWeighting, StepKind, StrategyFacts
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
 
 
-class HybridPipelineStrategy(StrategyFacts, DDPStrategy):
+class HybridPipelineStrategy(StrategyFacts, MeetingDDPStrategy):
     """Pipeline and data parallel training: the network is cut into stages, and a stage may have several replicas.
 
     Each replica is one device. The replicas of the first stage load batches as DDP processes do; the other ranks load
@@ -286,8 +285,7 @@ class HybridPipelineStrategy(StrategyFacts, DDPStrategy):
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
         existed = dist.is_initialized()
-        with on_loopback(self):
-            super().setup_environment()
+        super().setup_environment()
         own_metric_states(self.lightning_module)
         keep_batches(self.lightning_module.trainer)
         if self.placement.replicas[0] == 1:

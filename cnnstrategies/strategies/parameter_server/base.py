@@ -15,6 +15,9 @@ from torch.distributed import ReduceOp
 from torchmetrics import Metric
 from typing_extensions import override
 
+from cnnstrategies.cluster.addresses import free_port
+from cnnstrategies.cluster.rendezvous import Party, is_under_torchrun, take_part
+from cnnstrategies.cluster.run_identity import run_identity
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.collectives import REDUCTIONS, Collectives
 from cnnstrategies.paramserver.coordinator.settings import Address
@@ -25,7 +28,14 @@ from cnnstrategies.paramserver.services import load_keys
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.strategies.parameter_server.launcher import WatchingProcessLauncher, WatchingScriptLauncher
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
-from cnnstrategies.strategies.parameter_server.run import SESSIONS, WAIT, NodeLayout, open_supervision, worker_address
+from cnnstrategies.strategies.parameter_server.run import (
+    SESSIONS,
+    WAIT,
+    NodeLayout,
+    Rendezvous,
+    open_supervision,
+    worker_address,
+)
 from cnnstrategies.strategies.protocol import GradientWeighting, StrategyFacts
 from cnnstrategies.strategies.without_ddp import (
     check_keywords,
@@ -91,8 +101,30 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         """Return the run's nodes and processes, from Lightning's cluster environment."""
         environment = self.cluster_environment
         assert environment is not None
-        address, port = environment.main_address, environment.main_port
-        return NodeLayout(self.num_nodes, self.node_rank, self.num_processes, address, port, self._host_timeout)
+        address, port, run = environment.main_address, environment.main_port, run_identity(self.lightning_module).text()
+        return NodeLayout(self.num_nodes, self.node_rank, self.num_processes, address, port, self._host_timeout, run)
+
+    def find_main_port(self, number: int, processes: int) -> None:
+        """Find the port of the coordinator on rank 0's host, and make it the main port.
+
+        Do nothing if the user has set the coordinator's address, or if the run needs no port.
+
+        Args:
+            number: Number of this process among the processes that call this method.
+            processes: Number of these processes: the ranks, or one process on each host.
+        """
+        environment = self.cluster_environment
+        assert environment is not None
+        if self.options.coordinator is None and (self.num_nodes > 1 or is_under_torchrun()):
+            kind, wait = type(self).__name__, self._host_timeout
+            identity = run_identity(self.lightning_module)
+            party = Party(environment, self.num_nodes, number, processes, identity, kind, wait, exclusive=False)
+            take_part(party, lambda address, port: (port or free_port(), None))
+
+    def _found_layout(self) -> NodeLayout:
+        if Rendezvous.published() is None:
+            self.find_main_port(self.global_rank, self.world_size)
+        return self.layout()
 
     @override
     def set_host_timeout(self, seconds: float) -> None:
@@ -122,7 +154,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         assert self.lightning_module is not None
         self._interrupted = self._alone = False
         training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        place = SESSIONS.open(self.options, self.layout, training)
+        place = SESSIONS.open(self.options, self._found_layout, training)
         if not place.supervised and self.local_rank == 0:
             self._services = open_supervision(self.options, self.layout(), place, training, "program")
         key_file = place.key_file and str(Path(place.key_file).resolve())

@@ -1,0 +1,77 @@
+"""Identity of this process's run, from the configuration and from the launchers that have started the process."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from cnnstrategies.cluster import launchers
+from cnnstrategies.cluster.launchers import RUN_NAME, Environ
+from cnnstrategies.identity import Identity, digest_of
+
+# Environment variable for the processes of a launch. It contains a secret, and after a space a description of the
+# launch if the launcher has no id of its own.
+LAUNCH = "CNNSTRATEGIES_LAUNCH"
+LONGEST_ID = 80  # Launch ids with more characters are replaced by a digest.
+_declared: tuple[str, str] | None = None
+
+
+def declare(name: str | None, configuration: str) -> None:
+    """Set the name of this process's run, and the digest of its configuration.
+
+    Args:
+        name: Name of the run, or None.
+        configuration: Digest from :func:`cnnstrategies.identity.configuration_digest`.
+    """
+    global _declared
+    _declared = (name or "", configuration)
+
+
+def run_identity(module: object = None) -> Identity:
+    """Return the identity of this process's run.
+
+    Without a configuration, which :func:`declare` announces, the name of the program and the class of the module take
+    its place.
+
+    Args:
+        module: The LightningModule that the run trains, or None.
+    """
+    launch = launch_of(os.environ)
+    if _declared is not None:
+        return Identity(*_declared, launch)
+    program = Path(sys.argv[0]).name
+    settings = [("program", program), ("module", type(module).__qualname__ if module is not None else "")]
+    return Identity(os.environ.get(RUN_NAME, program)[:LONGEST_ID], digest_of(settings), launch)
+
+
+def launch_of(environ: Environ) -> str:
+    """Return a text that names the launch of this process, the same for all ranks of a run.
+
+    It is empty if no launcher has an id for the launch.
+    """
+    launcher = launchers.rank_launcher(environ)
+    found = launchers.detected(environ) if launcher is None else [launcher]
+    ids = [(launcher.title, launch) for launcher in found if (launch := launcher.launch_id(environ))]
+    texts = [f"{title} {launch if _is_short(launch) else digest_of([('launch', launch)])}" for title, launch in ids[:1]]
+    texts += [description for _, _, description in [environ.get(LAUNCH, "").partition(" ")] if description]
+    return ", ".join(texts)
+
+
+def launch_secret(environ: Environ) -> bytes:
+    """Return the secret that the processes of this launch share. It is empty if they share none."""
+    return environ.get(LAUNCH, "").partition(" ")[0].encode()
+
+
+def process_start() -> int:
+    """Return the time at which this process started, in seconds since the epoch."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        age = uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        age = 0.0  # Systems other than Linux.
+    return int(time.time() - max(0.0, age))
+
+
+def _is_short(launch: str) -> bool:
+    return len(launch) <= LONGEST_ID and launch.isprintable()
