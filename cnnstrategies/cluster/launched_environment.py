@@ -3,19 +3,16 @@
 import os
 import socket
 import sys
-import zlib
 
 from lightning.fabric.plugins import ClusterEnvironment
 from typing_extensions import override
 
-from cnnstrategies.cluster.addresses import main_port_of
+from cnnstrategies.cluster.addresses import launch_port, main_port_of
 from cnnstrategies.errors import ConfigurationError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from cnnstrategies.cluster.launchers.launcher import Launcher
-
-FIRST_PORT, PORTS = 20000, 10000
 
 
 class LaunchedEnvironment(ClusterEnvironment):
@@ -62,7 +59,7 @@ class LaunchedEnvironment(ClusterEnvironment):
         if (port := main_port_of(os.environ)) is not None:
             return port
         launch = self.launcher.launch_id(os.environ) or repr((os.getuid(), os.getcwd(), sys.argv[1:]))
-        return FIRST_PORT + zlib.crc32(launch.encode()) % PORTS
+        return launch_port(launch)
 
     @override
     def world_size(self) -> int:

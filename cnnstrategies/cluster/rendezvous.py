@@ -17,19 +17,18 @@ import secrets
 import socket
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from cnnstrategies._lightning_private import ranks_are_children, set_main_port
 from cnnstrategies.cluster import launchers
-from cnnstrategies.cluster.addresses import main_port_of, resolve, use_interface
+from cnnstrategies.cluster.addresses import launch_port, main_port_of, resolve, use_interface
 from cnnstrategies.cluster.door import OpenDoor, knock, listen
 from cnnstrategies.cluster.handshake import Door, Rank, Refused
 from cnnstrategies.cluster.run_identity import LAUNCH, launch_secret, process_start, run_identity
@@ -43,7 +42,6 @@ from cnnstrategies.strategies.protocol import facts_of
 DOOR = "CNNSTRATEGIES_DOOR"
 # Environment variable for the ranks that this process forks or spawns, and whose store it serves.
 MET = "CNNSTRATEGIES_MET"
-FIRST_PORT, PORTS = 20000, 10000
 CANDIDATES = 8  # Number of ports through which a rank looks.
 # Longest time in seconds to wait for rank 0 on the same host. Rank 0 may first download the data.
 ON_ONE_HOST = 1800.0
@@ -142,6 +140,8 @@ def ranks_meet(strategy: Strategy, seconds: float = ON_SEVERAL_HOSTS) -> Iterato
             yield None
         return
     mark_launch(strategy)
+    if isinstance(strategy, DDPStrategy):
+        strategy.set_world_ranks()  # In a forked rank, the environment still has the rank of the parent process.
     rank, world = environment.global_rank(), environment.world_size()
     identity = run_identity(strategy.lightning_module)
     party = Party(environment, facts.host_count, rank, world, identity, type(strategy).__name__, seconds)
@@ -271,7 +271,7 @@ def candidates(environment: ClusterEnvironment) -> list[int]:
     """Return the ports at which rank 0 may listen, the preferred port first. All ranks get the same list."""
     if (first := main_port_of(os.environ)) is None:
         launch = run_identity(None).launch
-        first = FIRST_PORT + zlib.crc32(launch.encode()) % PORTS if launch else environment.main_port
+        first = launch_port(launch) if launch else environment.main_port
     return [port for port in range(first, first + CANDIDATES) if port < 2**16]
 
 

@@ -11,8 +11,9 @@ from mutants.faulty import removes, replaces
 from torch.distributed import TCPStore
 
 from cnnstrategies.cluster.job import sbatch_script
+from cnnstrategies.cluster.rendezvous import ranks_meet
 from cnnstrategies.cluster.run_folder import refuse_anothers
-from cnnstrategies.cluster.stores import LOOPBACK, on_loopback, own_store, serve_on_loopback
+from cnnstrategies.cluster.stores import LOOPBACK, serve_on_loopback
 
 
 @replaces(sbatch_script, killed_by=test_job.test_warned_and_preempted_jobs_are_requeued_and_failed_jobs_are_not)
@@ -31,13 +32,7 @@ removes(
 
 
 removes(
-    own_store,
-    "restarted ranks use the store of the dead ranks",
-    killed_by=test_torchrun.test_each_start_has_its_own_store_instead_of_the_agents,
-    gives=contextlib.nullcontext(),
-)
-removes(
-    on_loopback,
+    ranks_meet,
     "a run on one machine listens at the address that torch chooses",
     killed_by=test_loopback.test_a_script_without_the_command_line_listens_on_the_loopback_only,
     gives=contextlib.nullcontext(),
