@@ -95,7 +95,7 @@ def configuration_digest(command: str, config: Mapping[str, Any]) -> str:
         command: The command that reads the configuration, such as ``fit``.
         config: The configuration, as nested mappings.
     """
-    settings = [("command", command)]
+    settings: list[tuple[str, object]] = [("command", command)]
     for section in SECTIONS:
         settings += _flat(section, config.get(section))
     trainer = config.get("trainer") or {}

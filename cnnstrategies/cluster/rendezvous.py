@@ -23,7 +23,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from cnnstrategies._lightning_private import ranks_are_children, set_main_port
@@ -140,8 +140,8 @@ def ranks_meet(strategy: Strategy, seconds: float = ON_SEVERAL_HOSTS) -> Iterato
             yield None
         return
     mark_launch(strategy)
-    if isinstance(strategy, DDPStrategy):
-        strategy.set_world_ranks()  # In a forked rank, the environment still has the rank of the parent process.
+    if (set_ranks := getattr(strategy, "set_world_ranks", None)) is not None:
+        set_ranks()  # In a forked rank, the environment still has the rank of the parent process.
     rank, world = environment.global_rank(), environment.world_size()
     identity = run_identity(strategy.lightning_module)
     party = Party(environment, facts.host_count, rank, world, identity, type(strategy).__name__, seconds)

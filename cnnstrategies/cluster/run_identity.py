@@ -50,8 +50,8 @@ def launch_of(environ: Environ) -> str:
     It is empty if no launcher has an id for the launch.
     """
     launcher = launchers.rank_launcher(environ)
-    found = launchers.detected(environ) if launcher is None else [launcher]
-    ids = [(launcher.title, launch) for launcher in found if (launch := launcher.launch_id(environ))]
+    outer_and_inner = launchers.detected(environ) if launcher is None else [launcher]
+    ids = [(launcher.title, launch) for launcher in outer_and_inner if (launch := launcher.launch_id(environ))]
     texts = [f"{title} {launch if _is_short(launch) else digest_of([('launch', launch)])}" for title, launch in ids[:1]]
     texts += [description for _, _, description in [environ.get(LAUNCH, "").partition(" ")] if description]
     return ", ".join(texts)
