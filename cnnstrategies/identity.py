@@ -84,8 +84,12 @@ def digest_of(settings: Iterable[tuple[str, object]]) -> str:
     Args:
         settings: Pairs of a key and a value. Values that may differ between the hosts of a run are left out.
     """
-    content = sorted((key, str(value)) for key, value in settings if not _is_of_a_host(key, value))
-    return hashlib.sha256(repr(content).encode()).hexdigest()[:DIGITS]
+    return text_digest(repr(sorted((key, str(value)) for key, value in settings if not _is_of_a_host(key, value))))
+
+
+def text_digest(text: str) -> str:
+    """Return a digest of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
 def configuration_digest(command: str, config: Mapping[str, Any]) -> str:

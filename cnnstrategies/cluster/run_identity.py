@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cnnstrategies.cluster import launchers
 from cnnstrategies.cluster.launchers import RUN_NAME, Environ
-from cnnstrategies.identity import Identity, digest_of
+from cnnstrategies.identity import Identity, digest_of, text_digest
 
 # Environment variable for the processes of a launch. It contains a secret, and after a space a description of the
 # launch if the launcher has no id of its own.
@@ -50,11 +50,10 @@ def launch_of(environ: Environ) -> str:
     It is empty if no launcher has an id for the launch.
     """
     launcher = launchers.rank_launcher(environ)
-    outer_and_inner = launchers.detected(environ) if launcher is None else [launcher]
-    ids = [(launcher.title, launch) for launcher in outer_and_inner if (launch := launcher.launch_id(environ))]
-    texts = [f"{title} {launch if _is_short(launch) else digest_of([('launch', launch)])}" for title, launch in ids[:1]]
-    texts += [description for _, _, description in [environ.get(LAUNCH, "").partition(" ")] if description]
-    return ", ".join(texts)
+    candidates = launchers.detected(environ) if launcher is None else [launcher]
+    ids = [f"{launcher.title} {_short(launch)}" for launcher in candidates if (launch := launcher.launch_id(environ))]
+    _, _, description = environ.get(LAUNCH, "").partition(" ")
+    return ", ".join([*ids[:1], *([description] if description else [])])
 
 
 def launch_secret(environ: Environ) -> bytes:
@@ -73,5 +72,5 @@ def process_start() -> int:
     return int(time.time() - max(0.0, age))
 
 
-def _is_short(launch: str) -> bool:
-    return len(launch) <= LONGEST_ID and launch.isprintable()
+def _short(launch: str) -> str:
+    return launch if len(launch) <= LONGEST_ID and launch.isprintable() else text_digest(launch)
