@@ -2,8 +2,8 @@
 
 If Lightning is already imported, importing this package registers the package's strategies immediately. Otherwise the
 strategies are registered as soon as Lightning is imported. Commands that need neither Lightning nor torch, such as
-help, therefore start quickly. This module must not import anything that takes milliseconds, because Ctrl-C shows a
-traceback until the command line has started.
+help, therefore start quickly. This module must not import anything that takes milliseconds: if the user presses Ctrl-C
+during these imports, Python shows a traceback, because the command line has not started yet.
 """
 
 import importlib

@@ -4,6 +4,7 @@ When the command line starts, jsonargparse searches for an option by its name si
 options. It splits about twenty thousand keys, and determines the import paths of Python's built-in types thousands of
 times. Without caches, this work took more than a third of the start-up time. jsonargparse has no public way to avoid
 this work.
+
 `tests/commands/test_parser.py` fails if the private names change.
 """
 
@@ -89,10 +90,10 @@ def remember() -> None:
 
 
 def pass_values_through(kind: type, change: Callable[[Any, Any], tuple[Any, Any]]) -> None:
-    """Make jsonargparse call a function on each value for a type before jsonargparse parses the value.
+    """Make jsonargparse call a function on the values of parameters of one type, before it parses the values.
 
     Args:
-        kind: Type annotation of the parameters. A parameter whose annotation is a union with this type is included.
+        kind: The type in the parameters' annotations. An annotation that is a union with this type is included.
         change: Function that takes the value and the previous value of the parameter, and returns both in the form that
             jsonargparse expects.
     """

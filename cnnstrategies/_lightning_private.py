@@ -65,8 +65,8 @@ class BatchesKept(_DataConnector):
     """Data connector that divides the sampler inside a batch sampler among the ranks, and keeps the batch size.
 
     Lightning's own connector divides ``loader.sampler``, which torch creates although the loader has a batch sampler,
-    and uses ``loader.batch_size``. From a loader with torch's ``BatchSampler``, Lightning's connector would therefore
-    get batches of one sample, or no batches.
+    and uses ``loader.batch_size``. If a loader has torch's ``BatchSampler``, Lightning's connector would therefore make
+    batches of one sample, or no batches at all.
     """
 
     @override
@@ -168,7 +168,7 @@ def script_command() -> list[str]:
 
 
 def set_batches_that_stepped(trainer: Trainer, count: int) -> None:
-    """Set the number of optimizer steps that a trainer uses for logging.
+    """Set the number of optimizer steps that a trainer passes to its loggers as the current step.
 
     Without this private attribute, the number can be set only by loading a checkpoint.
     """
@@ -178,8 +178,8 @@ def set_batches_that_stepped(trainer: Trainer, count: int) -> None:
 def train_loader(trainer: Trainer) -> Any:
     """Return a trainer's training loaders before the trainer itself has created them.
 
-    The result is the loaders that were passed to ``fit``, or otherwise the result of calling the hook
-    ``train_dataloader``. It is None if the run has neither.
+    If loaders were passed to ``fit``, return them. Otherwise call the hook ``train_dataloader`` and return its result.
+    If the run has neither loaders nor this hook, return None.
     """
     source = trainer.fit_loop._data_source
     return None if source.instance is None or not source.is_defined() else source.dataloader()
@@ -193,8 +193,9 @@ def wrapped_sampler(wrapper: DistributedSamplerWrapper) -> Any:
 def ranks_are_children(launcher: Any) -> bool:
     """Whether a launcher spawns or forks all ranks. The process of the command line itself is then not a rank.
 
-    On several machines, rank 0 could then not listen at the main port, which its parent process has used to find the
-    other machines. Lightning's public property only tells whether processes are forked.
+    Such a launcher cannot be used on several machines: rank 0 could not listen at the main port, which its parent
+    process has already used to find the other machines. Lightning's public property only tells whether processes are
+    forked.
     """
     return isinstance(launcher, MultiProcessingLauncher)
 
@@ -214,11 +215,11 @@ def set_main_port(environment: ClusterEnvironment, port: int) -> None:
 
 
 def end_observation(launcher: Any) -> list[subprocess.Popen[bytes]]:
-    """Stop Lightning's observer thread, which kills this process when a rank that was started as a program has ended.
+    """Stop Lightning's observer thread, which kills this process when the program of another rank has failed.
 
     Without the observer, the other ranks have time to notice the lost connection and to end properly. Every 5 s the
-    thread checks the list of processes that the launcher had at first, and it ends when this list is empty. This
-    function empties that list, and gives the launcher a new list, which the launcher's method ``kill`` uses.
+    observer checks the processes in the launcher's list ``procs``, and ends if the list is empty. This function gives
+    the launcher a copy of the list, because the launcher's method ``kill`` needs it, and empties the original list.
 
     Returns:
         The processes of the ranks; an empty list if Lightning's observer is not running.

@@ -20,12 +20,12 @@ READ = torch.ops.aten._local_scalar_dense.default
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source to the target at the same position, by one call of torch for all tensors."""
+    """Copy each source to the target with the same index, by one call of torch for all tensors."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
 def add_all(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """Add each of ``others`` in place to the target at the same position, by one call of torch for all tensors."""
+    """Add each of ``others`` in place to the target with the same index, by one call of torch for all tensors."""
     torch._foreach_add_(list(targets), list(others))
 
 
@@ -47,7 +47,7 @@ def measure_every_step(model: DistributedDataParallel) -> None:
 
 
 def measure_rarely(model: DistributedDataParallel) -> None:
-    """Undo `measure_every_step`: DDP again measures its first ten steps and every hundredth step, torch's default."""
+    """Undo `measure_every_step`, so that DDP measures only every hundredth step and the first ten, as by default."""
     model._set_ddp_runtime_logging_sample_rate(100)  # type: ignore[no-untyped-call]
 
 
@@ -59,8 +59,8 @@ def writes(tensor: Tensor) -> int:
 def communication_seconds(model: DistributedDataParallel) -> tuple[float, float]:
     """Return how long the gradients' all-reduce took in the last step, and how long it overlapped with backward.
 
-    DDP measures these times itself, also with a communication hook. A communication hook of this package could measure
-    them through DDP's public interface, but DDP accepts only one hook, which the user may need.
+    DDP itself measures these times, but has no public function that returns them. A communication hook could measure
+    them as well, but DDP accepts only one such hook, and the user may need it.
 
     Returns:
         Seconds from the start of the first bucket's all-reduce to the end of the last bucket's all-reduce, and the
@@ -91,6 +91,6 @@ def is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
-# Name of the attribute in which SequentialLR and ChainedScheduler keep the list of their schedules, and key of this
-# list in their `state_dict`.
+# Name of the attribute in which SequentialLR and ChainedScheduler keep the list of their schedulers. The list has the
+# same key in their `state_dict`.
 PARTS_OF_A_SCHEDULE = "_schedulers"

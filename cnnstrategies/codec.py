@@ -1,8 +1,8 @@
 """Serialization of values without pickle: JSON for the structure, raw buffers for the tensors.
 
-A message contains only data: decoding a message does not import modules, and does not call methods of users' classes. A
-message may name a class only if the class is a NamedTuple, a dataclass or a class registered with torch's pytrees, and
-the receiver has already imported it.
+A message contains only data: decoding a message does not import modules, and does not call methods of users' classes.
+A message may contain instances of NamedTuples, dataclasses and classes registered with torch's pytrees. The receiver
+must already have imported the class of each instance.
 """
 
 import json
@@ -49,15 +49,15 @@ DTYPES = {
         torch.complex128,
     )
 }
-# By name: torch's dtypes and memory formats. torch compares these objects by identity, so decoding returns torch's own
-# objects.
+# Keys: names of torch's dtypes and memory formats. Values: the dtypes and memory formats. torch compares them by
+# identity, so the decoder must return the objects in this dictionary.
 CONSTANTS = {
     str(constant): constant
     for constant in vars(torch).values()
     if isinstance(constant, torch.dtype | torch.memory_format)
 }
-# Instances of subclasses of these classes are decoded as instances of the base class. Exceptions are NamedTuples and
-# registered pytree nodes, which are decoded as instances of their own class.
+# An instance of a subclass of these classes is decoded as an instance of the base class, unless the subclass is a
+# NamedTuple or a registered pytree node.
 CONTAINERS = (dict, list, tuple)
 
 
@@ -70,15 +70,15 @@ def encode(value: Any) -> list[Buffer]:
 
     Args:
         value: None, bool, int, float, str, ``Path``, tensor, NumPy array of numbers, torch dtype, memory format or
-            device; or a list, tuple, dict (keys: str, int, float, bool or None), NamedTuple, dataclass or registered
-            pytree node that contains only these kinds of values. Tensors are encoded as contiguous CPU tensors. Of a
-            tensor on the meta device, only the shape and the dtype are encoded.
+            device. Lists, tuples, dicts (keys: str, int, float, bool or None), NamedTuples, dataclasses and registered
+            pytree nodes may contain these values and each other. Tensors are encoded as contiguous CPU tensors. If a
+            tensor is on the meta device, only its shape and dtype are encoded.
 
     Returns:
         The structure as JSON, followed by one buffer for each tensor.
 
     Raises:
-        CodecError: The value contains an object of a different type, or is too large or too deeply nested.
+        CodecError: The value contains an object of an unsupported type, or is too large or too deeply nested.
     """
     buffers: list[Buffer] = []
     structure = json.dumps(_pack(value, buffers, 0), separators=(",", ":")).encode()
@@ -94,9 +94,9 @@ def decode(frames: Sequence[Any]) -> Any:
     """Return the value that :func:`encode` has encoded as the frames of a message.
 
     Args:
-        frames: The frames. The first frame is a buffer with the structure. Each of the other frames contains the
-            elements of one tensor. If such a frame is a buffer, its bytes are copied into a new CPU tensor. If the
-            frame is a uint8 tensor, the decoded tensor is a view of the frame, without a copy.
+        frames: The frames. The first frame is a buffer with the structure. Each other frame contains the elements of
+            one tensor. If a frame is a uint8 tensor, the decoded tensor is a view of it, without a copy. If a frame is
+            a buffer, its bytes are copied into a new CPU tensor.
 
     Raises:
         CodecError: The frames are not a valid message.
@@ -110,7 +110,8 @@ def decode(frames: Sequence[Any]) -> Any:
         return _unpack(packed, frames[1:], 0)
     except CodecError:
         raise
-    except Exception as error:  # The unflatten function of a registered pytree node may raise any exception.
+    # Catch all exceptions, because the unflatten function of a registered pytree node may raise any exception.
+    except Exception as error:
         raise CodecError(f"the message cannot be decoded: {type(error).__name__}: {error}") from error
 
 
@@ -133,13 +134,15 @@ def from_bytes(message: bytes) -> Any:
         (count,) = struct.unpack_from("<Q", message)
         lengths = struct.unpack_from(f"<{min(count, len(message))}Q", message, WORD)
     except struct.error as error:
-        raise CodecError(f"a message of {len(message)} bytes is too short for the lengths of its frames") from error
+        raise CodecError(
+            f"a message of {len(message)} bytes ends before the end of its header, which lists the frames' lengths"
+        ) from error
     frames, start = [], WORD * (1 + count)
     for length in lengths:
         frames.append(message[start : start + length])
         start += length
     if start != len(message):
-        raise CodecError(f"a message has {len(message)} bytes, but its frames need {start} bytes")
+        raise CodecError(f"a message has {len(message)} bytes, but according to its header it has {start} bytes")
     return decode(frames)
 
 
@@ -178,7 +181,8 @@ def _pack_special(value: Any, buffers: list[Buffer], depth: int) -> Any:
         return ["n", _pack_array(value, buffers)]
     if isinstance(value, np.generic):
         return _pack(value.item(), buffers, depth + 1)
-    if isinstance(value, TreeSpec):  # Encode an example of a tree with this structure, from which the decoder reads it.
+    # Encode a tree that has the structure of the TreeSpec. The decoder computes the TreeSpec from this tree.
+    if isinstance(value, TreeSpec):
         return ["g", _pack(tree_unflatten(range(value.num_leaves), value), buffers, depth + 1)]
     if (record := _record(type(value))) is not None:
         return ["o", _name(type(value)), [_pack(part, buffers, depth + 1) for part in record.to_parts(value)]]
@@ -230,7 +234,7 @@ class _Record:
 
 
 def _record(cls: type) -> _Record | None:
-    """Return the conversion for instances of a class. Return None if a message cannot contain them."""
+    """Return the conversion for instances of a class. Return None if a message cannot contain such instances."""
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return _Record(list, partial(_named_tuple, cls))
     # A defaultdict is not a record, because its factory is a function, which cannot be encoded.

@@ -11,7 +11,7 @@ from cnnstrategies.errors import ConfigurationError
 _SHARES = {"first": "initial_shares"}
 ROOT = "configuration"  # Key of `RENAMED` for the keys at the root of a configuration.
 HOST = "host"  # Key of `RENAMED` for the keys of a machine in the cluster file of ``plan``.
-# By the name of a class: a mapping from the old names of the class's options to the new names.
+# Keys are names of classes, `ROOT` and `HOST`. Values map the old names of options to the new names.
 RENAMED: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         ROOT: {"network": "interconnect"},

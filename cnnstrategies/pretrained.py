@@ -35,7 +35,10 @@ def pretrained(name: str, num_classes: int, weights: str = "DEFAULT", frozen: bo
             network, or ``frozen`` is set although the head is not replaced.
     """
     if weights.endswith(FILES) and not Path(weights).is_file():
-        raise ConfigurationError(f"no file {Path(weights).resolve()}: set model.init_args.network.init_args.weights")
+        raise ConfigurationError(
+            f"no file {Path(weights).resolve()}: set model.init_args.network.init_args.weights to the path of a file "
+            "with weights"
+        )
     try:
         network, heads = _built(name, num_classes, weights)
     except OSError as error:
@@ -136,7 +139,7 @@ def _built(name: str, num_classes: int, weights: str) -> tuple[nn.Module, list[n
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:200]
             raise ConfigurationError(
-                f"the weights in {weights} do not fit the network {name} ({reason}): correct name or weights"
+                f"the weights in {weights} do not fit the network {name} ({reason}): correct `name` or `weights`"
             ) from error
     else:
         try:

@@ -27,8 +27,8 @@ class WarmupCosine(SequentialLR):
     ) -> None:
         if not 0 <= warmup < total:
             raise ConfigurationError(
-                f"warmup={warmup} and total={total}: set 0 <= warmup < total, both in epochs, or in steps with "
-                "lr_interval: step"
+                f"warmup={warmup} and total={total}: set 0 <= warmup < total, both in epochs, or in steps if the model "
+                "has `lr_interval: step`"
             )
         if not 0 < start <= 1:
             raise ConfigurationError(f"start={start} is outside (0, 1]; 0.01 is usual")

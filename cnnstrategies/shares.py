@@ -37,7 +37,7 @@ def check_initial(initial: str | Sequence[float], shares: str | Sequence[float])
     """Check the option ``initial_shares``.
 
     Raises:
-        ConfigurationError: The initial shares are not valid, or ``shares`` is not auto, so that they have no effect.
+        ConfigurationError: The initial shares are not valid, or have no effect because ``shares`` is not ``auto``.
     """
     check_shares(shares, ("auto", "equal"))
     check_shares(initial, ("equal",))
@@ -77,8 +77,8 @@ def deal(samples: int, shares: Sequence[float], least: int = 0, most: float | Se
     fixed: dict[int, int] = {}
     while True:
         # In each iteration, either all ranks below `least` are raised to `least`, or all ranks above `most` are lowered
-        # to `most`, depending on which changes more samples in total. The other samples are then divided again among
-        # the other ranks.
+        # to `most`: the change that moves more samples in total. The remaining samples are then divided again among the
+        # ranks that were not changed.
         bound = {rank: max(least, min(ideal[rank], mosts[rank])) for rank in range(ranks) if rank not in fixed}
         off = {rank: number - ideal[rank] for rank, number in bound.items()}
         sign = 1 if sum(off.values()) >= 0 else -1
@@ -127,8 +127,8 @@ def proposal(
 
     Both training and the planner use this function. With the best shares, all ranks finish their computation at the
     same time. Other work in a step, such as reducing gradients, does not depend on the shares (LB-BSP, Chen et al.,
-    SoCC 2020). The prediction assumes that a rank's time is proportional to its number of samples. If this is not
-    exact, the next proposal, which uses new measurements, corrects the error.
+    SoCC 2020). The prediction assumes that a rank's time is proportional to its number of samples. If this assumption
+    is not exact, the next proposal corrects the error with new measurements.
 
     Args:
         now: Current number of samples of each rank.
@@ -167,7 +167,7 @@ def soonest(count: int, speeds: tuple[float, ...], most: tuple[int, ...] = ()) -
 
     Args:
         count: Number of microbatches.
-        speeds: Speed of each replica.
+        speeds: Speed of each replica, in microbatches per unit of time.
         most: Largest number of microbatches of each replica; their sum must be at least `count`. An empty tuple means
             that there are no limits.
 
@@ -227,7 +227,7 @@ class Deals:
         return self._since[-1][0]
 
     def change(self, epoch: int, batch: int, shares: Sequence[float]) -> None:
-        """Use new shares from a batch on. No rank may have drawn this batch yet."""
+        """Use new shares from batch ``batch`` of epoch ``epoch`` on. No rank may have drawn this batch yet."""
         assert self.since < (epoch, batch), "changes must be made in order"
         now = [(since, old) for since, old in self._since if since[0] == epoch]
         self._since = [*(now or self._since[-1:]), ((epoch, batch), tuple(shares))]
@@ -289,7 +289,7 @@ def turns(counts: Sequence[int]) -> list[list[int]]:
 
 @lru_cache(maxsize=256)  # The planner calls this many times with the same arguments.
 def rotation(shares: tuple[float, ...], count: int) -> tuple[int, ...]:
-    """Return the rank of each microbatch, in the order of the microbatches.
+    """Return the rank that runs each microbatch, in the order of the microbatches.
 
     The method is smooth weighted round-robin, which spreads the microbatches of each rank evenly over the batch. With
     equal shares, microbatch m goes to rank ``m mod R``. Each rank gets at least one microbatch if there are enough

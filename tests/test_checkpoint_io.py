@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import resource
 import signal
 import time
 import zipfile
@@ -26,16 +27,19 @@ def test_a_failing_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     io = AtomicCheckpointIO()
     io.save_checkpoint({"step": 1}, path)
     large = {"step": 2, "weights": torch.zeros(500_000)}
-    line = f"cannot write {path}: No space left on device; free some space"
-    (tmp_path / ".last.ckpt.partial").symlink_to("/dev/full")  # The disk is full while the file is written,
-    with pytest.raises(ConfigurationError, match=line):
-        io.save_checkpoint(large, path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))  # The disk is full while the file is written,
+    try:
+        with pytest.raises(ConfigurationError, match=f"cannot write {path}: File too large; free some space"):
+            io.save_checkpoint(large, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     def no_space(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", no_space)  # or only when the file is flushed at the end.
-    with pytest.raises(ConfigurationError, match=line):
+    with pytest.raises(ConfigurationError, match=f"cannot write {path}: No space left on device; free some space"):
         io.save_checkpoint(large, path)
     with pytest.raises(RuntimeError, match="cannot be stored"):
         io.save_checkpoint({"step": 2, "bad": Unpicklable()}, path)
@@ -122,3 +126,5 @@ def test_kills_at_any_moment_leave_a_whole_checkpoint(tmp_path):
         assert stored["step"] >= newest
         assert (stored["weights"] == stored["step"]).all()
         newest = stored["step"]
+    io.save_checkpoint({"step": newest}, path)
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"], "the partial files of killed processes are gone"

@@ -195,7 +195,7 @@ def test_the_network_can_be_compiled_and_keeps_its_names(monkeypatch):
 
 
 MISTAKES = {
-    "num_classes=1: at least 2": {"num_classes": 1, "task": "multilabel"},
+    "num_classes=1: use at least 2": {"num_classes": 1, "task": "multilabel"},
     r"label_smoothing=1.0 is outside \[0, 1\)": {"label_smoothing": 1.0},
     "cutmix_alpha=-0.5 is negative; use 0": {"cutmix_alpha": -0.5},
     r"class_weights=\[1.0, 2.0\]: give 10 numbers that are at least 0": {"class_weights": [1.0, 2.0]},

@@ -105,7 +105,7 @@ def test_refusals_name_the_value(monkeypatch, tmp_path):
     classifier = ImageClassifier(SmallCNN(10), 10)
     for model, options, message in (
         (LightningModule(), {}, "LightningModule has no forward that maps images to logits"),
-        (classifier, {"calibration_batches": 0}, "calibration_batches=0: at least 1"),
+        (classifier, {"calibration_batches": 0}, "calibration_batches=0: use at least 1"),
         (ImageClassifier(DataDependent(), 10), {}, r"torch.export cannot export DataDependent.*: \w+"),
     ):
         with pytest.raises(ConfigurationError, match=message):

@@ -1,4 +1,4 @@
-"""Lightning callbacks: some are added by the command line by default, and a configuration can add the others."""
+"""Lightning callbacks. The command line adds some of them by default, and a configuration can add the others."""
 
 from cnnstrategies.callbacks.best_checkpoint import BestCheckpoint
 from cnnstrategies.callbacks.compute_settings import ComputeSettings

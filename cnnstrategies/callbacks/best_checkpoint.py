@@ -15,7 +15,7 @@ AUTO = "auto"
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Lightning's ModelCheckpoint with a choice of the monitored metric among the metrics that the module logs.
+    """ModelCheckpoint of Lightning that can choose the monitored metric itself, from the metrics that the module logs.
 
     Args:
         dirpath: Folder of the checkpoints; by default ``checkpoints`` in the log directory.

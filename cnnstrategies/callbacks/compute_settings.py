@@ -16,11 +16,11 @@ class ComputeSettings(Callback):
     Args:
         channels_last: Whether to store the weights of convolutions in torch's ``channels_last`` memory format. The
             convolutions convert the images to this format by themselves.
-        compile_backend: Backend of ``torch.compile``, such as ``inductor``, with which the module's children are
-            compiled; under ``hybrid_pipeline`` each stage is compiled instead. Nothing is compiled when left out.
-        float32_precision: Precision of float32 matrix multiplications: ``highest``, ``high`` (TF32) or ``medium``, see
-            ``torch.set_float32_matmul_precision``. When left out, torch's setting is not changed.
-        threads: Number of CPU threads for each rank's operations. When left out, torch's setting is not changed.
+        compile_backend: Backend of ``torch.compile``, such as ``inductor``. The module's children are compiled, or each
+            stage under ``hybrid_pipeline``. By default nothing is compiled.
+        float32_precision: Precision of float32 matrix multiplications: ``highest``, ``high`` (TF32) or ``medium``; see
+            ``torch.set_float32_matmul_precision``. By default torch's setting is not changed.
+        threads: Number of CPU threads for each rank's operations. By default torch's setting is not changed.
     """
 
     def __init__(

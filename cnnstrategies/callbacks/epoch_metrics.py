@@ -17,8 +17,8 @@ class EpochMetrics(Callback):
 
     Without the saved state, the training loss and accuracy of a resumed epoch would cover only the batches after the
     checkpoint. The state of the module's torchmetrics is reduced over all ranks before it is saved. When a run is
-    resumed, rank 0 loads the reduced state and the other ranks start from zero. The number of ranks may therefore have
-    changed.
+    resumed, rank 0 loads the reduced state and the other ranks start from zero, so the resumed run may have a different
+    number of ranks.
     """
 
     def __init__(self) -> None:
@@ -26,8 +26,8 @@ class EpochMetrics(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # A checkpoint that is saved during a validation does not contain metrics: they would include those of the
-        # unfinished validation, which a resumed run starts again from its first batch.
+        # A checkpoint that is saved during a validation does not contain metrics. A resumed run starts this validation
+        # again from its first batch, so batches before the checkpoint would count twice.
         if trainer.training:
             checkpoint[KEY] = {
                 name: _over_all_ranks(metric) for name, metric in _metrics(pl_module) if metric.update_called

@@ -51,8 +51,8 @@ class FirstBatch(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._batches = 0
         self._streams: dist.ProcessGroup | None = None
-        # Whether `limit_train_batches` limits a loader of unknown length. Lightning then notices the loader's end only
-        # when it asks for the next batch.
+        # Whether `limit_train_batches` limits a loader of unknown length. Lightning then does not know whether a batch
+        # is the last, so the processes exchange their numbers of batches at the start of a batch and not at its end.
         self._limited = False
         self._compared = trainer.world_size == 1 or trainer.overfit_batches > 0  # type: ignore[attr-defined]  # set outside the class
 
@@ -71,8 +71,8 @@ class FirstBatch(Callback):
         if sampler is not None:
             expected = sum(sampler.counts(batch_idx))
         strategy = trainer.strategy
-        # On every rank of a pipeline `count_samples` returns the size of the whole batch. A pipeline's `reduce`
-        # therefore returns a mean even for `reduce_op="sum"`.
+        # In a pipeline, `count_samples` returns the size of the global batch on every rank, so a sum over the ranks
+        # would be too large. But a pipeline's `reduce` returns the mean even for `reduce_op="sum"`.
         loaded = int(
             strategy.reduce(torch.tensor(float(count_samples(batch)), device=strategy.root_device), reduce_op="sum")
         )
@@ -84,12 +84,13 @@ class FirstBatch(Callback):
         repeated = next((rank for rank, value in enumerate(checksums) if value and value in checksums[:rank]), None)
         check_lengths(gathered[:, 1].tolist())
         check_orders(gathered[:, 2].tolist(), sampler is not None)
-        # The workers of a parameter server have no process group, and do not need one: the server itself reports which
-        # worker waits for which other worker.
+        # Workers of a parameter server do not exchange lengths for each batch. They have no process group, and if a
+        # worker waits for another worker, the parameter server itself reports this.
         if -1 in gathered[:, 1] and dist.is_initialized():
             self._streams = dist.new_group(backend="gloo")  # type: ignore[assignment]  # It is -100 outside the group.
             self._limited = isinstance(trainer.limit_train_batches, int)
-        if expected is not None and loaded != expected and batches > 1:  # An epoch's last batch may be smaller.
+        # If an epoch has a single batch, this batch may be smaller than expected, so its size is not checked.
+        if expected is not None and loaded != expected and batches > 1:
             rank_zero_warn(
                 f"The first global batch has {loaded} samples instead of {expected} ({loading(trainer)} processes x "
                 f"{size}): check whether the loader's sampler divides the data among {loading(trainer)} processes"
@@ -125,8 +126,8 @@ def check_lengths(lengths: Sequence[int], others: str = "") -> None:
     """Refuse different numbers of batches, because processes with more batches would wait for the others forever.
 
     Args:
-        lengths: Number of batches in an epoch of each process; -1 if the number is not known.
-        others: Text to insert after the largest number in the error message.
+        lengths: Each process's number of batches in an epoch; -1 if the number is not known.
+        others: Text to insert after the largest number in the error message, such as " or more".
 
     Raises:
         ConfigurationError: The known lengths differ.
@@ -144,9 +145,9 @@ def check_orders(orders: Sequence[int], dealt: bool) -> None:
     """Check that the training sampler has drawn the same order of the samples in all processes.
 
     Args:
-        orders: Checksum of the order in each process; 0 for a process without such a sampler.
+        orders: Checksum of the order in each process; 0 for a process whose order is not checked.
         dealt: Whether the package divides the samples among the processes. If not, different orders cause a warning
-            and not an error.
+            instead of an error.
 
     Raises:
         ConfigurationError: The orders differ and the package divides the samples.

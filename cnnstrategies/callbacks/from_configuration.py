@@ -1,4 +1,4 @@
-"""Callback for resumed runs: learning rates and schedules come from the configuration, all else from the checkpoint."""
+"""Callback for resumed runs: learning rates and schedules are taken from the configuration, not the checkpoint."""
 
 import copy
 import warnings
@@ -19,8 +19,9 @@ from cnnstrategies._torch_private import PARTS_OF_A_SCHEDULE as PARTS
 from cnnstrategies.checkpoints.check import remedy
 from cnnstrategies.errors import ConfigurationError
 
-# Options of a parameter group that schedules change. An optimizer that adapts its own learning rate stores the adapted
-# rate under other names.
+# Options of a parameter group that schedules change. If a run has schedules, these options are reset to their
+# configured values before the schedules are restarted. An optimizer that adapts its own learning rate does not lose the
+# adapted rate, because it stores this rate under other names.
 SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "momentum", "base_momentum", "max_momentum", "betas")
 # Attributes of ReduceLROnPlateau that a resumed run takes from the checkpoint.
 LEARNED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
@@ -48,9 +49,9 @@ class FromConfiguration(Callback):
     def __init__(self) -> None:
         self._fresh: State = {}  # Options and schedules as they are configured, before the first step of the run.
         self._configured: State = {}  # `_fresh` converted to plain values that can be saved and compared.
-        self._before: State | None = None  # `_configured` of the run that saved the checkpoint.
+        self._before: State | None = None  # `_configured` of the run that saved the checkpoint; None if unknown.
         self._checkpoint: State = {}
-        self._idle = True  # Whether the current fit has not trained yet.
+        self._idle = True  # True until the training of the current fit starts.
 
     @override
     def state_dict(self) -> State:
@@ -99,7 +100,8 @@ class FromConfiguration(Callback):
             end = "max_epochs" if trainer.max_steps == -1 else "max_steps"
             rank_zero_info(
                 f"Nothing was trained: {trainer.ckpt_path} is at epoch {trainer.current_epoch} and step "
-                f"{trainer.global_step}, and trainer.{end} is {getattr(trainer, end)}; raise it to train further"
+                f"{trainer.global_step}, and trainer.{end} is {getattr(trainer, end)}; raise trainer.{end} to train "
+                "further"
             )
 
 
@@ -161,8 +163,8 @@ def _differences(before: State, now: State) -> Iterator[str]:
     old, new = (dict(tree_leaves_with_path(state, is_leaf)) for state in (before, now))
     for path in {**new, **old}:
         old_value, new_value, name = old.get(path), new.get(path), str(getattr(path[-1], "key", ""))
-        # Names with an underscore are counters, and `base_lrs` repeats the groups' learning rates, so changes of these
-        # values are not reported.
+        # Names that begin with an underscore are counters, and `base_lrs` repeats the groups' learning rates. Changes
+        # of these values are not reported.
         derived = name.startswith("_") or name == "base_lrs"
         added = name != "schedule" and (path not in old or path not in new)
         if derived or added or repr(old_value) == repr(new_value):
@@ -171,7 +173,7 @@ def _differences(before: State, now: State) -> Iterator[str]:
 
 
 def _check_same(trainer: Trainer, states: Sequence[State]) -> None:
-    """Refuse a checkpoint that was saved with a different optimizer: torch would load its state without an error."""
+    """Refuse a checkpoint that was saved with a different optimizer. Torch would load its state without an error."""
     groups = [(optimizer, group) for optimizer in trainer.optimizers for group in optimizer.param_groups]
     saved_groups = [group for state in states for group in state.get("param_groups", [])]
     for (optimizer, group), saved in zip(groups, saved_groups, strict=False):
@@ -181,17 +183,14 @@ def _check_same(trainer: Trainer, states: Sequence[State]) -> None:
         if ours and theirs:
             path = str(trainer.ckpt_path)
             raise ConfigurationError(
-                f"ckpt_path: {path} was not saved with {type(optimizer).__name__} but with a different optimizer; its "
-                f"options include {', '.join(sorted(theirs)[:3])} and not {', '.join(sorted(ours)[:3])}; "
+                f"ckpt_path: {path} was not saved with {type(optimizer).__name__} but with a different optimizer, "
+                f"whose options include {', '.join(sorted(theirs)[:3])}, but not {', '.join(sorted(ours)[:3])}; "
                 f"{remedy(Path(path))}"
             )
 
 
 def _apply_configuration(trainer: Trainer, before: State, now: State, fresh: State) -> None:
-    """Set the options that have changed in the configuration, and restart and advance the schedules.
-
-    All schedules are advanced to the run's current step.
-    """
+    """Set the options that have changed in the configuration, and restart the schedules at the run's current step."""
     scheduled = SCHEDULED if before["schedules"] or now["schedules"] else ()
     schedules = trainer.lr_scheduler_configs
     for number, optimizer in enumerate(trainer.optimizers):
@@ -246,8 +245,8 @@ def _advance(trainer: Trainer, config: LRSchedulerConfig, fresh: State, past: St
         with warnings.catch_warnings(action="ignore"):  # torch warns because the optimizer makes no steps here.
             for _ in range(steps):
                 scheduler.step()
-    except ValueError as error:  # torch's OneCycleLR raises it after the schedule's last step.
+    except ValueError as error:  # torch's OneCycleLR raises this error after the schedule's last step.
         raise ConfigurationError(
             f"the run has made {steps} steps of its schedule, and the configured {type(scheduler).__name__} is shorter "
-            f"({error}): give it more steps"
+            f"({error}): configure a schedule with more steps"
         ) from error

@@ -19,39 +19,42 @@ from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.strategies.protocol import facts_of
 
 CHECK_SECONDS = 0.5  # Seconds between two exchanges of the flags that tell whether a rank has received a signal.
-# A stop is postponed by at most this many steps. If a run logs or validates after every step, waiting longer does not
-# help.
+# Largest number of steps by which a stop is postponed. Without this limit, a run that logs or validates after every
+# step would never stop.
 MOST_POSTPONED = 3
 
 
 class StoppedTogether(SystemExit):
-    """Exit of a rank after all ranks have agreed to stop at the same step. No rank waits for another rank any more."""
+    """Exit of a rank after all ranks have agreed to stop at the same step, so that no rank waits for another rank."""
 
 
 class GracefulStop(Callback):
     """Callback that stops a run after SIGINT, SIGTERM or a scheduler's warning, with a checkpoint ``last.ckpt``.
 
     A run stops only after a batch in which the optimizer has made a step, because a checkpoint does not contain
-    gradients that are still being accumulated. If Lightning logs or validates after a step, the stop is postponed by up
-    to three steps. Lightning logs and validates only after this callback has run, so a run that stopped here would skip
-    the logging or the validation, and a resumed run would not repeat it.
+    gradients that are still being accumulated. Lightning logs and validates after this callback has run. If Lightning
+    is about to log or validate, the stop is postponed by up to three steps. Without this delay, the run would stop
+    before the logging or the validation, and a resumed run would skip it.
 
-    Lightning's own signal handler runs a broadcast, although the rank may be in the middle of another collective. The
-    handler of this class only sets a flag. The ranks exchange their flags about twice a second, at steps that rank 0
-    announces, and all ranks stop after the same step. It is therefore enough to send a signal to one rank, for example
-    when a pod is evicted. If a process has not ended after ``grace`` seconds, because its step is long or another
-    process no longer exists, it is killed. Even then the last checkpoint is complete, because each checkpoint is
-    written under a temporary name and then renamed. A second signal kills the run immediately.
+    Lightning's own signal handler runs a broadcast, which can go wrong in the middle of another collective. This class
+    installs a handler that only sets a flag. The ranks exchange their flags about twice a second, at steps that rank 0
+    announces, and all ranks stop after the same step. A signal to one rank therefore stops all ranks, for example when
+    a pod is evicted.
 
-    The warning is the signal that a scheduler such as SLURM sends some time before it ends a job. The run has more time
+    If a process has not ended after ``grace`` seconds, for example because its step is long, the process is killed.
+    Even then the last checkpoint is complete, because each checkpoint is written under a temporary name and then
+    renamed. A second signal kills the run immediately.
+
+    The warning is a signal that a scheduler such as SLURM sends some time before it ends a job. The run has more time
     to stop after a warning than after the other signals, and repeated warnings are ignored.
 
     The exit code is 128 + the signal's number, so that a job script can distinguish a stopped run from a failed run.
 
     Args:
-        grace: Time to stop after a signal before the run is killed, as seconds or ``minutes:seconds``.
+        grace: Longest time that the run may take to stop after a signal, in seconds or as ``minutes:seconds``.
         warning_signal: The signal that the scheduler sends as a warning.
-        warning_grace: Time to stop after a warning before the run is killed, as seconds or ``minutes:seconds``.
+        warning_grace: Longest time that the run may take to stop after a warning, in seconds or as
+            ``minutes:seconds``.
         on_each_node: Whether every node ends with the signal's exit code, and not only the node of rank 0. Use this
             with a launcher that restarts each node's process independently, such as Kubernetes.
     """
@@ -83,8 +86,8 @@ class GracefulStop(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning installs its own signal handlers after `setup` and `on_fit_start`, and before this hook. They would
-        # replace handlers that the callback had installed in an earlier hook.
+        # Lightning installs its own signal handlers after `setup` and `on_fit_start`, and before this hook. It would
+        # replace handlers that an earlier hook had installed.
         self._install(trainer)
         ask_of_sigterm(trainer, not self._previous)
         self._next_check = trainer.global_step
@@ -93,7 +96,8 @@ class GracefulStop(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A restarted rank begins with a new epoch, and must exchange flags at the same steps as the other ranks.
+        # All ranks exchange flags in the first step of an epoch, because a restarted rank begins with a new epoch and
+        # does not know the step that rank 0 announced earlier.
         self._next_check = trainer.global_step
 
     @override
@@ -105,8 +109,8 @@ class GracefulStop(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        # If the optimizer has not made a step in this batch, gradients are being accumulated, which a checkpoint does
-        # not contain.
+        # If the optimizer has not made a step in this batch, gradients are being accumulated. A checkpoint does not
+        # contain them, so the run does not stop here.
         if step == self._step_at_start or step < self._next_check:
             return
         facts = facts_of(trainer.strategy)
@@ -156,7 +160,7 @@ class GracefulStop(Callback):
         grace = self.warning_grace if warned else self.grace
         rank_zero_info(
             f"\n{signal.Signals(signum).name}: stopping after this step, within {grace:g} s"
-            + ("" if warned else "; send it again to stop at once")
+            + ("" if warned else "; send the signal again to stop at once")
         )
         timer = threading.Timer(grace, self._kill)
         timer.daemon = True

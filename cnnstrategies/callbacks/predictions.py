@@ -42,8 +42,8 @@ class PredictionWriter(Callback):
 
     Raises:
         ConfigurationError: ``predict_step`` did not return a dict with ``index`` (N,) and ``probabilities``
-            (N, classes), ``values`` (N, numbers) or ``masks`` (N, H, W); the folder has no images; or the file cannot
-            be written. If the file cannot be written, an earlier file of this name is kept.
+            (N, classes), ``values`` (N, numbers) or ``masks`` (N, H, W); the folder ``images`` has no images; or the
+            file cannot be written. If it cannot be written, an earlier file with the same name is kept.
     """
 
     def __init__(self, output: Path | None = None, images: Path | None = None) -> None:
@@ -97,7 +97,8 @@ class PredictionWriter(Callback):
 
     @override
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._masks is not None:  # In a pipeline, the ranks that do not get the outputs have written 0 masks.
+        # The number of masks that this rank has written may be 0: in a pipeline, some ranks do not get the outputs.
+        if self._masks is not None:
             folder = self.output or self._folder / "predictions"
             rank_zero_info(f"This process has written {self._masks} masks to {folder}")
             self._masks = None
@@ -177,7 +178,7 @@ def write_masks(folder: Path, datamodule: Any, indices: Sequence[int], masks: Te
 
 
 def palette() -> list[int]:
-    """Return PASCAL VOC's palette: 768 numbers, which are the red, green and blue of the classes 0 to 255.
+    """Return PASCAL VOC's palette: 768 numbers, three for each of the classes 0 to 255: red, green and blue.
 
     The palette distributes the bits of a class's index over the highest bits of the three colours.
     """

@@ -37,7 +37,7 @@ class Pruning(ModelPruning):
 
     def __init__(self, amount: float = 0.8, epoch: int = 9) -> None:
         if not 0 < amount < 1:
-            raise ConfigurationError(f"amount={amount} is outside (0, 1); 0.5 to 0.9 is usual")
+            raise ConfigurationError(f"amount={amount} is outside (0, 1); give a number such as 0.5")
         if epoch < 0:
             raise ConfigurationError(f"epoch={epoch} is negative; 0 prunes after the first epoch")
         super().__init__(
@@ -96,7 +96,7 @@ class Pruning(ModelPruning):
         if not debugging and trainer.max_epochs is not None and 0 <= trainer.max_epochs <= self.epoch + 1:
             raise ConfigurationError(
                 f"Pruning(epoch={self.epoch}) leaves no epoch to train the pruned network, because "
-                f"trainer.max_epochs={trainer.max_epochs}: raise trainer.max_epochs, or lower epoch"
+                f"trainer.max_epochs={trainer.max_epochs}: raise trainer.max_epochs, or give Pruning a smaller epoch"
             )
 
     @override

@@ -27,7 +27,7 @@ Row = tuple[str, str]
 class StartPanel(Callback):
     """Callback that prints a panel on rank 0, after the set-up and before the first batch.
 
-    The panel shows the strategy, devices and nodes; the images and their classes; the global batch and its factors; the
+    The panel shows the strategy, devices and nodes; the images and their classes; the size of the global batch; the
     stages of a pipeline, or the servers; the number of parameters of the whole network and of each device; precision
     and memory format; the folder of the results; and the differences from a run on one device. The panels of
     validation, test and prediction have fewer lines.
@@ -124,7 +124,10 @@ def devices(trainer: Trainer) -> str:
 
 
 def training_batch(trainer: Trainer, size: int | None) -> Row:
-    """Return the panel's row with the size of the global batch, its factors, and the optimizer steps in an epoch."""
+    """Return the panel's row with the size of the global batch and the number of optimizer steps in an epoch.
+
+    The row also shows the factors of the size: processes, samples in a process's batch, and accumulated batches.
+    """
     accumulated, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
     count = loading(trainer)
     each = "one batch of each" if size is None else str(size)
@@ -150,7 +153,7 @@ def training_batch(trainer: Trainer, size: int | None) -> Row:
 
 
 def evaluation_batch(trainer: Trainer, size: int | None) -> Row:
-    """Return the panel's row with the size of the batches that all processes evaluate at the same time."""
+    """Return the panel's row with the number of processes that evaluate, and the size of a process's batch."""
     count = loading(trainer)
     processes = f"{count} {_processes(trainer)} x " if count > 1 else ""
     return "batch", f"{processes}{'one batch' if size is None else f'{size} images'}"

@@ -16,8 +16,8 @@ from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.strategies.protocol import StepKind, facts_of
 
 TOTAL = "step"
-# Keys: ends of the names of the actions that Lightning reports to its profiler. Values: parts of a step. Lightning runs
-# `training_step` and `backward` within `optimizer_step`; their time counts for forward and backward only.
+# Keys: suffixes of the names of the actions that Lightning reports to its profiler. Values: parts of a step. Lightning
+# runs `training_step` and `backward` within `optimizer_step`; their time counts for forward and backward only.
 ACTIONS = {
     "train_dataloader_next": "data",
     "batch_to_device": "transfer",
@@ -33,7 +33,7 @@ class Parts:
 
     Attributes:
         explained: Short description of each part; keys are the parts' names, in the order of the table's rows.
-        actions: Names of the parts; keys are ends of the names of profiler actions, such as ``backward``.
+        actions: Names of the parts; keys are suffixes of the names of profiler actions, such as ``backward``.
         waiting: Names of the parts in which a rank waits for other ranks.
     """
 
@@ -78,11 +78,10 @@ PARTS: Mapping[StepKind, Parts] = {"replica": WHOLE_NETWORK, "stages": STAGES, "
 class PartClock(Profiler):
     """Profiler that measures the time of each part of a step. Parts may be nested.
 
-    The clock temporarily replaces the trainer's profiler, and forwards all calls to it. Time is counted once: for the
-    innermost part that is open, or for ``other`` if no part is open. Some parts, such as a worker's wait for
-    parameters, are measured by the strategy; their time is not also counted for the part that is open. On an
-    accelerator the device is synchronised at each reading, so that the time of a kernel counts for the part that
-    launched the kernel.
+    The clock temporarily replaces the trainer's profiler, and forwards all calls to it. Time counts for the innermost
+    open part, or for ``other`` if no part is open. The strategy itself measures some parts, such as a worker's wait for
+    parameters. The time of such a part is subtracted from the open part. On an accelerator the device is synchronised
+    whenever a part begins or ends, so that the time of a kernel counts for the part that launched the kernel.
 
     Args:
         user: The trainer's profiler.
@@ -154,7 +153,7 @@ class PartClock(Profiler):
             self._count(self.open_parts[-1] if self.open_parts else "other", passed)
 
     def begin(self, part: str) -> None:
-        """Open a part. Time counts for the part that was opened last and is not closed yet."""
+        """Open a part, which may lie within another open part. Time counts only for the innermost open part."""
         self.read()
         self.open_parts.append(part)
 
@@ -180,12 +179,12 @@ class StepMeter:
         trainer: The trainer, after the set-up of its strategy. ``clock`` replaces the trainer's profiler until
             :meth:`remove` is called.
         part_of: Function that maps the name of a profiler action to a part of the step, or to None for an action that
-            belongs to no part. By default it depends on the strategy.
+            belongs to no part. By default the parts of the trainer's strategy are used.
 
     Attributes:
         parts: The parts of a step under the trainer's strategy.
         steps: Number of measured steps.
-        pipeline: The strategy's pipeline, or None.
+        pipeline: The strategy's pipeline; None if the strategy has no stages.
         clock: The clock that counts the time.
     """
 

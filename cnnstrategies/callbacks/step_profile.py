@@ -19,13 +19,13 @@ class StepProfile(Callback):
 
     For each part the table has the mean time over the profiled steps and all ranks, the smallest and the largest mean
     of a rank, and the fraction of the step. The means are also logged as ``profile/<part>_ms``. A step processes one
-    batch and lasts from the end of the previous batch to the end of this batch. With gradient accumulation one
-    optimizer update follows several such steps. Validation, checkpoints and other work between epochs do not count.
+    batch and lasts from the end of the previous batch to the end of this batch. With gradient accumulation several
+    steps precede each optimizer update. Validation, checkpoints and other work between epochs do not count.
 
-    Under a pipeline the table has a column for each stage, and ``profile/stage_<s>/<part>_ms`` is logged. The
-    pipeline's schedule runs within ``training_step``. The time of ``training_step`` is divided among the pipeline's
-    tasks: receive, forward, backward, send and reduce. Under a parameter server the worker waits for parameters during
-    the forward pass. This wait is a separate part of the step and does not count as forward.
+    Under a pipeline the table has a column for each stage, and ``profile/stage_<s>/<part>_ms`` is logged for stage
+    ``<s>``. The pipeline's schedule runs within ``training_step``, so the time of ``training_step`` is divided among
+    the pipeline's tasks: receive, forward, backward, send and reduce. Under a parameter server the worker waits for
+    parameters during the forward pass. This wait is a separate part of the step and does not count as forward.
 
     Under DDP, ``communication`` is the time of the gradients' all-reduce that does not overlap with backward. DDP
     measures this time, also with a communication hook. The time includes the wait for slower ranks, so the rank with
@@ -40,8 +40,9 @@ class StepProfile(Callback):
     queues kernels ahead. Steps that are not profiled are not slowed down.
 
     Args:
-        skip_first: Number of steps before the first profiled step. Caches, connections and workers warm up in them.
-        steps: Number of profiled steps. When left out, all steps after the first ``skip_first`` are profiled.
+        skip_first: Number of steps before the first profiled step. In these steps caches are filled, and connections
+            and loader processes are started.
+        steps: Number of profiled steps. By default all steps after the first ``skip_first`` steps are profiled.
 
     Attributes:
         milliseconds: Result of fit: mean time of each part per step over all ranks; keys are the parts' names. The key
@@ -57,11 +58,10 @@ class StepProfile(Callback):
     def __init__(self, skip_first: int = 10, steps: int | None = 50) -> None:
         if skip_first < 1:
             raise ConfigurationError(
-                f"skip_first={skip_first}: use at least 1, because the measurement starts after a skipped step; 10 is "
-                "usual"
+                f"skip_first={skip_first}: the measurement starts after a skipped step; use at least 1, for example 10"
             )
         if steps is not None and steps < 1:
-            raise ConfigurationError(f"steps={steps}: profile at least 1 step; 50 is usual")
+            raise ConfigurationError(f"steps={steps}: profile at least 1 step, for example 50")
         self.skip_first = skip_first
         self.steps = steps
         self._meter: StepMeter | None = None
@@ -82,8 +82,8 @@ class StepProfile(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._meter is not None and self._profiling():
-            # The loader starts its worker processes before an epoch's first batch. This time counts for the part
-            # `data`, so the measurement starts here.
+            # The loader starts its worker processes before an epoch's first batch. Their start counts for the part
+            # `data`, so the measurement begins here.
             self._meter.run()
             self._meter.clock.begin("data")
             self._opening = True
@@ -136,7 +136,7 @@ class StepProfile(Callback):
             if trainer.is_global_zero:
                 print(
                     f"StepProfile: fit ended after {self._seen} steps, and skip_first={self.skip_first} left no step "
-                    "to profile; lower skip_first"
+                    "to profile; use a smaller skip_first"
                 )
             return
         self.milliseconds = dict(zip(names, times.mean(0).tolist(), strict=True))
@@ -176,8 +176,8 @@ class StepProfile(Callback):
     def _table(self, meter: StepMeter, names: Sequence[str], times: Tensor) -> Table:
         """Return the table to print, with a row for each part.
 
-        Columns: the mean over the ranks, the mean of each stage or else the smallest and the largest mean of a rank,
-        the fraction of the step, and a description.
+        Columns: the part's name; the mean over the ranks; the mean of each stage under a pipeline, otherwise the
+        smallest and the largest mean of a rank; the fraction of the step; and a description.
         """
         stages, means, explained = self.stages, self.milliseconds, meter.parts.explained
         spreads = [f"stage {stage}" for stage in range(len(stages))] or ["min", "max"]

@@ -22,10 +22,10 @@ PANELS = {"loss": "Loss", "acc": "Accuracy"}  # Keys: parts of the metrics' name
 
 
 class TrainingSummary(Callback):
-    """Callback that records the metrics of every epoch; at the end of fit, rank 0 prints a summary with their curves.
+    """Callback that records the metrics of every epoch, and on rank 0 prints a summary at the end of fit.
 
-    The curves are saved as ``curves.png`` in the log directory; without a logger they are not drawn. The recorded
-    metrics are saved in checkpoints, so that the curves of a resumed run begin at the first epoch.
+    The metrics' curves are saved as ``curves.png`` in the log directory. Without a logger they are not drawn. The
+    recorded metrics are saved in checkpoints, so that the curves of a resumed run begin at the first epoch.
     """
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ class SamplesPerSecond(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A validation within the epoch must not count, so the measured time starts again here.
+        # A validation within the epoch must not count, so the next step's time is measured from here.
         if self._mark is not None:
             self._mark = time.monotonic()
 

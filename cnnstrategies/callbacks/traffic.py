@@ -21,8 +21,8 @@ class ServerTraffic(Callback):
     - ``servers/waited_ms``: time per step in which the worker did nothing but wait for parameters.
     - ``servers/staleness``: number of updates that other workers made between the pull of a step's parameters and the
       step's own update.
-    - ``servers/dropped``, with ``combine_per_node``: fraction of the steps in which the servers did not use the
-      worker's gradient.
+    - ``servers/dropped``: fraction of the steps in which the servers did not use the worker's gradient. It is only
+      logged if the workers of a node combine their gradients (``combine_per_node``).
 
     Numbers for the whole run:
 

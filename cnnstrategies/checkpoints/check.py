@@ -26,8 +26,9 @@ def check_weights(
 ) -> None:
     """Check that a file is a checkpoint, and that the names and shapes of its weights are those of the model.
 
-    Names and shapes are not compared if the module has hooks that may change the network or the checkpoint. A path that
-    is not a file is not checked at all: a URL, a keyword such as ``last``, or a directory of a sharded checkpoint.
+    Names and shapes are not compared if the module sets ``strict_loading`` to False, or has hooks that may change the
+    network or the checkpoint. A path that is not a file is accepted without a check: a URL, a keyword such as ``last``,
+    or the directory of a sharded checkpoint.
 
     Args:
         model: The module that will load the checkpoint.

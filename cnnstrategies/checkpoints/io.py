@@ -19,8 +19,9 @@ from cnnstrategies.runtime.whole_file import whole_file
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Checkpoint plugin that writes files atomically, and verifies the checksums of a file before it loads the file.
 
-    Lightning's own plugin writes to a temporary directory and then moves the file. If this directory is on a different
-    file system, the move is a copy, which can be interrupted. URLs are still written by Lightning's plugin.
+    Lightning's own plugin writes to a temporary directory and then moves the file. If the temporary directory and the
+    checkpoint's directory are on different file systems, the move is a copy, which can be interrupted. Checkpoints at
+    URLs are still written by Lightning's plugin.
     """
 
     @override
@@ -69,7 +70,7 @@ def load_mapped(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
 
 
 def _to_memory(storage: Any, location: str) -> Any:
-    """Return a tensor's storage unchanged, so that it stays in the CPU's memory, into which torch has loaded it.
+    """Return a tensor's storage unchanged. torch has loaded the storage into the CPU's memory, where it stays.
 
     Lightning's default for ``map_location`` does the same.
     """
@@ -77,7 +78,7 @@ def _to_memory(storage: Any, location: str) -> Any:
 
 
 def check_sums(path: str | Path) -> None:
-    """Verify the checksums of a checkpoint file, which is a zip archive. torch writes the checksums but ignores them.
+    """Verify the checksums of a checkpoint file, which is a zip archive. ``torch.load`` does not verify them.
 
     Raises:
         ConfigurationError: A checksum does not match the file's content.

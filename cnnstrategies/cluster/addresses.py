@@ -119,8 +119,8 @@ def interface_to(target: str) -> Interface:
     """Return the interface through which the kernel sends packets to ``target``.
 
     Raises:
-        ConfigurationError: There is no route, or the source address of the route is not the first address of an
-            interface.
+        ConfigurationError: The kernel has no route to ``target``, or no interface has the source address of the route
+            as its first address.
     """
     source = source_address(target)
     for interface in interfaces():
@@ -141,7 +141,7 @@ def find_interface(wanted: str) -> Interface:
         wanted: Name of the interface, such as ``eth0``, or a subnet that contains its address, such as ``10.0.0.0/24``.
 
     Raises:
-        ConfigurationError: This machine has no such interface, or the text with a slash is not a valid subnet.
+        ConfigurationError: This machine has no such interface, or ``wanted`` has a slash but is not a valid subnet.
     """
     try:
         subnet = ipaddress.ip_network(wanted, strict=False) if "/" in wanted else None
@@ -160,8 +160,8 @@ def find_interface(wanted: str) -> Interface:
 def choose_interface(wanted: str | None, target: str) -> Interface:
     """Return the interface for the traffic between the ranks.
 
-    The choice is ``wanted`` if it is set, or else the value of ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME``, or
-    else the interface on the route to ``target``.
+    This is ``wanted``, if it is set. Otherwise it is the interface that ``GLOO_SOCKET_IFNAME`` or
+    ``NCCL_SOCKET_IFNAME`` names. If none of these is set, it is the interface on the route to ``target``.
     """
     wanted = wanted or os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
     return find_interface(wanted) if wanted else interface_to(target)

@@ -24,7 +24,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.identity import Identity
 from cnnstrategies.runtime.whole_file import whole_file
 
-LINK_SECONDS = 5.0  # Time-out for connecting to another host.
+LINK_SECONDS = 5.0  # Time-out in seconds for connecting to another host.
 SHARED_SECONDS = 5.0  # Longest time to wait for another host's file. With NFS a new file appears after a few seconds.
 SHARED = (
     "checkpoints need a directory that all hosts share and can write to, such as an NFS mount: set it with --shared"
@@ -73,9 +73,9 @@ def versions() -> dict[str, str]:
 
 
 def shared_memory() -> int:
-    """Return the size of ``/dev/shm`` in bytes, which is often limited in a container.
+    """Return the size of ``/dev/shm`` in bytes. In a container this size is often limited.
 
-    If ``/dev/shm`` does not exist, for example on macOS, the result is ``SHARED_MEMORY``.
+    If ``/dev/shm`` does not exist, for example on macOS, the result is the sufficient size ``SHARED_MEMORY``.
     """
     try:
         status = os.statvfs("/dev/shm")
@@ -131,15 +131,15 @@ def examine(place: DoctorPlace, directory: Path, interface: str | None, wait: fl
         store.set(f"{point}/{place.node}", "")
         wait_for(store, [f"{point}/{node}" for node in range(place.nodes)], place.node, place.nodes, wait)
 
-    # The rounds are arranged so that, in each round, a host measures only one connection and is measured by only one
-    # other host.
+    # In each round, a host measures one connection, and one other host measures its connection to this host. More
+    # measurements at the same time would have to share the bandwidth.
     for number, peer in enumerate([*others[place.node :], *others[: place.node]]):
         wait_for_all(f"round/{number}")
         report.links.append((peer.node, *measure(peer.address, peer.port, LINK_SECONDS)))
     run = json.loads(store.get("host/0"))[2]  # The first host's port distinguishes the files of simultaneous runs.
     files = {node: directory / f".cnnstrategies-doctor-{run}-{node}" for node in range(place.nodes)}
     try:
-        with whole_file(files[place.node], SHARED):  # Runs write their checkpoints with this function as well.
+        with whole_file(files[place.node], SHARED):  # Runs write checkpoints with this function, so it is tested here.
             pass
     except ConfigurationError as error:
         report.problems.append(str(error))
@@ -161,7 +161,7 @@ def examine(place: DoctorPlace, directory: Path, interface: str | None, wait: fl
 
 
 def unseen(others: Sequence[ProbedHost], files: Mapping[int, Path]) -> list[ProbedHost]:
-    """Wait for the other hosts' files, and return the hosts whose files do not appear on this host.
+    """Wait for the other hosts' files, and return the hosts whose files this host does not see within `SHARED_SECONDS`.
 
     Args:
         others: The other hosts.

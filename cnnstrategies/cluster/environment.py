@@ -68,7 +68,7 @@ def refused_once() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DoctorPlace:
-    """Position of a process of ``doctor`` in the cluster. Only the processes with local rank 0 make checks.
+    """Node, local rank and main address of a process of ``doctor``. Only processes with local rank 0 make checks.
 
     Attributes:
         node: Number of this node.
@@ -84,7 +84,7 @@ class DoctorPlace:
 
 
 def find_place() -> DoctorPlace | None:
-    """Return the position of this process in the cluster, from the launcher's environment variables.
+    """Return the node, local rank and main address of this ``doctor`` process, from the launcher's variables.
 
     The result is None if no launcher has started this process.
     """

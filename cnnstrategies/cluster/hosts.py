@@ -26,7 +26,7 @@ from cnnstrategies.strategies.protocol import facts_of
 
 UNREACHABLE = 1  # Exit code of a run that has lost a host.
 MOST_AT_ONCE = 16  # Largest number of simultaneous pings.
-PING_SECONDS = 5.0  # Time-out of a ping before the run starts.
+PING_SECONDS = 5.0  # Time-out in seconds of a ping before the run starts.
 
 
 class Interconnect:
@@ -105,12 +105,12 @@ def meet(
 def own_interface(store: Store, node: int, main_address: str, wanted: str | None) -> Interface:
     """Return the interface of this host for the traffic to the other hosts.
 
-    Each other host uses its route to the main address, and writes its own address to the key ``source`` of the store.
-    The first host uses its route to the address in ``source``.
+    Each host except the first uses its route to the main address, and stores its own address under the key ``source``.
+    The first host uses its route to this stored address.
     """
     if node == 0:
-        # The main address is an address of this host, and the route to it uses the loopback interface. The address of
-        # another host is therefore used to find the interface.
+        # The main address belongs to this host, so the route to it uses the loopback interface. The route to another
+        # host's address is therefore used to find the interface.
         return choose_interface(wanted, store.get("source").decode())
     mine = choose_interface(wanted, resolve(main_address))
     store.set("source", mine.address)
@@ -153,8 +153,8 @@ class Watch:
     """Thread that pings the other hosts of a run and reports a host that does not answer any more.
 
     Without this thread, a collective would wait for a lost host until the process group's time-out, by default 30
-    minutes, and would fail with an error that does not name the host. A host that refuses the connection is not lost:
-    the run's processes on it have ended, so that the collectives on the other hosts fail immediately.
+    minutes, and would fail with an error that does not name the host. A host that refuses the connection is not
+    reported: the run's processes on this host have ended, and collectives on the other hosts then fail immediately.
 
     Args:
         me: Name of this host.
@@ -249,7 +249,8 @@ def _watched(
 
         def end(message: str) -> None:
             print(f"cnnstrategies: error: {message}", file=sys.stderr, flush=True)
-            # The process is killed, because the main thread waits in a collective that cannot be interrupted.
+            # The main thread may wait in a collective that cannot be interrupted, so this process and the processes
+            # that it has started end at once.
             if strategy.launcher is not None:
                 strategy.launcher.kill(signal.SIGKILL)
             os._exit(UNREACHABLE)

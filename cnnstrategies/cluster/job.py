@@ -1,15 +1,18 @@
-"""Size of a batch job, which follows from the trainer's arguments, and generation of job scripts."""
+"""Computation of a batch job's size from the trainer's arguments, and generation of job scripts."""
 
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cnnstrategies.cluster.job_files import JobFiles
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.errors import ConfigurationError
 
 # Values of srun's --wait: seconds after which the other ranks are killed when the first rank has ended; 0 means never.
 WAIT_SECONDS, UNLIMITED = 60, 0
+# Path of the configuration file that a job script writes, in the syntax of the shell. Each job has its own file.
+SERVERS_FILE = "$run/servers-$SLURM_JOB_ID.yaml"
 STRATEGY = "cnnstrategies.strategies.ParameterServerStrategy"
 
 
@@ -55,7 +58,7 @@ def job_size(num_nodes: int, devices: Any, accelerator: Any) -> Size:
 def sbatch_script(
     options: ClusterOptions,
     size: Size,
-    folder: Path,
+    files: JobFiles,
     python: str,
     command: str,
     goes_on: bool = False,
@@ -65,12 +68,12 @@ def sbatch_script(
     Args:
         options: The section ``cluster`` of the configuration.
         size: Size of the job.
-        folder: The run folder, which contains ``config.yaml``.
-        python: Python interpreter, if the options do not set an interpreter or a virtual environment.
+        files: Files of the submission in the run folder.
+        python: Python interpreter that is used if the options set no interpreter, virtual environment or container.
         command: The command line of ``submit``, for a comment in the script.
         goes_on: Whether the run can continue after it has lost a rank.
     """
-    parts = [_header(options, size, folder, command), setup_lines(options)]
+    parts = [_header(options, size, files.folder, command), setup_lines(options)]
     interpreter = interpreter_words(options, python)
     # Since SLURM 22.05, srun ignores the option --cpus-per-task of sbatch, so srun gets the option as well.
     cpus = f" --cpus-per-task={options.cpus_per_task}" if options.cpus_per_task else ""
@@ -78,10 +81,10 @@ def sbatch_script(
     # warning signal it would send SIGTERM to ranks that are still stopping properly. Their exit code would then be the
     # code of SIGTERM and not of the warning signal, and srun returns the highest exit code of all ranks.
     srun = f"srun{cpus} --kill-on-bad-exit=0 --wait={UNLIMITED if goes_on else WAIT_SECONDS}"
-    parts.append(f"run={shlex.quote(str(folder))}\n")
-    config = '--config "$run/config.yaml"'
+    parts.append(f"run={shlex.quote(str(files.folder))}\n")
+    config = f'--config "$run/{files.configuration.name}"'
     if options.server_nodes:
-        config += ' --config "$run/servers.yaml"'
+        config += f' --config "{SERVERS_FILE}"'
         parts.append(_servers(interpreter, config))
         srun += " --het-group=0"
     parts.append(
@@ -151,22 +154,23 @@ def interpreter_words(options: ClusterOptions, python: str) -> str:
 
     Args:
         options: The section ``cluster`` of the configuration.
-        python: Python interpreter, if the options do not set an interpreter, a virtual environment or a container.
+        python: Python interpreter that is used if the options set no interpreter, virtual environment or container.
     """
     interpreter = options.python or ("python" if options.venv or options.container else python)
     return shlex.join([*shlex.split(options.container or ""), interpreter])
 
 
 def _servers(interpreter: str, config: str) -> str:
-    """Return the lines of a job script that start a parameter server on each node of the second component of the job.
+    """Return the lines of a job script that start a parameter server on each of the job's server nodes.
 
-    The names of the nodes are known only when the job runs, so the script writes them to a configuration file.
+    These nodes are the second component of a heterogeneous job. Their names are known only when the job runs, so the
+    script writes the names to a configuration file.
     """
-    # Lightning computes the main port from the job id in the same way. The servers' ports are above Lightning's range.
+    # Lightning computes the main port with the same formula, from 15000 to 24999. The servers' port is above 24999.
     return f"""# Dedicated parameter servers, one on each node of the second job component.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0" | head -n 1)
 port=$((25000 + SLURM_JOB_ID % 7000))
-cat > "$run/servers.yaml" <<END
+cat > "{SERVERS_FILE}" <<END
 trainer:
   strategy:
     class_path: {STRATEGY}
@@ -181,8 +185,8 @@ srun --kill-on-bad-exit=0 --het-group=1 \\
 
 
 def _requeue(options: ClusterOptions) -> str:
-    # SLURM itself requeues a pre-empted job only if the job is still running when the partition's grace time ends. A
-    # run that stops in time ends before the grace time does, so the script requeues the job.
+    # SLURM itself requeues a pre-empted job only if the job is still running at the end of the partition's grace time.
+    # A run that has saved a checkpoint ends earlier, so the script requeues the job.
     return f"""# Requeue the job if it was ended by the warning signal or by a pre-emption.
 warned=$((128 + $(kill -l {options.signal})))
 if [[ $status -eq $warned ]] || [[ $status -ne 0 && $(scontrol show job "$SLURM_JOB_ID") =~ PreemptTime=[0-9] ]]; then

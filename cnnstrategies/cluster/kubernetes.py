@@ -12,7 +12,7 @@ from cnnstrategies.cluster.options import KubernetesOptions
 
 MAIN_PORT, SERVER_PORT = 29500, 29600
 CONFIGURATION, KEYS, KEY = "/run/cnnstrategies/config", "/run/cnnstrategies/keys", "run.key"
-OWN_KEY = f"/dev/shm/{KEY}"  # Path of a copy of the key file in memory, which only the pod's user can read.
+OWN_KEY = f"/dev/shm/{KEY}"  # Path of a copy of the key file in memory. Only the pod's user can read the copy.
 STOPPED = 128 + int(signal.SIGTERM)  # Exit code of a pod that was stopped after saving a checkpoint, or at start-up.
 HOPELESS = 78  # Exit code (EX_CONFIG) of a pod that should not be restarted, because it would fail again.
 # Seconds that a pod waits for the address of the first pod, and that a server's pod waits for the run to start again
@@ -68,7 +68,7 @@ def job_name(name: str, role: str) -> str:
 
 
 def host(name: str, role: str, number: int) -> str:
-    """Return the host name of a pod, which the service makes known to the other pods of the run."""
+    """Return the host name of a pod. The other pods resolve this name with the run's headless service."""
     return f"{job_name(name, role)}-{number}.{name}"
 
 
@@ -206,8 +206,8 @@ def _mounted(run: PodRun) -> list[tuple[str, str, Object]]:
 
 def trainer_script(run: PodRun) -> str:
     """Return the shell script of a trainer pod."""
-    # A run with a parameter server continues without a lost worker. The pod restarts the worker's program, and the
-    # worker joins the run again.
+    # A run with a parameter server continues without a lost worker. The script then starts the worker's program again,
+    # and the worker joins the run again.
     again = '[ "$NODE_RANK" -ne 0 ] && [ ! -e "$finished" ]' if run.goes_on else "false"
     return f"""running=
 # The first process of a container receives only signals for which it has a handler.
@@ -268,7 +268,8 @@ def _setup(run: PodRun) -> str:
         f"{shlex.quote(run.python)} -c 'import cnnstrategies' || {otherwise}",
     ]
     if run.options.key_secret is not None:
-        # In the mounted volume the group may have read permission for the key file. Only the user may read the copy.
+        # The key file must be readable only by its user. In the mounted volume the group may also have read permission,
+        # so the pod uses a copy.
         lines.append(f"install -m 600 {KEYS}/{KEY} {OWN_KEY} || exit {HOPELESS}")
     # Change to the run folder, because paths in the configuration are relative to it. PYTHONPATH makes sure that the
     # user's classes in the image's working directory can still be imported.

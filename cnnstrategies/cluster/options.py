@@ -17,7 +17,7 @@ DECIDED = {
         *("-G", "--gpus", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket"),
     ),
     "cluster.job_name": ("-J", "--job-name"),
-    "cluster.cpus_per_task": ("-c", "--cpus-per-task"),  # submit also sets this option of srun.
+    "cluster.cpus_per_task": ("-c", "--cpus-per-task"),  # submit also passes this option to srun.
     "cluster.signal": ("--signal",),
     "cluster.requeue": ("--requeue", "--no-requeue"),
     "cluster.folder": ("-o", "--output", "-e", "--error", "--open-mode", "-a", "--array"),
@@ -30,11 +30,11 @@ MARGIN_SECONDS = 20
 # A run that has not stopped is killed this many seconds before the end of its pod's grace period. The remaining time is
 # needed to end the processes.
 POD_MARGIN_SECONDS = 10
-# Directories in pods that the package itself uses, so that users cannot mount volumes there.
+# Directories in pods where users cannot mount volumes, because the package itself uses the directories.
 POD_FOLDERS = ("/dev/shm", "/run/cnnstrategies")
-# Fields of a pod's specification that submit sets, so that users cannot set them.
+# Fields of a pod's specification that users cannot set, because submit sets them.
 POD_FIELDS = {"containers", "restartPolicy", "subdomain", "terminationGracePeriodSeconds", "volumes"}
-# Environment variables that submit or Lightning sets, so that users cannot set them.
+# Environment variables that users cannot set, because submit or Lightning sets them.
 NODE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "NNODES", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
 
@@ -58,7 +58,7 @@ class KubernetesOptions:
             as {/runs: my-claim}.
         shared_memory: Largest size of /dev/shm, such as 8Gi. It counts towards the pod's memory; by default only the
             pod's memory limit applies.
-        key_secret: Name of the Secret with the keys of a parameter server, which is created from a file run.key.
+        key_secret: Name of the Secret with a parameter server's keys. Create the Secret from a file named run.key.
         env: Environment variables of the pods, such as {NCCL_SOCKET_IFNAME: eth0}.
         grace_seconds: Time between SIGTERM and SIGKILL of a pod, as seconds or ``minutes:seconds``. In this time the
             run must finish its step, or a validation, and save a checkpoint.
@@ -101,12 +101,14 @@ class KubernetesOptions:
                     f"outside of {' and '.join(POD_FOLDERS)}"
                 )
         if decided := self.pod.keys() & POD_FIELDS:
-            raise ConfigurationError(f"cluster.kubernetes.pod: submit sets {', '.join(sorted(decided))}; leave it out")
+            raise ConfigurationError(
+                f"cluster.kubernetes.pod: submit sets {', '.join(sorted(decided))}; leave these fields out"
+            )
         for name in self.env:
             if name in NODE_VARIABLES or name.startswith("PET_"):
                 raise ConfigurationError(
                     f"cluster.kubernetes.env: submit sets {name} according to trainer.num_nodes and trainer.devices; "
-                    "leave it out"
+                    f"leave {name} out"
                 )
 
     @property
@@ -250,8 +252,8 @@ class ClusterOptions:
             )
         if isinstance(self.time, int):
             raise ConfigurationError(
-                f"cluster.time={self.time}: without quotes YAML reads 1:30:00 as the number 5400; write time: "
-                "'1:30:00', or time: '90' for minutes"
+                f"cluster.time={self.time}: without quotes YAML reads 1:30:00 as the number 5400; put the value in "
+                "quotes: `time: '1:30:00'`, or `time: '90'` (90 minutes)"
             )
         if self.requeue and self.warning < MARGIN_SECONDS + 10:
             raise ConfigurationError(
@@ -271,9 +273,9 @@ class ClusterOptions:
 
 
 def _check_extra(name: str, line: str) -> None:
-    """Refuse a line of additional options for sbatch if it is not an option, or if another key sets the option."""
+    """Refuse a line of additional options of sbatch if it is not a single option, or if another key sets the option."""
     if not line.startswith("-") or "\n" in line:
-        raise ConfigurationError(f"cluster.{name}: {line!r} is not an option of sbatch, such as --exclusive")
+        raise ConfigurationError(f"cluster.{name}: {line!r} must be one option of sbatch, for example --exclusive")
     for word in line.split():
         option = word.partition("=")[0]
         key = next((key for key, names in DECIDED.items() if option in names or option[:2] in names), None)

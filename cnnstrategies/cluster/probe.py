@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 Answer = Literal["here", "refused", "silent"]
-ECHO, COUNT = b"E", b"N"  # Requests: send one byte back; count the following bytes and send their number back.
+# ECHO requests one byte from the server. COUNT requests that the server counts the bytes that follow, and replies with
+# their number.
+ECHO, COUNT = b"E", b"N"
 ROUNDS = 30  # Number of round trips in a measurement.
-SEND_SECONDS = 0.3  # Time for which data is sent in a measurement of the bandwidth.
+SEND_SECONDS = 0.3  # Seconds for which data is sent in a measurement of the bandwidth.
 CHUNK = bytes(2**18)
 
 
@@ -80,11 +82,12 @@ def ping(peer: ProbedHost, seconds: float) -> tuple[Answer, str]:
 
     Args:
         peer: The host.
-        seconds: Time-out.
+        seconds: Time-out in seconds.
 
     Returns:
-        ``here`` if the probe has answered, ``refused`` if the host has refused or closed the connection because its
-        processes have ended, or else ``silent``; and the reason if the probe has not answered.
+        The result and a reason. The result is ``here`` if the probe has answered. It is ``refused`` if the host has
+        refused or closed the connection, because the run's processes on this host have ended. Otherwise it is
+        ``silent``. The reason says why the probe has not answered; it is empty for ``here``.
     """
     deadline = time.monotonic() + seconds
     try:

@@ -38,7 +38,7 @@ MOST_CHARACTERS = 120  # Largest number of characters in a run's name.
 RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
 # Keys: loggers without a folder. Values: names of two arguments of the logger. The first argument is the id of the
-# logged run, which a restarted run needs to continue it. The second argument is the name that the logger shows.
+# logged run: with the same id, a restarted run continues it. The second argument is the name that the logger shows.
 IDS = {"WandbLogger": ("version", "name"), "MLFlowLogger": ("run_id", "run_name")}
 CSV = loggers_of_lightning.CSVLogger.__name__
 WITH_FOLDERS = (TensorBoardLogger.__name__, CSV, KeptCSVLogger.__name__)  # Loggers whose version is a folder's name.
@@ -90,7 +90,7 @@ def checked(name: str, source: str = "run_name") -> str:
         )
     if re.fullmatch(r"version_\d+", name):
         raise ConfigurationError(
-            f"{source}={name} has the form of the names that runs get if no name is set: choose another name"
+            f"{source}={name}: names such as version_0 are reserved for runs without a name: choose another name"
         )
     return name
 
@@ -120,8 +120,8 @@ def place(config: Any, name: str) -> None:
     folder = Path(str(config.trainer.default_root_dir or Path.cwd())) / name
     if loggers and _class(loggers[0]) in WITH_FOLDERS:
         arguments = loggers[0].init_args
-        # The loggers compute the paths of their folders in the same way, so the checkpoints are saved in the folder of
-        # the first logger.
+        # The loggers compute the path of their folder with the same rule, so the checkpoints are saved in the folder
+        # of the first logger.
         version = arguments["version"]
         if "://" in str(arguments["save_dir"]):  # The folder is a URL: ModelCheckpoint itself computes its path.
             return
@@ -156,7 +156,7 @@ def keep_version(trainer: Any, name: str) -> list[Any]:
     if trainer.logger is False:
         return []
     if trainer.logger is None or trainer.logger is True:
-        # This is the logger that Lightning would create by default.
+        # This is the logger that Lightning would create by default. It is created here so that its version can be set.
         trainer.logger = Namespace(  # type: ignore[no-untyped-call]
             class_path="lightning.pytorch.loggers.TensorBoardLogger",
             init_args=Namespace(  # type: ignore[no-untyped-call]
@@ -209,7 +209,7 @@ def last_checkpoint(trainer: Trainer, name: str) -> Path | None:
 
 
 def refuse_anothers(last: Path, name: str) -> None:
-    """Check that the file ``last`` does not exist or is a checkpoint of the run ``name``.
+    """Check that the file ``last``, if it exists, is a checkpoint of the run ``name``.
 
     Otherwise a restart of the run would resume from the checkpoint of a different run.
 

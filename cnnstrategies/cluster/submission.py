@@ -1,6 +1,5 @@
 """Configuration of a run that ``submit`` sends to a cluster."""
 
-import itertools
 import shlex
 import sys
 import time
@@ -13,6 +12,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule
 
 from cnnstrategies.cluster.job import Size, interpreter_words, setup_lines
+from cnnstrategies.cluster.job_files import JobFiles
 from cnnstrategies.cluster.launchers import ClusterJob, Launcher, launchers
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_folder import CHECKPOINTS, checkpoint_arguments, keep_version, refuse_anothers
@@ -32,7 +32,7 @@ class Submission:
     Attributes:
         config: The parsed configuration.
         dump: Function that returns a configuration as YAML.
-        datamodule: The data module of the run; None if the module has its own loaders.
+        datamodule: The data module of the run; None if the LightningModule has its own loaders.
         options: The section ``cluster`` of the configuration.
         size: Number of nodes, processes and GPUs.
         server_options: Options of the run's parameter servers; None if the run has no parameter servers.
@@ -92,8 +92,10 @@ class Submission:
         folder = self.options.folder
         return Path(launcher.name) if folder == ClusterOptions.folder else folder
 
-    def run_folder(self, parent: Path) -> Path:
-        """Return the path of the run folder. Its name is the run's name, or a new name if the run has no name.
+    def job_files(self, parent: Path) -> JobFiles:
+        """Return the paths of this submission's files in the run folder. Nothing is written yet.
+
+        The name of the run folder is the run's name, or a new name if the run has no name.
 
         Args:
             parent: Parent directory, on a file system that all nodes share.
@@ -103,28 +105,26 @@ class Submission:
                 nodes need keys and no key file is set.
         """
         if self.server_options is not None and self.size.nodes + self.options.server_nodes > 1:
-            self.server_options.encrypted("tcp://first-node:15000")  # Check that the key file exists.
+            self.server_options.encrypted("tcp://first-node:15000")  # Raises an error if a needed key file is not set.
         parent = parent.resolve()
-        name: str | None = self.config.run_name
-        if name is None:
-            stem = f"{self.options.job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-            # If two jobs are submitted within one second, the second job's folder gets a number.
-            names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-            name = next(name for name in names if not (parent / name).exists())
+        if self.config.run_name is None:
+            files = JobFiles.in_new_folder(parent, f"{self.options.job_name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        else:
+            files = JobFiles.in_folder(parent / self.config.run_name)
         if self.checkpoints is not None:
-            refuse_anothers(Path(self.checkpoints) / "last.ckpt", name)
-        return parent / name
+            refuse_anothers(Path(self.checkpoints) / "last.ckpt", files.folder.name)
+        return files
 
-    def script_lines(self, folder: Path, start: str) -> str:
+    def script_lines(self, files: JobFiles, start: str) -> str:
         """Return the lines of a job script that set up the environment and run ``fit``.
 
         The lines depend on the keys setup, python, venv, container and cpus_per_task of the section ``cluster``.
 
         Args:
-            folder: The run folder, which contains ``config.yaml``.
+            files: Files of this submission, from :meth:`job_files`.
             start: Command that starts the ranks, such as ``srun --ntasks-per-node=4``.
         """
-        config = shlex.quote(str(folder / "config.yaml"))
+        config = shlex.quote(str(files.configuration))
         interpreter = interpreter_words(self.options, sys.executable)
         return f"{setup_lines(self.options)}{start} {interpreter} -m cnnstrategies fit --config {config}\n"
 
@@ -136,7 +136,7 @@ class Submission:
         Args:
             folder: Path of the run folder in the run's processes. Checkpoints are saved in it, unless the configuration
                 sets another directory.
-            changes: Values that the launcher sets; keys are keys of the configuration.
+            changes: Settings that the launcher makes in the configuration, such as ``{"stop.grace": 60.0}``.
         """
         config = self.config.clone()
         config.pop("config", None)

@@ -1,4 +1,7 @@
-"""The command line of a joiner: it reads a configuration like ``fit``, and trains, but neither validates nor saves."""
+"""The command line of a joiner.
+
+Like ``fit``, a joiner reads a configuration and trains. Unlike ``fit``, it does not validate and saves no checkpoints.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -33,7 +36,7 @@ from cnnstrategies.strategies.protocol import facts_of
 # Classes of callbacks that a joiner leaves out, because the original workers already save checkpoints, search for
 # settings, log and average weights.
 LEFT_TO_WORKERS = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, LearningRateMonitor, WeightAveraging)
-# By option of a joiner's trainer: the value that replaces the value of the configuration.
+# Values that a joiner uses for these options of the trainer, instead of the configuration's values.
 TRAINER_OPTIONS = {
     "devices": 1,
     "num_nodes": 1,
@@ -85,7 +88,7 @@ class JoiningCLI(CLI):
 
     Args:
         address: The run's address.
-        place: The id, the incarnation and the session that the coordinator has offered.
+        place: The id, the incarnation and the session that the coordinator has offered to this joiner.
     """
 
     def __init__(self, address: RunAddress, place: JoinPlace) -> None:
@@ -134,9 +137,9 @@ class JoiningCLI(CLI):
 
 
 def is_for_others(callback: Callback) -> bool:
-    """Return whether a joiner leaves out a callback.
+    """Return whether a joiner leaves out a callback. The run's original workers already run such a callback.
 
-    The result is True for the classes in `LEFT_TO_WORKERS`, and for callbacks that monitor a value.
+    The result is True for the classes in `LEFT_TO_WORKERS`, and for callbacks that monitor a value like ``val_loss``.
     """
     return isinstance(callback, LEFT_TO_WORKERS) or getattr(callback, "monitor", None) is not None
 
@@ -155,7 +158,7 @@ def server_options_of(strategy: Any) -> ParameterServerOptions:
     if options is None:
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         raise ConfigurationError(
-            f"trainer.strategy={name}: a process can join only a run with strategy parameter_server; give the "
+            f"trainer.strategy={name}: a process can join only a run with the strategy parameter_server; give the "
             "configuration of the run to join"
         )
     return options
@@ -166,7 +169,7 @@ def run(address: RunAddress, place: JoinPlace, arguments: Sequence[str]) -> None
 
     Args:
         address: The run's address.
-        place: The id, the incarnation and the session that the coordinator has offered.
+        place: The id, the incarnation and the session that the coordinator has offered to this joiner.
         arguments: Command-line arguments of the configuration.
     """
     lightning_cli.main(["fit", *arguments], partial(JoiningCLI, address, place))

@@ -115,9 +115,9 @@ def server_of(configs: Sequence[Path], index: int) -> ServerProcess:
 def _bound(endpoint: str, coordinator: str) -> str:
     """Return the address to which a dedicated server binds its socket.
 
-    If the endpoint has a host name, the name often resolves to a loopback address on its own machine. The server then
-    binds to the IP address of the network interface that leads to the coordinator. Workers get this address from the
-    coordinator.
+    An endpoint with an IP address is returned unchanged. A host name often resolves to a loopback address on its own
+    machine, so for a host name the server binds to the IP address of the network interface that leads to the
+    coordinator. Workers get this address from the coordinator.
 
     Args:
         endpoint: The server's address in the configuration.

@@ -18,11 +18,11 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.places import RunAddress, Watcher
 from cnnstrategies.paramserver.security import KeyPair
 
-MOST_FAULTS = 8  # Largest number of failures that are shown. The newest failure comes first.
+MOST_FAULTS = 8  # Largest number of failures that the display lists. The newest failure comes first.
 HEADERS = ("step", "steps\n/s", "samples\n/s", "stale\nsteps", "sent\nMB/s", "recvd\nMB/s", "waits\n%", "silent\ns")
-LONGEST = 16  # Largest number of characters that are shown of a host's name.
-# Time in seconds since a member's last heartbeat above which the table shows this time. Shorter times are normal,
-# because a few heartbeats may be late.
+LONGEST = 16  # Longer names of hosts are cut off after this number of characters.
+# Threshold in seconds. The table shows the time since a member's last heartbeat only if the time is longer than this
+# threshold. Shorter times are normal, because a few heartbeats may be late.
 SILENT = 2.0
 
 Answer = Mapping[str, Any]
@@ -84,12 +84,11 @@ def _key(member: Answer) -> tuple[str, int, int, int]:
 
 
 def _rates(older: Answer | None, member: Answer) -> dict[str, float]:
-    """Return the growth per second of each measured value of a member between two status reports.
-
-    The result is empty if the older report does not contain the member.
+    """Return how much each counter of a member has grown per second between two status reports.
 
     Args:
-        older: The member in the older report; None if the older report does not contain the member.
+        older: The member in the older report; None if the older report does not contain the member. The result is
+            then empty.
         member: The member in the newer report.
     """
     seconds = 0.0 if older is None else member["measured"] - older["measured"]
@@ -97,8 +96,8 @@ def _rates(older: Answer | None, member: Answer) -> dict[str, float]:
         return {}
     figures = older["figures"]
     known = {name: value - figures[name] for name, value in member["figures"].items() if name in figures}
-    # A server's number of updates is a mean over its slices. The mean can decrease if the server gets or loses slices,
-    # and is then counted as constant.
+    # The step count of a server is a mean over its slices. The mean can decrease if the server gets or loses slices, so
+    # a negative rate is replaced by 0.
     return {name: max(0.0, more) / seconds for name, more in known.items()}
 
 

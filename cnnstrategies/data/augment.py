@@ -26,8 +26,8 @@ def to_normalised(mean: Sequence[float], std: Sequence[float]) -> nn.Module:
 class RandomShift(nn.Module):
     """Transform that shifts each image of a batch at random and fills the border with zeros.
 
-    This is the same as padding an image by ``pixels`` and taking a random crop of the original size (He et al. 2016,
-    section 4.2), but for all images of the batch at once.
+    The result for an image is a random crop of the original size from the padded image (He et al. 2016, section 4.2).
+    The transform computes all crops of a batch at once.
 
     Args:
         pixels: Largest horizontal and vertical shift, in pixels.
@@ -38,7 +38,7 @@ class RandomShift(nn.Module):
         self.pixels = pixels
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map (N, C, H, W) to (N, C, H, W)."""
+        """Return the shifted images, (N, C, H, W)."""
         count, _, height, width = images.shape
         top, left = torch.randint(0, 2 * self.pixels + 1, (2, count))
         # `windows` is a view of shape (N, C, vertical shifts, horizontal shifts, H, W), so only the chosen windows are
@@ -52,7 +52,7 @@ class RandomFlip(nn.Module):
     """Transform that flips each image of a batch horizontally with probability 1/2."""
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map (N, C, H, W) to (N, C, H, W)."""
+        """Return the images, (N, C, H, W), about half of them flipped."""
         mirrored = torch.rand(len(images)) < 0.5
         return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
 
@@ -70,7 +70,7 @@ class EachImage(nn.Module):
         self.transforms = nn.Sequential(*transforms)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map (N, C, H, W) to (N, C, H, W)."""
+        """Return the transformed images, (N, C, H, W)."""
         return torch.stack([self.transforms(image) for image in images])
 
 

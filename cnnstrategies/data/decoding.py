@@ -13,7 +13,7 @@ LIMIT = "is the limit (PIL.Image.MAX_IMAGE_PIXELS)"
 
 
 class BrokenImageError(Exception):
-    """Error of a file that is not an image, is damaged or has too many pixels. Its text gives the reason."""
+    """Error for a file that is not an image, is damaged or has too many pixels. The error's text gives the reason."""
 
 
 def decode(file: Path | BinaryIO) -> Tensor:
@@ -27,8 +27,8 @@ def decode(file: Path | BinaryIO) -> Tensor:
         file: Path of the file, or the open file.
 
     Returns:
-        RGB image, uint8 (3, H, W). Greyscale is converted to RGB, the alpha channel is removed, and 16 bits are reduced
-        to 8.
+        RGB image, uint8 (3, H, W). Greyscale is converted to RGB, the alpha channel is removed, and values of 16 bits
+        are reduced to 8 bits.
 
     Raises:
         BrokenImageError: The file cannot be read or decoded, or has too many pixels.
@@ -37,19 +37,21 @@ def decode(file: Path | BinaryIO) -> Tensor:
         with Image.open(file) as opened:
             count, limit = opened.width * opened.height, Image.MAX_IMAGE_PIXELS
             if limit is not None and count > limit:
-                # The file may be a decompression bomb. Pillow itself raises an error only above twice this limit, where
-                # a PNG file of 0.4 MB needs 3 GB of memory.
+                # The file may be a decompression bomb. Pillow itself raises an error only above twice this limit. An
+                # image of that size needs 3 GB of memory, although its PNG file may have only 0.4 MB.
                 raise ValueError(f"the image has {count / 1e6:.0f} megapixels, and {limit / 1e6:.0f} {LIMIT}")
             image = ImageOps.exif_transpose(opened)
             if image.mode.startswith("I;16"):
-                # Pillow's own conversion clips values at 255 instead of scaling them, so that most pixels become white.
+                # Scale values of 16 bits to 8 bits. Pillow's own conversion would clip values at 255, so that most
+                # pixels would become white.
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             if image.mode in ("I", "F"):
                 raise ValueError(
                     f"the pixels have 32 bits (mode {image.mode}) and an unknown range: convert them to 8 or 16 bits"
                 )
             pixels = np.array(image.convert("RGB"))
-    except Image.DecompressionBombError as error:  # `Image.open` raises it above twice Pillow's limit of pixels.
+    # `Image.open` raises this error if an image has more than twice as many pixels as Pillow's limit.
+    except Image.DecompressionBombError as error:
         megapixels = (Image.MAX_IMAGE_PIXELS or 0) / 1e6
         raise BrokenImageError(f"the image has too many pixels: {megapixels:.0f} megapixels {LIMIT}") from error
     # For damaged files, Pillow's decoders raise OSError, ValueError, SyntaxError, struct.error and other errors, so all
@@ -70,7 +72,7 @@ def of_image(mask: Tensor, height: int, width: int) -> Tensor:
     """Remove the padding from a predicted mask, and scale the mask to the size of the original image.
 
     Args:
-        mask: Mask (S, S) for the image after it was scaled and padded to a square.
+        mask: Mask (S, S) that was predicted for the scaled and padded image.
         height: Height of the original image, in pixels.
         width: Width of the original image, in pixels.
 

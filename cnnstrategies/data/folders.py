@@ -17,7 +17,7 @@ PARTS = {
     "test": ("test", "testing"),
     "predict": ("predict",),
 }
-EITHER = ("eval", "evaluation")  # Folder names that could mean the validation split or the test split.
+EITHER = ("eval", "evaluation")  # Names that are refused, because they could mean the validation or the test split.
 MOST_NAMED = 3  # Largest number of ignored folders whose names the start panel shows.
 
 
@@ -60,8 +60,8 @@ def folders_in(directory: Path) -> list[str]:
 def ignored_folders(root: Path, folders: dict[str, Path]) -> Counter[str]:
     """Count the folders in ``root`` that are ignored.
 
-    If a folder ``train`` exists, these are all folders that are not a split. Otherwise the folders may be classes, and
-    none is ignored.
+    If a folder ``train`` exists, all folders that are not a split are ignored. Otherwise no folder is ignored, because
+    the folders may be classes.
 
     Args:
         root: Folder of the data set.
@@ -103,7 +103,7 @@ def _files(root: Path, at: str, left_out: Counter[str], above: tuple[tuple[int, 
     try:
         status = folder.stat()
         identity = status.st_dev, status.st_ino
-        if identity in above:  # A link leads back to this folder, which is already being searched.
+        if identity in above:  # A link leads to a parent of this folder. Following the link would never end.
             return
         with os.scandir(folder) as entries:
             for entry in entries:

@@ -52,16 +52,16 @@ class ImageFolderDataModule(ImageDataModule):
     Args:
         root: Directory of the data set.
         image_size: Height and width of the images that the network receives; by default 224. If the network has
-            pretrained weights, the command line takes ``image_size`` and ``resize`` (unless they are set), the
-            interpolation, the mean and the standard deviation from the preprocessing that the weights expect. In
-            Python, call ``prepare_as`` for this.
+            pretrained weights, the command line uses the preprocessing that the weights expect: ``image_size``,
+            ``resize``, interpolation, mean and standard deviation. Your own ``image_size`` and ``resize`` have
+            priority. In Python, call ``prepare_as`` to use this preprocessing.
         resize: Shorter side of an image before the centre crop, in pixels; by default 8/7 of ``image_size``, which is
             256 for 224.
         val_split: Fraction of the training images that is held out for validation if there is no folder ``val``.
         augment: Whether training images get a random crop and a random horizontal flip.
         transforms: Additional transforms of training images, applied after the crop to one uint8 (C, H, W) image at a
             time.
-        num_workers: Number of worker processes that load batches for each process. With 0 the process itself loads.
+        num_workers: Number of worker processes that load batches for each rank; with 0 the rank loads them itself.
         **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
@@ -88,7 +88,9 @@ class ImageFolderDataModule(ImageDataModule):
         self.sizes = image_size, resize
         self.prepare_as(IMAGENET)
         if not self.root.is_dir():
-            raise ConfigurationError(f"no directory {self.root.resolve()}: set data.init_args.root")
+            raise ConfigurationError(
+                f"no directory {self.root.resolve()}: set data.init_args.root to the data set's directory"
+            )
         self.find()
         self.num_classes = len(self.class_names)
 
@@ -271,7 +273,7 @@ def shorter_side(datamodule: ImageDataModule) -> int:
 
 
 def grey_of(image: Tensor) -> Tensor:
-    """Convert a uint8 RGB image (3, H, W) to greyscale (1, H, W), with the usual weights of ITU-R BT.601.
+    """Convert a uint8 RGB image (3, H, W) to greyscale (1, H, W), with the weights of ITU-R BT.601.
 
     torchvision's own conversion rounds down, so images that are already grey would become darker.
     """

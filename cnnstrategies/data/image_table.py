@@ -100,7 +100,7 @@ class ImageTableDataModule(ImageFolderDataModule):
                 return list(csv.DictReader(file))
         except OSError as error:
             raise ConfigurationError(
-                f"{self.labels} cannot be read ({error.strerror}): set data.init_args.labels"
+                f"{self.labels} cannot be read ({error.strerror}): set data.init_args.labels to a readable CSV file"
             ) from None
 
     def _part(self, row: dict[str, str]) -> str:

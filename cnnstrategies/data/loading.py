@@ -61,8 +61,9 @@ class BatchDataset(Dataset[Batch | ConfigurationError]):
         give_indices: Whether a batch contains the samples' indices instead of targets, as for predict.
 
     Attributes:
-        ready: Number of batches that each worker process prefetches. Set this attribute before the workers start. If it
-            is not 0, the workers return batches in blocks of shared memory, and reuse the blocks for later batches.
+        ready: Number of batches that each worker process prefetches. Set this number before the workers start. If the
+            number is not 0, the workers return batches in blocks of shared memory, and reuse the blocks for later
+            batches.
     """
 
     ready = 0
@@ -83,7 +84,8 @@ class BatchDataset(Dataset[Batch | ConfigurationError]):
         The error is returned and not raised, because torch adds the worker's traceback to the text of a raised error.
         """
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(request.seed)  # `torch.manual_seed` would also seed accelerators.
+            # `torch.manual_seed` would also seed the accelerators, whose state `fork_rng` does not restore here.
+            torch.default_generator.manual_seed(request.seed)
             try:
                 images, targets = self.source.fetch(request.indices)
             except ConfigurationError as error:
@@ -110,7 +112,7 @@ class BatchDataset(Dataset[Batch | ConfigurationError]):
 
 
 def unshared(batch: Batch) -> Batch:
-    """Copy a batch out of shared memory. Tensors in pinned memory are not copied again."""
+    """Copy a batch out of shared memory. Tensors in pinned memory are copies already, and are not copied."""
     images, targets = (tensor.clone() if tensor.is_shared() else tensor for tensor in batch)  # type: ignore[no-untyped-call]
     return images, targets
 
@@ -150,7 +152,10 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
             yield unshared(batch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch, the number of its batches that the loader has returned, and the sampler's settings."""
+        """Return the epoch, the number of batches that the loader has returned in it, and the sampler's settings.
+
+        The settings are those of :meth:`ShuffledBatches.identity`, and are missing for other samplers.
+        """
         if self._resume is not None:
             return dict(self._resume)
         identity = self.sampler.identity() if isinstance(self.sampler, ShuffledBatches) else {}
@@ -166,8 +171,8 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
         """
         if "served" not in state_dict:
             raise ConfigurationError(
-                "the checkpoint was saved within an epoch with data_dispatch: dynamic, and this run does "
-                "not use it: set data_dispatch: dynamic, or resume from a checkpoint that was saved at the end of "
+                "the checkpoint was saved within an epoch with `data_dispatch: dynamic`, but this run does not use "
+                "this option: set `data_dispatch: dynamic`, or resume from a checkpoint that was saved at the end of "
                 "an epoch"
             )
         self._resume = dict(state_dict)
@@ -181,8 +186,8 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
 
     def _already_served(self, sampler: ShuffledBatches) -> int:
         resume, self._resume = self._resume, None
-        # A state that was saved at the end of an epoch has the number of the finished epoch. The next epoch has a
-        # different number and starts with its first batch.
+        # A state that was saved at the end of an epoch contains the number of the finished epoch. The next epoch has a
+        # different number, so it starts with its first batch.
         if resume is None or resume["epoch"] != sampler.epoch or resume["served"] == 0:
             return 0
         before = {name: value for name, value in resume.items() if name not in ("epoch", "served")}

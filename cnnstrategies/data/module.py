@@ -39,27 +39,27 @@ class ImageDataModule(LightningDataModule):
         ignore_index: Value of mask pixels that the loss and the metrics ignore; None if the module has no masks.
         prefetch: Number of batches that each worker process prefetches.
         task: Learning task of the targets: ``classes``, ``multilabel`` or ``regression``.
-        preprocessing: Resizing and normalisation of the images, if they can be adapted to pretrained weights; None if
-            they are fixed.
-        not_prepared_as: Preprocessing that a network's pretrained weights expect but that this module cannot apply;
-            otherwise None.
+        preprocessing: Resizing and normalisation of the images, which can be adapted to pretrained weights. None if the
+            module cannot change its preprocessing.
+        not_prepared_as: Preprocessing that a network's pretrained weights expect, if this module cannot change its own
+            preprocessing; otherwise None.
         places: Folder or file of each split's samples, for the start panel. A split that is not in this mapping is held
             out of the training samples.
         left_out: Numbers of ignored files; keys are the reasons.
 
     Args:
         batch_size: Number of samples in a batch of each process; by default 32, or the subclass's default.
-        num_workers: Number of worker processes that load batches for each process. They persist over all epochs. With
-            0 the process itself loads.
+        num_workers: Number of worker processes that load batches for each process. The workers persist over all epochs.
+            With 0 the process loads the batches itself.
         seed: Seed of the split into training and validation, the shuffling and the augmentation.
         drop_last: Whether to leave out the last training batch of an epoch if it is smaller than the others.
-        pin_memory: Whether to copy batches to pinned memory, which speeds up their transfer to a GPU. By default this
-            is done unless the accelerator is the CPU.
+        pin_memory: Whether to copy batches to pinned memory, which speeds up their transfer to a GPU. By default
+            batches are copied to pinned memory unless the accelerator is the CPU.
         global_batch_size: Number of samples of an optimizer step over all processes. Set this instead of
-            ``batch_size`` to keep the number whatever the strategy and the number of devices. A step has
-            ``trainer.accumulate_grad_batches`` batches, and each batch is divided equally among the processes that load
-            data: their numbers of samples differ by at most one. Under a pipeline, the processes of the first stage
-            load data. Evaluation batches are divided in the same way.
+            ``batch_size`` if the number must not depend on the strategy and the number of devices. A step has
+            ``trainer.accumulate_grad_batches`` batches. Each batch is divided equally among the processes that load
+            data: the processes' numbers of samples differ by at most one. Under a pipeline, only the processes of the
+            first stage load data. Evaluation batches are divided like training batches.
 
     Raises:
         ConfigurationError: A number is out of its range, or ``batch_size`` and ``global_batch_size`` are both set.
@@ -123,7 +123,7 @@ class ImageDataModule(LightningDataModule):
 
     @batch_size.setter
     def batch_size(self, size: int) -> None:
-        # Lightning's BatchSizeFinder sets this property.
+        # Lightning's BatchSizeFinder sets this property to search for a batch size.
         if self.global_batch_size is not None:
             raise ConfigurationError(
                 f"batch_size={size} cannot be set, because global_batch_size={self.global_batch_size} determines the "
@@ -132,7 +132,10 @@ class ImageDataModule(LightningDataModule):
         self._batch_size = size
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Refuse a trainer with more processes than the global batch has samples, before the processes start."""
+        """Raise a ConfigurationError if the global batch has too few samples for the trainer's processes.
+
+        Call this before the processes start.
+        """
         self._share_under(trainer)
 
     def _share_under(self, trainer: Trainer | None) -> int:
@@ -143,7 +146,8 @@ class ImageDataModule(LightningDataModule):
     def _step_under(self, trainer: Trainer | None, replicas: int) -> tuple[int, int]:
         """Return the number of samples in a step over all processes, and the number of accumulated batches in a step.
 
-        With a GradientAccumulationScheduler the number of accumulated batches is not constant; the result is then 1.
+        With a GradientAccumulationScheduler the number of accumulated batches is not constant. The second result is
+        then 1.
         """
         if self.global_batch_size is not None:
             return self.global_batch_size, division(trainer)[1]
@@ -169,8 +173,8 @@ class ImageDataModule(LightningDataModule):
     def prepare_as(self, trained: Preprocessing) -> None:
         """Set the preprocessing that a network's pretrained weights expect. Call this before ``setup``.
 
-        Some data modules, such as those of small images, cannot change their preprocessing. The start panel then shows
-        both preprocessings.
+        Some data modules, such as the modules for small images, cannot change their preprocessing. The start panel then
+        shows the preprocessing of the data module and the preprocessing that the weights expect.
         """
         self.not_prepared_as = trained
 
@@ -263,7 +267,8 @@ class ImageDataModule(LightningDataModule):
             batch_size=None,
             num_workers=self.num_workers,
             pin_memory=self.on_accelerator if self.pin_memory is None else self.pin_memory,
-            # Without this generator, the loader would draw the workers' seeds from torch's global generator.
+            # Without this generator, the loader would draw the workers' seeds from torch's global generator, and so
+            # change the random numbers of the training.
             generator=torch.Generator(),
             **options,
         )
@@ -337,7 +342,9 @@ def schedules_accumulation(trainer: Trainer) -> bool:
 
 
 def share(global_batch_size: int, processes: int, accumulated: int) -> int:
-    """Return the number of samples in a batch of one process. If the processes' numbers differ, return the largest.
+    """Return the number of samples in a batch of one process.
+
+    If the processes have batches of different sizes, return the largest size.
 
     Args:
         global_batch_size: Number of samples in an optimizer step over all processes.
@@ -360,9 +367,10 @@ def share(global_batch_size: int, processes: int, accumulated: int) -> int:
 
 
 def check_weights(sampler: ShuffledBatches, trainer: Trainer | None) -> None:
-    """Refuse batches of unequal sizes if the strategy gives the mean gradients of all ranks equal weights.
+    """Raise a ConfigurationError if samples in small batches would have a larger weight than other samples.
 
-    With the callback ``SampleWeights`` such batches are not refused.
+    This is the case if the batches have unequal sizes, and the strategy gives the mean gradients of all ranks equal
+    weights. The callback ``SampleWeights`` corrects the weights, so with this callback no error is raised.
     """
     unequal = {count for batch in sampler.step_of(0) for count in sampler.counts(batch)}
     if trainer is None or len(unequal) == 1 or facts_of(trainer.strategy).gradient_weighting != "equal":

@@ -9,7 +9,7 @@ from cnnstrategies.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Resizing, cropping and normalisation of images. The defaults are usual for networks pretrained on ImageNet.
+    """Resizing, cropping and normalisation of images. The defaults are those of most networks pretrained on ImageNet.
 
     Attributes:
         image_size: Height and width of the images that the network receives, in pixels.
@@ -35,8 +35,8 @@ class Preprocessing:
 
         Args:
             image_size: The user's image size. If it is None, the result is this object's ``image_size``.
-            resize: The user's shorter side. If it is None, the result has the same ratio to the image size as in this
-                object.
+            resize: The user's shorter side. If it is None, the result is the image size multiplied by this object's
+                ratio ``resize / image_size``, rounded up.
 
         Raises:
             ConfigurationError: The shorter side is smaller than the image size, or a size is not positive.

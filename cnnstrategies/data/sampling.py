@@ -24,20 +24,21 @@ class BatchRequest(NamedTuple):
 
 
 class DealtBatches(DistributedSampler[Any]):
-    """Base class of samplers of training batches that divide each global batch among the ranks by shares.
+    """Base class of samplers that divide each global batch of training samples in proportion to the ranks' shares.
 
     All ranks use the same order of the samples in an epoch. Each optimizer step takes the next ``samples`` samples of
-    this order, like a run with one process. With gradient accumulation the samples of a step are divided into
-    ``accumulated`` global batches, whose sizes differ by at most one. Every rank gets its share of each global batch,
-    and all ranks have the same number of batches. If the last global batch has too few samples for a rank, this rank
-    repeats a sample of another rank, and :meth:`weight` gives the repeated sample the weight 0.
+    this order, so a step has the same samples as in a run with one process. With gradient accumulation the samples of a
+    step are divided into ``accumulated`` global batches, whose sizes differ by at most one. Every rank gets its share
+    of each global batch, and all ranks have the same number of batches. If the last global batch has too few samples
+    for all ranks, a rank without a sample repeats a sample of another rank. :meth:`weight` gives the repeated sample
+    the weight 0.
 
     The class derives from ``DistributedSampler``, so that Lightning does not replace the sampler and calls
     :meth:`set_epoch`.
 
     Attributes:
-        drawn: Number of batches that were drawn in this epoch. Batches are drawn ahead of training if they are
-            prefetched.
+        drawn: Number of batches that were drawn in this epoch. It includes prefetched batches that were not yet used
+            for training.
         skip: Number of batches to skip at the beginning of an epoch.
 
     Args:
@@ -166,29 +167,24 @@ class ShuffledBatches(DealtBatches):
 
 
 def dealt(trainer: Any) -> DealtBatches | None:
-    """Return the sampler that divides a trainer's training batches by shares.
-
-    The result is None if the training loader has a different sampler.
-    """
+    """Return the sampler of a trainer's training loader. Return None if the sampler is not a :class:`DealtBatches`."""
     return batches_of(trainer.train_dataloader)
 
 
 def batches_of(loader: Any) -> DealtBatches | None:
-    """Return the sampler that divides a loader's batches by shares.
-
-    The result is None if the loader has a different sampler.
-    """
+    """Return the sampler of a loader. Return None if the sampler is not a :class:`DealtBatches`."""
     samplers = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
     return next((sampler for sampler in samplers if isinstance(sampler, DealtBatches)), None)
 
 
 class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
-    """Sampler of evaluation batches: each sample is evaluated exactly once, and all ranks have equally many batches.
+    """Sampler of evaluation batches. Each sample is evaluated exactly once, by one of the ranks.
 
-    Lightning's own sampler repeats samples until all ranks have equally many samples, and metrics then count the
-    repeated samples twice. With this sampler the sizes of batches may differ: by at most one sample, or in proportion
-    to the ranks' shares. All ranks need the same number of batches, because DDP broadcasts buffers in each forward
-    pass. Each rank evaluates a contiguous range of the dataset, in order.
+    Lightning's own sampler repeats samples until all ranks have the same number of samples, and metrics then count the
+    repeated samples twice. With this sampler no sample is repeated, so the ranks' batches may have different sizes: the
+    sizes differ by at most one sample, or are proportional to the ranks' shares. All ranks have the same number of
+    batches, because DDP broadcasts buffers in each forward pass. Each rank evaluates a contiguous range of the dataset,
+    in order.
 
     The class derives from ``DistributedSampler``, so that Lightning does not replace the sampler, and from
     ``SequentialSampler``, so that Lightning also does not replace the sampler when ``overfit_batches`` is set.
@@ -245,16 +241,17 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
 def items_of(sampler: Any, epoch: int) -> list[Any]:
     """Return all items that a sampler yields on all ranks in an epoch, without repeated samples.
 
-    An item is whatever the sampler yields, for example the indices of a batch. The items of the ranks alternate. Every
-    worker of a parameter server calls this function and must get the same items. The function therefore seeds the
-    random generators, and restores their states at the end.
+    An item is an object that the sampler yields, for example the indices of a batch. The result begins with the first
+    item of each rank, followed by the second item of each rank, and so on. All workers of a parameter server call this
+    function and must get the same items, so the function seeds the random generators. At the end it restores the
+    generators' states.
     """
     inner = getattr(sampler, "sampler", sampler)
     inner.set_epoch(epoch)
     settings = {name: vars(inner)[name] for name in ("rank", "num_replicas", "num_samples", "total_size")}
     deals, shares = isinstance(inner, DealtBatches), []
     if not deals:
-        # Configured for a single rank, the sampler yields all samples once.
+        # Configure the sampler for a single rank, because it then yields all samples once.
         inner.num_replicas, inner.num_samples = 1, samples_in(inner)
         inner.total_size = inner.num_samples
     with isolate_rng(include_cuda=False):
@@ -275,6 +272,7 @@ def samples_in(sampler: DistributedSampler[Any]) -> int:
 
 def seed_all(seed: int) -> None:
     """Seed the random generators of torch (only on the CPU), NumPy and Python."""
-    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would also seed the accelerators' generators.
+    # `torch.manual_seed` would also change the accelerators' generators.
+    torch.default_generator.manual_seed(seed)
     np.random.seed(seed % (1 << 32))
     random.seed(seed)

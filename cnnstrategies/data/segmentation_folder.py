@@ -23,7 +23,7 @@ from cnnstrategies.errors import ConfigurationError
 
 Pair = tuple[Path, Path | None]
 FILL = [round(255 * value) for value in IMAGENET.mean]  # Colour of the padding; the normalisation turns it into 0.
-LEAST_AREA = 0.25  # Smallest fraction of an image's area that a random crop shows.
+LEAST_AREA = 0.25  # Smallest area of a random crop, as a fraction of the image's area.
 
 
 class SegmentationFolderDataModule(ImageDataModule):
@@ -52,7 +52,7 @@ class SegmentationFolderDataModule(ImageDataModule):
             flip.
         transforms: Additional transforms of training images, applied after the crop to one uint8 (C, H, W) image at a
             time. They are not applied to masks, so they must not move pixels.
-        num_workers: Number of worker processes that load batches for each process. With 0 the process itself loads.
+        num_workers: Number of worker processes that load batches for each rank; with 0 the rank loads them itself.
         **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
@@ -82,7 +82,9 @@ class SegmentationFolderDataModule(ImageDataModule):
         self.folders = part_folders(self.root)
         images = self.folders.get("train", self.root / "train") / "images"
         if not images.is_dir():
-            raise ConfigurationError(f"no directory {images.resolve()}: set data.init_args.root")
+            raise ConfigurationError(
+                f"no directory {images.resolve()}: set data.init_args.root to the data set's directory"
+            )
         self.num_classes = num_classes
         if class_names is not None and len(class_names) != num_classes:
             raise ConfigurationError(
@@ -148,7 +150,8 @@ class MaskedSource:
 
     Args:
         root: Directory of the images, to which their names are relative.
-        pairs: For each sample: path of the image, and path of the mask, or None if the image has no mask.
+        pairs: A pair for each sample: the path of the image, and the path of the mask. The second path is None if the
+            image has no mask.
         size: Height and width of the results, in pixels.
         num_classes: Number of classes.
         ignore_index: Value of a mask's pixels in the padding.

@@ -33,9 +33,9 @@ class ShardedImageDataModule(ImageDataModule):
     Args:
         root: Folder of the shards and their index.
         image_size: Height and width of the images that the network receives; by default 224. If the network has
-            pretrained weights, the command line takes ``image_size`` and ``resize`` (unless they are set), the
-            interpolation, the mean and the standard deviation from the preprocessing that the weights expect. In
-            Python, call ``prepare_as`` for this.
+            pretrained weights, the command line uses the preprocessing that the weights expect: ``image_size``,
+            ``resize``, interpolation, mean and standard deviation. Your own ``image_size`` and ``resize`` have
+            priority. In Python, call ``prepare_as`` to use this preprocessing.
         resize: Shorter side of an image before the centre crop, in pixels; by default 8/7 of ``image_size``, which is
             256 for 224.
         decoder: Decoder of JPEG files: ``pillow``, ``simplejpeg``, or ``auto``, which is simplejpeg if it is installed
@@ -44,7 +44,7 @@ class ShardedImageDataModule(ImageDataModule):
         augment: Whether training images get a random crop and a random horizontal flip.
         transforms: Additional transforms of training images, applied after the crop to one uint8 (C, H, W) image at a
             time.
-        num_workers: Number of worker processes that load batches for each process. With 0 the process itself loads.
+        num_workers: Number of worker processes that load batches for each rank; with 0 the rank loads them itself.
         prefetch: Number of batches that each worker process prefetches. Up to ``num_workers * (prefetch + 1)`` batches
             are in memory for each process.
         **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`.
@@ -125,7 +125,8 @@ class ShardedImageDataModule(ImageDataModule):
 
     @override
     def _loader(self, dataset: BatchDataset, sampler: ShuffledBatches | OrderedBatches) -> BatchLoader:
-        # The loader leaves the images uint8 only on an accelerator, where `transfer_batch_to_device` normalises them.
+        # For an accelerator the loader returns uint8 images, and `transfer_batch_to_device` normalises the images. On
+        # the CPU the loader normalises them.
         if self.on_accelerator:
             training = dataset.transform is self.train_transform
             dataset.transform = self.bytes_transform if training else nn.Identity()
@@ -135,9 +136,9 @@ class ShardedImageDataModule(ImageDataModule):
 class ChannelsFirst(nn.Module):
     """Transform that converts images to the contiguous memory format (channels first).
 
-    The conversion of uint8 images is cheaper than that of float32 images.
+    Use this transform before the normalisation, because uint8 images are faster to convert than float32 images.
     """
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map (N, C, H, W) to (N, C, H, W)."""
+        """Return the same images, (N, C, H, W), in contiguous memory."""
         return images.contiguous()

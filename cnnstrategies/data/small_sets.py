@@ -80,7 +80,7 @@ class TorchvisionDataModule(ImageDataModule):
         augment: Whether training images are shifted at random by a few pixels and, except for digits, flipped
             horizontally at random.
         transforms: Additional transforms of training images, applied last, to one uint8 (C, H, W) image at a time.
-        num_workers: Number of worker processes that load batches for each process. With 0 the process itself loads.
+        num_workers: Number of worker processes that load batches for each rank; with 0 the rank loads them itself.
         **options: Arguments of :class:`~cnnstrategies.data.ImageDataModule`; ``batch_size`` is 128 by default.
     """
 
@@ -131,8 +131,8 @@ class TorchvisionDataModule(ImageDataModule):
             why = " ".join(str(error).split())
             reason = f"the download failed ({why})" if download else "it does not exist, and download is false"
             raise ConfigurationError(
-                f"no {name} in {self.root.resolve()}: {reason}; copy the folder that torchvision.datasets.{name} "
-                "creates from a machine with internet access, set data.init_args.root to an existing copy, or use "
+                f"no {name} in {self.root.resolve()}: {reason}; create the folder with torchvision.datasets.{name} on "
+                "a machine with internet access and copy it, or set data.init_args.root to an existing copy, or use "
                 "DigitsDataModule, which needs no download"
             ) from error
 

@@ -1,11 +1,9 @@
 """Export of a trained network to a file that can be used without Lightning and without this package."""
 
-import contextlib
 import importlib.util
 import itertools
 import json
 import logging
-import shutil
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,21 +22,21 @@ from cnnstrategies.deploy.inference import network_of
 from cnnstrategies.deploy.quantize import Network, exported_program, for_any_batch, save_program
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.logits import giving_logits, main_logits, name_of
-from cnnstrategies.runtime.whole_file import writing
+from cnnstrategies.runtime.whole_file import whole_folder
 
 Format = Literal["torch_export", "onnx"]
 FILES = {"torch_export": "model.pt2", "onnx": "model.onnx"}
 NEEDS = {"torch_export": (), "onnx": ("onnx", "onnxscript", "onnxruntime")}
 DESCRIPTION = "export.json"
 BATCHES = 4  # Number of validation batches on which the exported network is compared with the original network.
-# Largest difference between logits, relative to the largest logit. Small differences are normal, because a different
-# compiler may add floating-point numbers in a different order.
+# Largest allowed difference between logits, relative to the largest logit. Small differences are normal, because a
+# different compiler may add floating-point numbers in a different order.
 TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of a comparison between the logits of an exported network and those of the original network.
+    """Result of comparing the logits of an exported network with the logits of the original network.
 
     Attributes:
         file: Path of the exported network.
@@ -47,7 +45,7 @@ class Comparison:
         largest: Largest absolute value of a logit of the original network.
         agreement: Fraction of the images, or of the pixels, for which both networks predict the same class; None if the
             network does not predict classes.
-        of: Text that says what ``agreement`` counts: " of the pixels" for segmentation, otherwise empty.
+        of: Text that follows ``agreement`` in messages: " of the pixels" for segmentation, otherwise empty.
     """
 
     file: Path
@@ -84,8 +82,8 @@ def export(
         kind: Format of the exported network.
 
     Raises:
-        ConfigurationError: A package is not installed, the folder exists, the network cannot be exported, or the
-            exported network has different logits.
+        ConfigurationError: A package is not installed, the folder exists, the network cannot be exported, or the logits
+            of the exported network differ too much from those of the original network.
     """
     network = network_of(model, "export")
     if missing := [name for name in NEEDS[kind] if importlib.util.find_spec(name) is None]:
@@ -99,12 +97,7 @@ def export(
     datamodule.setup("validate")
     batches = [images for images, _ in itertools.islice(datamodule.val_dataloader(), BATCHES)]
     source = giving_logits(network, batches[0])
-    scratch = output.with_name(f"{output.name}.unfinished")
-    shutil.rmtree(scratch, ignore_errors=True)  # A killed export may have left this folder.
-    scratch.mkdir(parents=True)
-    with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-        stack.enter_context(writing(output, "free some space, or set another path with --output"))
+    with whole_folder(output, "free some space, or set another path with --output") as scratch:
         exported = {"torch_export": to_torch_export, "onnx": to_onnx}[kind](
             source, for_any_batch(batches[0]), scratch / FILES[kind]
         )
@@ -118,7 +111,6 @@ def export(
             comparison = replace(comparison, agreement=None)
         description = {"format": kind, "file": FILES[kind], **describe(datamodule, batches[0])}
         (scratch / DESCRIPTION).write_text(json.dumps(description, indent=2, ensure_ascii=False), encoding="utf-8")
-        scratch.rename(output)
     return comparison
 
 
@@ -127,7 +119,7 @@ def describe(datamodule: LightningDataModule, images: Tensor) -> dict[str, Any]:
 
     Args:
         datamodule: The data module with which the network was trained.
-        images: A validation batch (N, C, H, W), which has the image shape.
+        images: A validation batch (N, C, H, W), from which the image shape (C, H, W) is taken.
     """
     height, width = images.shape[2:]
     geometry: dict[str, Any] = {

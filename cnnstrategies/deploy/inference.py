@@ -34,10 +34,11 @@ def network_of(module: LightningModule, purpose: str) -> nn.Module:
 
 
 class PredictsImages:
-    """Default ``predict_step`` for a module that does not define one.
+    """Default ``predict_step`` for a module that does not define this method.
 
     Call the object with a batch ``(images, indices)``. It returns the samples' indices and the probabilities of the
-    classes. The module's ``forward`` must return logits (N, classes), or probabilities, which are returned unchanged.
+    classes. The module's ``forward`` must return logits (N, classes) or probabilities (N, classes). Probabilities are
+    returned unchanged.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -56,7 +57,8 @@ class PredictsImages:
             )
         return {"index": indices, "probabilities": _as_probabilities(logits.float())}
 
-    # Lightning reads the names of a step's parameters from the attribute `__code__`, which only functions have.
+    # Lightning reads the names of `predict_step`'s parameters from the attribute `__code__` of a function. An object of
+    # this class is not a function, so the class copies the attribute from its method.
     __code__ = __call__.__code__
 
 
@@ -68,7 +70,7 @@ def _as_probabilities(logits: Tensor) -> Tensor:
 
 
 def give_predict_step(module: LightningModule) -> None:
-    """Add a default ``predict_step`` to a module that does not define one."""
+    """Add a default ``predict_step`` to a module that does not define this method."""
     if not is_overridden("predict_step", module, LightningModule):
         network_of(module, "predict")
         module.predict_step = PredictsImages(module)  # type: ignore[method-assign]  # for this object

@@ -69,12 +69,13 @@ def quantize(
 
     Weights and activations are quantised by torchao's PT2E flow: observers are inserted into the exported graph,
     training batches calibrate the range of each activation, and the graph is converted to int8. The file is written by
-    ``torch.export.save`` and contains the int8 weights, but not the original weights. Load it with
+    ``torch.export.save`` and contains the int8 weights, but not the original weights. Load the file with
     :func:`load_quantized`. The module is moved to the CPU and set to eval mode.
 
     Args:
         model: The module whose network is quantised.
-        datamodule: The data module. Its training data is used for calibration, its validation data for the figures.
+        datamodule: The data module. Its training data is used for calibration, and its validation data for measuring
+            the quality.
         output: Path of the file to write.
         calibration_batches: Number of training batches for calibration.
 
@@ -112,24 +113,25 @@ def save_program(program: "torch.export.ExportedProgram", path: Path) -> None:
 def int8_graph(
     network: nn.Module, datamodule: LightningDataModule, calibration_batches: int
 ) -> tuple["torch.export.ExportedProgram", "GraphModule", Tensor]:
-    """Return the exported graph of a network, the int8 graph, and the batch of images that was used for the export.
+    """Quantise a network. Return its exported graph, its int8 graph, and the batch of images used for the export.
 
     Raises:
         ConfigurationError: There are no calibration batches, torchao is not installed, or torch cannot export the
             network.
     """
     if calibration_batches < 1:
-        raise ConfigurationError(f"calibration_batches={calibration_batches}: at least 1 is needed; 16 is usual")
+        raise ConfigurationError(f"calibration_batches={calibration_batches}: use at least 1, for example 16")
     pt2e, quantizer_module = _torchao()
     calibration = [images for images, _ in itertools.islice(datamodule.train_dataloader(), calibration_batches)]
     example = for_any_batch(calibration[0])
     with torch.no_grad():
-        # With strict=False, the quantizer would treat two calls of the same module, such as ResNet's ReLU, as one call.
+        # With strict=False, the quantizer would treat several calls of one module as one call. For example, ResNet
+        # calls the same ReLU several times.
         exported = exported_program(network, example, strict=True)
         quantizer = quantizer_module.X86InductorQuantizer()
         quantizer.set_global(quantizer_module.get_default_x86_inductor_quantization_config())
         graph = exported.module()
-        # Remove auxiliary logits, which are not used: the quantizer fails if the output of a convolution is not used.
+        # Remove the layers of auxiliary logits, because the quantizer fails if the output of a convolution is unused.
         graph.graph.eliminate_dead_code()
         graph.recompile()
         prepared = pt2e.prepare_pt2e(graph, quantizer)
@@ -148,7 +150,7 @@ def load_quantized(path: str | Path, batch_size: int | None = None) -> nn.Module
 
     Args:
         path: Path of the ``.pt2`` file.
-        batch_size: Fixed batch size of the int8 kernels; by default the batch size of the calibration. Smaller batches
+        batch_size: Fixed batch size of the int8 kernels; None for the batch size of the calibration. Smaller batches
             are padded, and larger batches are split. This argument is ignored on CPUs other than x86.
 
     Returns:
@@ -159,7 +161,7 @@ def load_quantized(path: str | Path, batch_size: int | None = None) -> nn.Module
     """
     _torchao()  # This import registers the operators that the file contains.
     if batch_size is not None and batch_size < 1:
-        raise ConfigurationError(f"batch_size={batch_size}: at least 1 image is needed")
+        raise ConfigurationError(f"batch_size={batch_size}: use at least 1")
     program = torch.export.load(path)
     assert program.example_inputs is not None
     example: Tensor = program.example_inputs[0][0]
@@ -193,7 +195,7 @@ class QuantizedNetwork(nn.Module):
         self.graph = graph
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map (N, C, H, W) to logits (N, num_classes), without gradients."""
+        """Map images (N, C, H, W) to logits (N, num_classes), without gradients."""
         with torch.no_grad():
             if not self.lowered:
                 return main_logits(self.graph(images))
@@ -216,7 +218,7 @@ def accuracy(network: Network, batches: Iterable[tuple[Tensor, Tensor]]) -> floa
 
 
 def quality(network: Network, batches: Iterable[tuple[Tensor, Tensor]], model: NetworkModule) -> float:
-    """Return the value, over all batches, of the metric that is named by the model's attribute ``quality``."""
+    """Return the model's own metric over all batches. The model's attribute ``quality`` names this metric."""
     metric = copy.deepcopy(getattr(model.val_metrics, model.quality)).cpu()
     metric.reset()
     with torch.no_grad():
@@ -228,8 +230,8 @@ def quality(network: Network, batches: Iterable[tuple[Tensor, Tensor]], model: N
 def milliseconds(networks: Sequence[Network], images: Tensor, repeats: int = 20) -> list[float]:
     """Return the median time of ``network(images)`` for each network, in milliseconds.
 
-    Three calls for warming up are not counted. The networks are called in turn, so that other load on the machine
-    affects all of them in the same way.
+    Three warm-up calls are not counted. The networks are called in turn, so that other load on the machine affects all
+    networks equally.
 
     Args:
         networks: The networks to compare.
@@ -247,7 +249,7 @@ def milliseconds(networks: Sequence[Network], images: Tensor, repeats: int = 20)
 
 
 def for_any_batch(images: Tensor) -> Tensor:
-    """Return a batch of at least two images, by repeating a single image.
+    """Return the images, or two copies of the image if there is only one.
 
     From an example of one image, torch.export would conclude that the batch size is always 1.
     """

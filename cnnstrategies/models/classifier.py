@@ -22,14 +22,15 @@ class ImageClassifier(NetworkModule):
     A step calls ``self.network(images)`` once. :meth:`loss` is the mean loss over a batch. A batch is
     ``(images, targets)`` with images (N, C, H, W) and targets (N,), or ``(images, indices)`` for predict.
 
-    The module logs ``train_loss``, ``train_acc``, ``val_loss``, ``val_acc``, with more than five classes also
-    ``val_acc_top5``, and the ``val_...`` metrics as ``test_...`` when it is tested. These metrics cover the samples of
-    all ranks, and count each sample once. ``train_loss_step`` is the loss of rank 0's last batch.
+    The module logs ``train_loss``, ``train_acc``, ``val_loss`` and ``val_acc``. With more than five classes it also
+    logs ``val_acc_top5``. A test logs the metrics of a validation, with ``test_`` in place of ``val_``. These metrics
+    cover the samples of all ranks, and count each sample once. ``train_loss_step`` is the loss of rank 0's last batch.
 
     Args:
-        network: Any module that maps images to logits (N, num_classes): a torchvision builder,
-            ``timm.create_model``, a class or function of your own, or one of :mod:`cnnstrategies.networks`.
-            The network may also return auxiliary logits, as GoogLeNet and Inception do in training.
+        network: Any module that maps images to logits (N, num_classes). A configuration can build it with a function of
+            torchvision, with ``timm.create_model``, with a class or function of your own, or with one of
+            :mod:`cnnstrategies.networks`. The network may also return auxiliary logits, as GoogLeNet and Inception do
+            in training.
         num_classes: Number of the network's outputs for an image: classes, labels or numbers, depending on ``task``.
         optimizer: Function that builds the optimizer from the parameters. The default is AdamW with its own defaults.
         lr_scheduler: Function that builds the learning-rate scheduler from the optimizer. By default there is none.
@@ -57,7 +58,8 @@ class ImageClassifier(NetworkModule):
             network is not compiled when this argument is left out.
 
     Raises:
-        ConfigurationError: A number is out of its range, or the data or the network have a different number of classes.
+        ConfigurationError: A number is out of its range, or the data or the network do not have ``num_classes``
+            classes.
     """
 
     def __init__(
@@ -90,20 +92,20 @@ class ImageClassifier(NetworkModule):
         if task == "regression" and class_weights is not None:
             raise ConfigurationError("class_weights cannot be used with task=regression: leave class_weights out")
         if not 0 <= label_smoothing < 1:
-            raise ConfigurationError(f"label_smoothing={label_smoothing} is outside [0, 1); 0.1 is usual")
+            raise ConfigurationError(f"label_smoothing={label_smoothing} is outside [0, 1); give a number such as 0.1")
         for name, value in (
             ("mixup_alpha", mixup_alpha),
             ("cutmix_alpha", cutmix_alpha),
             ("aux_weight", aux_weight),
         ):
             if value < 0:
-                raise ConfigurationError(f"{name}={value} is negative; use 0 to turn it off")
+                raise ConfigurationError(f"{name}={value} is negative; use 0 or a larger number")
         if class_weights is not None and (len(class_weights) != num_classes or min(class_weights) < 0):
             raise ConfigurationError(
                 f"class_weights={class_weights}: give {num_classes} numbers that are at least 0, one for each class"
             )
-        # A checkpoint with these objects could not be loaded with weights_only=True, so they are not saved as
-        # hyperparameters. The command line saves their configuration instead.
+        # The network and the two functions are not saved as hyperparameters, because a checkpoint with such objects
+        # cannot be loaded with weights_only=True. In a run of the command line, their configuration is saved instead.
         self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
         self.task = task
         self.learning_task = TASKS[task]
@@ -168,7 +170,7 @@ class ImageClassifier(NetworkModule):
     def loss_weight(self, targets: Tensor) -> int:
         """Return the number of samples, which is the weight of a batch's :meth:`loss` in a mean over several batches.
 
-        If a subclass overrides :meth:`loss` and its loss is not a mean over samples, it must also override this method.
+        A subclass in which :meth:`loss` is not a mean over samples must also override this method.
         """
         return len(targets)
 
@@ -194,9 +196,9 @@ class ImageClassifier(NetworkModule):
     def log_step(self, stage: Literal["train", "val", "test"], outputs: Any, targets: Tensor, loss: Tensor) -> None:
         """Add a batch to the metrics of training, validation or test, and log them."""
         logits = main_logits(outputs)
-        check_logits(logits, len(targets), self.num_classes)  # A subclass's `loss` may not check the shape.
+        check_logits(logits, len(targets), self.num_classes)  # A subclass may override `loss` without such a check.
         super().log_step(stage, logits, targets, loss)
 
     def compared(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs and targets in the form that the task's metrics expect."""
+        """Return logits and targets as the task's metrics expect them, for example probabilities for ``multilabel``."""
         return self.learning_task.compared(logits, targets)

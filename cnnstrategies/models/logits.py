@@ -29,10 +29,13 @@ class MainLogits(nn.Module):
 
 
 def giving_logits(network: nn.Module, images: Tensor) -> nn.Module:
-    """Wrap a network that returns a dict, so that it returns only its main logits. A dict cannot be exported.
+    """Return a network that can be exported. An exported network cannot return a dict.
+
+    If the network returns a dict, the result is a wrapper that returns only the main logits. Otherwise the result is
+    the network itself.
 
     Args:
-        network: The network. It is not wrapped if its outputs are not a dict.
+        network: The network.
         images: Images for which the network is called once to see what it returns.
     """
     with torch.no_grad():
@@ -40,7 +43,7 @@ def giving_logits(network: nn.Module, images: Tensor) -> nn.Module:
 
 
 def name_of(network: nn.Module) -> str:
-    """Return the name of a network's class, also if the network is wrapped in :class:`MainLogits`."""
+    """Return the name of a network's class, even if the network is wrapped in :class:`MainLogits`."""
     return type(network.network if isinstance(network, MainLogits) else network).__name__
 
 

@@ -3,13 +3,16 @@
 import difflib
 from collections.abc import Iterable
 
-# Usual names of validation metrics, the most important first.
+# Names of the validation metrics of this package's modules, the most important first.
 USUAL = ("val_acc", "val_miou", "val_map", "val_mae", "val_loss")
 MOST = 8  # Largest number of metrics in a summary.
 
 
 def is_of_epochs(name: str) -> bool:
-    """Whether a logged value is a metric of an epoch. Metrics of a step, learning rates and speeds are not."""
+    """Whether a logged value is a metric that is computed over a whole epoch.
+
+    The result is False for a value of a single step, for a learning rate and for the training speed.
+    """
     return not name.endswith("_step") and not name.startswith("lr-") and name != "samples_per_s"
 
 
@@ -21,8 +24,8 @@ def less_is_better(name: str) -> bool:
 def worth_showing(names: Iterable[str]) -> list[str]:
     """Return the names of the metrics that a summary shows.
 
-    The result has up to ``MOST`` validation metrics. Metrics with usual names come first. If no validation metric was
-    logged, the result has all metrics of an epoch.
+    The result has up to ``MOST`` validation metrics, and the metrics in ``USUAL`` come first. If no validation metric
+    was logged, the result has all metrics that are computed over a whole epoch.
     """
     epochs = [name for name in names if is_of_epochs(name)]
     usual = [name for name in USUAL if name in epochs]

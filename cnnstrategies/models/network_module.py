@@ -65,11 +65,11 @@ class NetworkModule(LightningModule):
     ) -> None:
         super().__init__()
         if num_classes < least:
-            raise ConfigurationError(f"num_classes={num_classes}: at least {least} is needed")
+            raise ConfigurationError(f"num_classes={num_classes}: use at least {least}")
         self.network = network.to(memory_format=torch.channels_last) if channels_last else network
         self.num_classes = num_classes
-        # AdamW is not the default value in the signature: if a user chose a different optimizer, jsonargparse would
-        # pass AdamW's weight decay on to it.
+        # AdamW is not the default value in the signature, because jsonargparse would pass AdamW's weight decay to any
+        # other optimizer that a user chooses.
         self.optimizer_factory = torch.optim.AdamW if optimizer is None else optimizer
         self.lr_scheduler_factory = lr_scheduler
         self.lr_interval = lr_interval
@@ -90,8 +90,8 @@ class NetworkModule(LightningModule):
         classes = getattr(datamodule, "num_classes", self.num_classes)
         if classes != self.num_classes:
             raise ConfigurationError(
-                f"the model has num_classes={self.num_classes}, but {type(datamodule).__name__} has {classes}: "
-                f"set model.init_args.num_classes={classes}"
+                f"the model has num_classes={self.num_classes}, but {type(datamodule).__name__} has "
+                f"num_classes={classes}: set model.init_args.num_classes={classes}"
             )
         prepared, trained = getattr(datamodule, "preprocessing", None), trained_with(self.network)
         if (
@@ -109,7 +109,7 @@ class NetworkModule(LightningModule):
         """Check that the data fit the model, reset the metrics and compile the network.
 
         The metrics are reset for two reasons. After ``validate`` their tensors are inference tensors, which cannot be
-        updated outside inference mode. And spawned ranks would share the tensors in shared memory.
+        updated outside inference mode. Without a reset, spawned ranks would also share these tensors in shared memory.
         """
         self.check_data(getattr(self.trainer, "datamodule", None))
         for module in self.modules():
@@ -119,10 +119,10 @@ class NetworkModule(LightningModule):
             compile_parts(self.trainer, [self.network], self.compile_backend)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Seed torch's generators for this training step (dropout, mixup) from the run's seed, the step and the rank.
+        """Seed torch's random number generators for a training step from the run's seed, the step and the rank.
 
-        A resumed run therefore draws the same random numbers as an uninterrupted run, although checkpoints do not
-        contain the states of the generators.
+        Dropout and mixup use these generators. A resumed run therefore draws the same random numbers as an
+        uninterrupted run, although checkpoints do not contain the states of the generators.
         """
         seed = os.environ.get("PL_GLOBAL_SEED")
         if self.trainer.training and seed is not None:
@@ -149,8 +149,8 @@ class NetworkModule(LightningModule):
     def log_step(self, stage: Literal["train", "val", "test"], outputs: Any, targets: Tensor, loss: Tensor) -> None:
         """Add a batch to the metrics of training, validation or test, and log them.
 
-        A call of Lightning's ``log`` takes longer than the update of a metric. It is enough to log a training metric
-        with the epoch's first batch, because Lightning computes it only at the end of the epoch.
+        Training metrics are passed to Lightning's ``log`` only with the epoch's first batch. This saves time in the
+        other steps, and is enough, because Lightning computes these metrics only at the end of the epoch.
 
         Args:
             stage: Prefix of the metrics' names.

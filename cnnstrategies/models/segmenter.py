@@ -24,8 +24,8 @@ class ImageSegmenter(NetworkModule):
     how the images are divided among the devices.
 
     The module logs ``train_loss``, ``val_loss``, ``val_miou`` (mean intersection over union of the classes) and
-    ``val_pixel_acc``, and the ``val_...`` metrics as ``test_...`` when it is tested. These metrics cover the samples of
-    all ranks, and count each sample once.
+    ``val_pixel_acc``. A test logs the metrics of a validation, with ``test_`` in place of ``val_``. These metrics cover
+    the samples of all ranks, and count each sample once.
 
     Args:
         network: Any module that maps images to logits (N, num_classes, H, W), or to a dict with these logits in ``out``
@@ -44,7 +44,8 @@ class ImageSegmenter(NetworkModule):
             network is not compiled when this argument is left out.
 
     Raises:
-        ConfigurationError: A number is out of its range, or the data or the network have a different number of classes.
+        ConfigurationError: A number is out of its range, or the data or the network do not have ``num_classes``
+            classes.
     """
 
     def __init__(
@@ -65,9 +66,9 @@ class ImageSegmenter(NetworkModule):
             *(channels_last, compile_backend),
         )
         if aux_weight < 0:
-            raise ConfigurationError(f"aux_weight={aux_weight} is negative; use 0 to turn it off")
-        # A checkpoint with these objects could not be loaded with weights_only=True, so they are not saved as
-        # hyperparameters. The command line saves their configuration instead.
+            raise ConfigurationError(f"aux_weight={aux_weight} is negative; use 0 or a larger number")
+        # The network and the two functions are not saved as hyperparameters, because a checkpoint with such objects
+        # cannot be loaded with weights_only=True. In a run of the command line, their configuration is saved instead.
         self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
         self.ignore_index = ignore_index
         self.aux_weight = aux_weight
@@ -78,7 +79,7 @@ class ImageSegmenter(NetworkModule):
     quality = "miou"
 
     def check_data(self, datamodule: LightningDataModule | None) -> None:
-        """Refuse a data module without masks, or with a different number of classes or ``ignore_index``."""
+        """Refuse the data module if it has no masks, or if its classes or ``ignore_index`` differ from the model's."""
         super().check_data(datamodule)
         if not isinstance(datamodule, ImageDataModule) or datamodule.ignore_index == self.ignore_index:
             return

@@ -61,8 +61,8 @@ class LearningTask:
     def metrics(self, outputs: int, training: bool) -> dict[str, Metric]:
         """Return new metrics. The keys are the metrics' names.
 
-        For ``classes`` these are the accuracy and, with more than five classes and not for training, the top-5
-        accuracy.
+        For ``classes`` the metric is the accuracy. Validation and test also have the top-5 accuracy if there are more
+        than five classes.
 
         Args:
             outputs: Number of the network's outputs.
@@ -93,7 +93,7 @@ class Multilabel(LearningTask):
 
     @override
     def compared(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # The metrics get probabilities, because they would take logits for probabilities if all were in [0, 1].
+        # The metrics get probabilities. If all logits were in [0, 1], the metrics would take them for probabilities.
         return outputs.sigmoid(), targets.long()
 
     @override

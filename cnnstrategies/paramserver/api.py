@@ -41,7 +41,7 @@ class Worker:
 
     Args:
         specification: The run's specification, the same in all processes.
-        parameters: The parameters in the specification's order; pulled values are written into them in place.
+        parameters: The parameters in the specification's order. Pulled values are written into these tensors.
         views: Source of the membership's views.
         id: This worker's id in the views.
         incarnation: This worker's incarnation in the views.
@@ -49,10 +49,11 @@ class Worker:
         on_arrival: Called when a parameter's new value arrives, with the parameter's index and the value in CPU memory.
 
     Attributes:
-        leader: None, because each worker of this class pushes for itself. In a
-            :class:`~cnnstrategies.paramserver.combiner.worker.CombinedWorker` it is the rank of the node's leader.
+        leader: None, because each worker of this class pushes its own gradients. The class
+            :class:`~cnnstrategies.paramserver.combiner.worker.CombinedWorker` has the rank of the node's leader here.
         role: State machine of the worker's protocol.
-        chooser: Chooser of the compressions under ``auto``; None if there is only one choice.
+        chooser: Chooser of the compressions under ``auto``; None without ``auto``, or if there is only one compression
+            to choose from.
 
     Raises:
         ConfigurationError: The shapes or dtypes of the parameters differ from the specification's.
@@ -83,10 +84,9 @@ class Worker:
         self._parameters = parameters
         slices = cut(specification)
         self._on_arrival = on_arrival
-        # Staging is not used in mode local. In this mode, the worker's own steps change the parameters on the GPU while
-        # new values are being pulled, and the changes and the new values are combined on the GPU. Without staging, the
-        # worker waits for two copies of each parameter, but only in one of `sync_every` steps. In that step the worker
-        # waits for the servers anyway.
+        # Staging would overwrite the parameters on the GPU with the pulled values. In mode local this is wrong, because
+        # the worker's own steps change the parameters during the pull. Without staging the worker waits for the copies,
+        # but only in one of `sync_every` steps, and in this step it waits for the servers anyway.
         self._staging = None if specification.mode == "local" else staging_for(parameters)
         self._values = parameters if self._staging is None else self._staging.values
         self.role = WorkerRole(specification, slices, self._values, id, incarnation, self._arrived)
@@ -101,8 +101,8 @@ class Worker:
     def codecs(self) -> Codecs:
         """The current compressions of pushes and pulls.
 
-        The specification names the compressions. Under ``auto``, they are the compressions that were chosen last, and
-        trial steps may use other compressions.
+        Without ``auto``, these are the specification's compressions. Under ``auto``, these are the compressions that
+        :attr:`chooser` has chosen last. Trial steps may use other compressions.
         """
         return self._ladder[self.chooser.chosen if self.chooser else 0]
 
@@ -116,12 +116,24 @@ class Worker:
         """Counters of this worker's traffic, steps and waiting time."""
         return self.role.counters
 
+    @property
+    def last_message(self) -> int:
+        """Sequence number of the last message to the servers. The next message gets the next number.
+
+        Set this number if an earlier connection of this process has sent messages with the same worker id.
+        """
+        return self.role.connections.sequence
+
+    @last_message.setter
+    def last_message(self, sequence: int) -> None:
+        self.role.connections.sequence = sequence
+
     def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
         """Declare the parameters' current values the initial values of the run.
 
         Every worker that takes part from the start of the run calls this method before :meth:`join`. The worker with
-        the lowest id sends its values to the servers. If this worker dies before it has sent all values, the live
-        worker with the lowest id sends its own values.
+        the lowest id sends its values to the servers. If the sender dies before it has sent all values, the live worker
+        with the lowest id sends its own values.
 
         Args:
             optimizer_state: A plain ``Optimizer.state_dict()`` over all parameters; None if the optimizer has no state.
@@ -145,8 +157,8 @@ class Worker:
         have no values yet, this method waits until a worker has sent them the initial values.
 
         Args:
-            has: A step whose gradients this worker already has; None if there is no such step. Pass the step if all
-                workers that began it may have died.
+            has: A step whose gradients this worker already has; None if there is no such step. Pass this step if all
+                workers that began the step may have died.
 
         Returns:
             The step with which this worker begins, which is also in :attr:`step`.
@@ -173,8 +185,8 @@ class Worker:
                 steps.
 
         Raises:
-            ConfigurationError: An argument is not a finite number, or a hyperparameter has a different type from the
-                one at the start of the run. The error message names the argument or the hyperparameter.
+            ConfigurationError: `samples` or a hyperparameter is not a finite number, or a hyperparameter has a
+                different type from its value at the start of the run.
         """
         self.wait_all()
         self._choose()
@@ -194,8 +206,8 @@ class Worker:
                 value.
 
         Raises:
-            ConfigurationError: The gradient is sparse, or its shape or dtype differs from the parameter's, or one of
-                its elements is outside the range of the compression, such as ``fp16``.
+            ConfigurationError: The gradient is sparse; or its shape or dtype differs from the parameter's; or an
+                element of the gradient is outside the range of the compression, for example ``fp16``.
         """
         parameter = self._parameters[index]
         if gradient.layout != torch.strided:
@@ -209,7 +221,7 @@ class Worker:
                 f"{tuple(parameter.shape)}, but its gradient is {gradient.dtype} of shape {tuple(gradient.shape)}: "
                 "push a gradient of the parameter's dtype and shape"
             )
-        # A gradient that is already in CPU memory needs no staging: a node's leader pushes such means.
+        # A gradient in CPU memory, for example the mean that a node's leader pushes, needs no staging.
         if self._staging is None or gradient.device != parameter.device:
             self._push(index, gradient)
         else:
@@ -219,8 +231,8 @@ class Worker:
     def end_step(self) -> None:
         """End the step, and request the new parameters.
 
-        Parameters that were not pushed have no gradient in this step. The parameters are requested in the order of the
-        calls of :meth:`wait` in this step.
+        Parameters that were not pushed have no gradient in this step. If :meth:`wait` was called for every parameter
+        since the end of the previous step, the parameters are requested in the order of these calls.
         """
         self._push_fetched(wait=True)
         self.role.end_step()
@@ -274,7 +286,10 @@ class Worker:
         self._links.close()
 
     def _run(self, procedure: Generator[Wait, None, Result]) -> Result:
-        """Run a procedure of the role to its end, wait wherever it yields a wait, and return its result."""
+        """Run a procedure of the role to its end, and return the procedure's result.
+
+        Wherever the procedure yields a :class:`.Wait`, handle messages until the wait is over.
+        """
         self.interrupt()
         self._follow()
         try:
@@ -309,7 +324,7 @@ class Worker:
                 self._staging.before_use(index)
 
     def _choose(self) -> None:
-        """Choose the compressions for the step that begins, according to the measured times of earlier steps."""
+        """Under ``auto``, choose the next step's compressions. The choice depends on the measured times of steps."""
         if self.chooser is not None:
             now = time.monotonic()
             if self.role.is_first:
@@ -324,7 +339,8 @@ class Worker:
         if not wait.waiting():
             return
         begun = time.monotonic()
-        # Messages that were already read often end the wait, so they are handled before views and sockets are checked.
+        # Earlier calls may already have read the messages that end the wait. So handle these messages before the loop
+        # below, which checks views and sockets.
         for server, header, payload in self._links.arrived():
             self.role.on_message(server, header, payload)
             if not wait.waiting():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cnnstrategies.codec import decode, encode
 from cnnstrategies.paramserver.coordinator.collective_rounds import MIDWAY
+from cnnstrategies.paramserver.coordinator.contributions import unpack
 from cnnstrategies.paramserver.coordinator.dispatch import Chunk
 from cnnstrategies.paramserver.membership import Membership
 
@@ -22,16 +23,19 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+SMALL_BYTES = 1 << 10  # largest tensor, in bytes, that a reduction sends to all workers
+
+
 @dataclass(frozen=True)
 class Gathered:
     """Result of a collective.
 
     Attributes:
-        values: By worker id: the value of each worker that took part.
+        values: By worker id: the value of each worker that took part; None if this worker does not receive the values.
         joined: Whether this collective admitted this worker to a group that was already training.
         admitted: Ids of the workers that this collective admitted.
-        midway: Whether this worker was admitted between two boundaries, after the other workers had left the last
-            boundary. A boundary is a collective between two steps that admits waiting workers.
+        midway: Whether this worker was admitted between two boundaries, and not at a boundary. A boundary is a
+            collective between two steps that admits waiting workers.
     """
 
     values: dict[int, Any]
@@ -76,8 +80,8 @@ class Collectives:
     def start(self, midway: bool = False) -> Gathered:
         """Wait until all workers have finished their set-up, so that training can begin.
 
-        A worker that is started later is admitted at the next :meth:`boundary`, and gets the values that the workers
-        gather at this boundary.
+        A worker that is started later waits until the next :meth:`boundary` admits it. It then gets the values that the
+        other workers have gathered at this boundary.
 
         Args:
             midway: Admit this worker without waiting for the next boundary. The worker then gets the values of the last
@@ -108,7 +112,7 @@ class Collectives:
 
         Args:
             value: The value to send. Only the source's value is used.
-            source: Id of the worker whose value to return. If this worker has died, the value of the live worker with
+            source: Id of the worker whose value to return. If the source has died, the value of the live worker with
                 the lowest id is returned instead.
         """
         while True:
@@ -121,13 +125,27 @@ class Collectives:
     def reduce(self, tensor: Tensor, how: str) -> Tensor:
         """Reduce the workers' tensors element by element, and return the result on every worker (all-reduce).
 
+        If a tensor has at most `SMALL_BYTES`, each worker receives the tensors of all workers. Larger tensors go only
+        to the worker with the lowest id, which sends the result to the other workers. Each of the other workers then
+        receives only one tensor.
+
         Args:
             tensor: This worker's tensor, of the same shape on all workers.
             how: Name of one of the :data:`REDUCTIONS`.
         """
-        values = self._collect(tensor, f"reduce {how}").values
-        stacked = torch.stack([values[number] for number in sorted(values)])
-        return REDUCTIONS[how](stacked).to(tensor)
+        if tensor.nbytes <= SMALL_BYTES:
+            values = self._collect(tensor, f"reduce {how}").values
+            return _reduced(values, how).to(tensor)
+        while True:
+            contributions = self._collect(tensor, f"reduce {how}", leader_only=True)
+            leader, is_leader = contributions.leader, contributions.leader == self.membership.address.id
+            result = _reduced(contributions.values, how) if is_leader else None
+            results = self._collect(result, f"result of reduce {how}").values
+            if (
+                leader in results
+            ):  # Otherwise the leader has died, and the remaining workers reduce their tensors again.
+                reduced: Tensor = results[leader]
+                return reduced.to(tensor)
 
     def put(self, specification: str) -> None:
         """Publish the run's specification. Only the first call of a run has an effect.
@@ -149,8 +167,8 @@ class Collectives:
     def begin_epoch(self, number: int, samples: int, chunk: int, done: str = "") -> int:
         """Ask the coordinator to cut an epoch into chunks.
 
-        The arguments of the first worker's call apply to all workers. The coordinator ignores the arguments of later
-        calls.
+        All workers call this method for each epoch. The coordinator uses the arguments of the call that arrives first,
+        and ignores the arguments of the other calls.
 
         Args:
             number: Number of the epoch.
@@ -160,7 +178,7 @@ class Collectives:
                 :meth:`progress` has returned; an empty string for no chunks. No worker gets these chunks.
 
         Returns:
-            The `samples` of the first worker's call.
+            Number of samples according to the call that arrived first; 0 if the epoch is over or its size is not valid.
         """
         more = {"done": done} if done else {}
         answer = self.membership.ask("epoch", {"epoch": number, "samples": samples, "chunk": chunk, **more})
@@ -214,11 +232,12 @@ class Collectives:
         message = self.membership.ask("collect", fields, encode(value))
         if seal or boundary:
             self.membership.views.wait_newer(message.integer("view") - 1, self.membership.address.timeout)
-        ids, sizes = message.fields["ids"], message.fields["sizes"]
-        self.present = ids
-        values, position = {}, 0
-        for number, size in zip(ids, sizes, strict=True):
-            values[number] = decode(message.frames[position : position + size])
-            position += size
+        # If only the leader receives the contributions, the other workers receive ids without frames.
+        values = {worker: decode(frames) if frames else None for worker, frames in unpack(message.frames).items()}
+        self.present = list(values)
         midway = MIDWAY in message.fields
         return Gathered(values, message.flag("joined"), tuple(message.fields["admitted"]), midway)
+
+
+def _reduced(values: dict[int, Tensor], how: str) -> Tensor:
+    return REDUCTIONS[how](torch.stack([values[worker] for worker in sorted(values)]))

@@ -1,9 +1,8 @@
 """Compressions of gradients and parameters: one class for each method, and the registry of these classes.
 
 Parameter servers can use each :class:`PayloadCompression`; DDP can use each class with a communication hook. All other
-code gets the compressions from the registry: the options with the list of choices in their help and with their errors,
-the division into slices, the ladder of ``auto``, the planner and the tests. `docs/development/add-a-compression.md`
-shows how to add a class.
+code reads the registry: the options (for the choices in help texts and errors), the division into slices, the list from
+which ``auto`` chooses, the planner and the tests. `docs/development/add-a-compression.md` shows how to add a class.
 
 Sources: Stich et al., "Sparsified SGD with Memory" (NeurIPS 2018), for top-k with error feedback; Seide et al., "1-Bit
 Stochastic Gradient Descent" (Interspeech 2014), for one bit per element, here with one mean for the positive elements
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
 
-AUTO = "auto"  # value of the options with which workers choose the compression during training
+AUTO = "auto"  # value of the options that makes the workers choose the compression during training
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)).reshape(256, 8)  # Row b contains the eight bits of the byte b.
 SAMPLE = 8192  # number of elements that `largest` samples to estimate the k-th largest magnitude
 
@@ -65,9 +64,9 @@ class Compression(ABC):
         raise NotImplementedError(f"compression {self.name!r} has no communication hook for DDP")
 
     def describe_ddp(self, rank: int, start_step: int) -> str:
-        """Return a description of the compression under DDP that completes the sentence "gradients are sent as ...".
+        """Return a description for DDP, which completes the sentence "gradients are sent as ...".
 
-        See :meth:`register_ddp_hook` for the arguments.
+        See :meth:`register_ddp_hook` for `rank` and `start_step`.
         """
         return self.name
 
@@ -89,15 +88,15 @@ class PayloadCompression(Compression):
         encoding: Number of the encoding in message headers, from 0 to 255. The wire format itself uses the numbers of
             :class:`~cnnstrategies.paramserver.messages.Encoding`. Numbers from 100 are free for classes outside of this
             project.
-        for_pulls: Whether servers can compress the replies to pulls. A lossy compression then encodes the difference
-            that a common step makes to the parameters; any other compression encodes the parameters themselves.
-        largest: Largest absolute value that can be encoded. A larger gradient is an error; larger parameters are
-            clamped.
-        push_level: Sort key in the ladder of ``compression: auto``, which goes from the most exact payloads to the
-            smallest; None if the ladder does not contain this compression.
-        pull_level: Sort key in the ladder of ``pull_compression: auto``; None if the ladder does not contain this
-            compression. In addition to ``none``, this ladder can contain one lossy compression and one compression that
-            is not lossy.
+        for_pulls: Whether servers can compress the replies to pulls with this compression. In a reply, a lossy
+            compression encodes the change that a common step makes to the parameters; any other compression encodes
+            the parameters.
+        largest: Largest absolute value that can be encoded. A gradient above this value is an error. A parameter above
+            this value is clamped.
+        push_level: Sort key in the ladder of ``compression: auto``, the list of compressions from the most exact to the
+            smallest payloads. None if the ladder does not contain this compression.
+        pull_level: Sort key in the ladder of ``pull_compression: auto``; None if that ladder does not contain this
+            compression. The ladder can contain ``none``, one lossy compression, and one other compression.
     """
 
     encoding: ClassVar[int]
@@ -181,12 +180,16 @@ def register(compression: Registered) -> Registered:
 
     Raises:
         TypeError: The class does not set a required attribute, or does not implement an abstract method.
-        ValueError: Another class already has the same name or encoding, or the same position in the ladder of pulls.
+        ValueError: Another class already has the same name or encoding; or the class has a `pull_level`, but the ladder
+            of pulls already contains a compression with the same value of `lossy`.
     """
     payload = issubclass(compression, PayloadCompression)
     for attribute in ("name", "lossy", *(["encoding"] if payload else [])):
         if not hasattr(compression, attribute):
-            raise TypeError(f"{compression.__name__} does not set `{attribute}`: see its description in the base class")
+            raise TypeError(
+                f"{compression.__name__} does not set `{attribute}`: set it as described in the docstring of its base "
+                "class"
+            )
     instance = compression()
     if instance.name in COMPRESSIONS or instance.name == AUTO:
         raise ValueError(f"{compression.__name__}: the name {instance.name!r} is already in use; use a different name")
@@ -195,7 +198,8 @@ def register(compression: Registered) -> Registered:
             if instance.pull_level and other.pull_level and instance.lossy == other.lossy:
                 raise ValueError(
                     f"{compression.__name__}: the ladder of pulls already contains {other.name}, and can contain only "
-                    "one lossy compression and one that is not lossy; set pull_level of one of the two to None"
+                    "one lossy compression and one that is not lossy: set pull_level to None in "
+                    f"{compression.__name__} or in {type(other).__name__}"
                 )
         add_encoding(instance.encoding, compression.__name__)
         PAYLOADS[instance.encoding] = instance
@@ -235,11 +239,11 @@ def may_be_lossy(name: str) -> bool:
 
 
 def auto_ladder(itemsize: int, pulls: bool = False, lossy: bool = True) -> list[PayloadCompression]:
-    """Return the compressions among which ``auto`` chooses, from the most exact to the smallest.
+    """Return the compressions among which ``auto`` chooses: first the most exact, last the one with the fewest bytes.
 
     Gradients are rounded to bf16, which has the range of float32. Parameters do not need this range and are rounded to
-    fp16, which is more exact. The smallest encoding has one bit per element. The ladders do not contain top-k, because
-    it loses more accuracy at a similar size.
+    fp16, which is more exact. The smallest payloads have one bit per element. The ladders do not contain top-k: at a
+    similar size, it loses more accuracy than the compression to one bit per element.
 
     Args:
         itemsize: Bytes per element of the parameters' largest dtype. The ladder contains only compressions with fewer
@@ -261,7 +265,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
     """Return a view of the bytes of a contiguous CPU tensor. The view keeps the tensor's storage alive."""
     import torch
 
-    if tensor.dtype == torch.bfloat16:  # NumPy does not have this dtype.
+    if tensor.dtype == torch.bfloat16:  # NumPy does not have this dtype, so reinterpret the elements as bytes.
         tensor = tensor.view(-1).view(torch.uint8)
     return memoryview(tensor.detach().reshape(-1).numpy()).cast("B")  # type: ignore[arg-type]
 
@@ -325,10 +329,10 @@ class Encoder:
         density: Fraction of the elements that ``topk`` sends.
 
     Attributes:
-        compression: Compression of the next gradient. Other code may change this attribute at any time. The first
-            payload of a new compression also contains the remainder that the old compression has left.
-        left_out: The remainder: the difference between the gradients and the payloads so far, which the next payload
-            must also contain; None if there is no remainder.
+        compression: Compression of the next gradient. The owner may change this attribute between two gradients. The
+            first payload of the new compression then also contains :attr:`left_out`.
+        left_out: Sum of all gradients so far minus the sum of the decoded payloads. The encoder adds this difference to
+            the next gradient. None if nothing was left out.
     """
 
     def __init__(self, name: str, density: float) -> None:
@@ -520,7 +524,8 @@ class OneBit(PayloadCompression):
     """One bit for each element of a tensor: 1 if the element is positive, otherwise 0.
 
     The payload consists of two float32 numbers and the bits. The first number is the mean of all elements that are not
-    positive. The second number is the mean of the positive elements. Receivers decode each bit as the mean of its kind.
+    positive, to which receivers decode the bit 0. The second number is the mean of the positive elements, to which
+    receivers decode the bit 1.
     """
 
     name = "onebit"

@@ -47,15 +47,15 @@ class Bell:
 
 
 class Views(Bell):
-    """Source of the membership's views for one reader; see :class:`~cnnstrategies.paramserver.core.view.ViewSource`.
+    """Source of views for one reader; see :class:`~cnnstrategies.paramserver.core.view.ViewSource`.
 
-    Each reader has its own object, which records the views that this reader has seen. The file descriptor is readable
-    when :meth:`current` would return a view for the first time, and when the run has ended.
+    Each reader has its own source, which records the views that this reader has seen. The file descriptor is readable
+    if :meth:`current` would return a view that it has not returned before, or if the run has ended.
 
     Args:
         newest: Function that returns a pair: the newest view, and the error to raise if the run has ended. The second
             item is None while the run goes on.
-        on_news: Function that is called each time that :meth:`current` returns a view for the first time.
+        on_news: Function that is called whenever :meth:`current` returns a view that it has not returned before.
 
     Attributes:
         seen: Number of the newest view that :meth:`current` has returned; -1 before the first view.
@@ -77,7 +77,7 @@ class Views(Bell):
         self.clear()
         view, ended = self._newest()
         if ended is not None:
-            self.ring()  # Keep the file descriptor readable, because later waits must also end at once.
+            self.ring()  # Keeps the file descriptor readable, so that later waits also end at once.
             raise RunEnded(str(ended), ended.clean)
         if view.number > self.seen:
             self.seen = view.number
@@ -99,7 +99,7 @@ class Views(Bell):
         while (view := self.current()).number <= number:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise TimeoutError(f"no view newer than {number} within {timeout:g} s")
+                raise TimeoutError(f"no view with a number above {number} arrived within {timeout:g} s")
             poll = select.poll()  # `select.select` cannot wait for file descriptors above 1023.
             poll.register(self, select.POLLIN)
             poll.poll(1000 * remaining)
@@ -107,7 +107,7 @@ class Views(Bell):
 
 
 def unchanging(view: View) -> Views:
-    """Return a source of views that always returns the same view, for scripts without a coordinator."""
+    """Return a source that always returns the same view. It is meant for scripts without a coordinator."""
     return Views(lambda: (view, None), lambda: None)
 
 
@@ -124,8 +124,8 @@ class Membership:
 
     Attributes:
         address: This process's role and id, the coordinator's endpoint, and time-outs.
-        keys: This process's own CURVE keys; None without encryption. The process uses them for its connections, and the
-            views contain the public key.
+        keys: This process's own CURVE keys, which it uses for its connections; None without encryption. The views
+            contain the public key.
         participant: This process's role in the protocol with the coordinator.
         views: Source of views for the collectives. Every other reader gets its own source from :meth:`source`.
     """
@@ -157,11 +157,10 @@ class Membership:
     # Views
 
     def source(self) -> Views:
-        """Create a source of views for a worker or server of the data plane.
+        """Create a source of views for one more reader, for example for this process's server.
 
-        After the first call, the process reports to the coordinator that it has seen a view once the readers of all
-        sources from this method have seen the view. Before the first call, the reader of :attr:`views` must have seen
-        the view.
+        The process tells the coordinator that it has seen a view once all readers of the created sources have seen the
+        view. Before the first call of this method, the process waits for the reader of :attr:`views` instead.
         """
         with self._changed:
             self._sources.append(Views(self._newest, lambda: self._call(None)))
@@ -170,8 +169,6 @@ class Membership:
     def _newest(self) -> tuple[View, RunEnded | None]:
         view = self.participant.view
         return view if view is not None else View(-1, (), ()), self._ended
-
-    # The run
 
     def wait_registered(self) -> None:
         """Wait until the coordinator has registered this process.
@@ -218,7 +215,7 @@ class Membership:
         self._call(Call(0, "end", {"message": message, "clean": clean}))
 
     def stop_all(self, signal: int) -> None:
-        """Report to all processes of the run that this process has received a signal to stop. Do not wait for replies.
+        """Tell all processes of the run that this process has received a signal to stop. Do not wait for replies.
 
         Args:
             signal: Number of the signal.
@@ -231,11 +228,11 @@ class Membership:
         return self.participant.signal or None
 
     def report_figures(self, figures: Callable[[], Mapping[str, float]]) -> None:
-        """Send this process's figures to the coordinator with each heartbeat.
+        """Send this process's figures, such as its step, to the coordinator with each heartbeat.
 
         Args:
-            figures: Function that returns the figures by name; see :func:`.status.figures_of`. The function is called
-                in the heartbeat thread.
+            figures: Function that returns the figures by name; see :func:`.status.figures_of`. The heartbeat thread
+                calls the function.
         """
         self.participant.figures = figures
 
@@ -279,19 +276,17 @@ class Membership:
         """Pass a call to the role in the heartbeat thread.
 
         Args:
-            call: The call; None to report the newest view that all readers have seen.
+            call: The call; None to report to the coordinator the newest view that all readers have seen.
         """
         self._calls.put(call)
         self._wake.ring()
-
-    # The thread
 
     def run(self) -> None:
         """Run the role until this process leaves. This is the main function of the heartbeat thread."""
         with Line(self.address, self.participant.peer, self.keys, self._run_keys) as line:
             try:
                 self._serve(line)
-            except Exception as error:  # If this thread fails for any reason, the main thread must also end.
+            except Exception as error:  # Whatever the error is, the main thread must learn of it and end.
                 traceback.print_exc()
                 reason = f"{self._name}: the heartbeat thread failed: {type(error).__name__}: {error}"
                 self._set_ended(End(reason, clean=False))

@@ -40,27 +40,29 @@ _LENGTH_FIELD, _RUN_FIELDS = struct.Struct("<20xI"), struct.Struct("<5s27xQ")
 class Kind(IntEnum):
     """The kind of a message: what the message requests or reports."""
 
-    HELLO = 1  # worker to server: the worker's step, whether it joins or leaves, and the slices it has replies for
+    HELLO = (
+        1  # worker to server: the worker's step, whether it joins or leaves, and keys of slices that it has received
+    )
     WELCOME = 2  # server to worker: reply to HELLO with the first step, or a request to repeat pushes and pulls
     VALUE = 4  # worker to server: a slice's optimizer state, followed by the slice's initial values
-    BEGIN = 6  # worker to server: hyperparameters and weight of the step whose pushes follow
+    BEGIN = 6  # worker to server: hyperparameters of the step whose pushes follow, and weight of the worker's gradient
     PUSH = 7  # worker to server: the gradient of a slice
     PULL = 8  # worker to server: a request for slices, with the step whose values the worker needs
     PULLED = 9  # server to worker: reply to PULL with a slice's values, difference or optimizer state
     STATUS = 12  # server to leader, after a new view or lost messages: the server's last decision and complete pushes
     VOTE = 13  # server to leader: the workers whose pushes for a step have all arrived
     DECIDE = 14  # leader to server: the workers whose gradients form the step
-    NORM = 15  # server to leader: squared norm of the mean gradient over the slices whose primary the server is
+    NORM = 15  # server to leader: squared norm of the mean gradient in the slices whose primary is the server
     RELAY = 18  # primary to backup: an applied update, with its hyperparameters or with the decision about its step
     ACKNOWLEDGE = 19  # backup to primary: the version of a slice that the backup has
-    COPY = 21  # primary to backup: a whole slice, as its initial values or after the backup missed messages
+    COPY = 21  # primary to backup: a whole slice, for a backup that has no values yet or has missed messages
     PING = 22  # server to server: number of gaps found in the receiver's messages; server to worker: a heartbeat
 
 
 class Encoding(IntEnum):
-    """Encodings of payloads that the wire format itself defines.
+    """Encodings of payloads that are not compressed.
 
-    :func:`add_encoding` registers the encodings of compressions.
+    Compressions register their own encodings with :func:`add_encoding`.
     """
 
     NOTHING = 0  # no tensor: only JSON or an optimizer state; in a push: the slice has no gradient
@@ -89,8 +91,8 @@ def add_encoding(number: int, owner: str) -> None:
     if number in _encodings:
         taken = ", ".join(str(other) for other in sorted(_encodings))
         raise ValueError(
-            f"{owner}: encoding={int(number)} is already the number of {_encodings[number]}: use a number from 0 to "
-            f"255 that is not in use; the numbers in use are {taken}"
+            f"{owner}: encoding={int(number)} is already in use for {_encodings[number]}: use a different number from "
+            f"0 to 255; the numbers in use are {taken}"
         )
     _encodings[int(number)] = owner
 
@@ -101,17 +103,26 @@ def known_encodings() -> list[int]:
 
 
 class InvalidMessageError(ControlError):
-    """An error for a message that no correct member of this run sends.
+    """An error for an invalid message. No correct member of this run sends such a message.
 
-    The error's text is a short reason without any bytes of the message, because servers count dropped messages by
-    reason.
+    The error's text is a short reason. It does not contain any bytes of the message, because servers count dropped
+    messages by reason.
+    """
+
+
+class OutdatedMessageError(InvalidMessageError):
+    """An error for a message that its sender has sent before it learned of a change, or that has arrived too early.
+
+    For example, the membership has changed since the message was sent, or an earlier message of the sender is still on
+    its way. The sender repeats such messages if necessary, so servers only count them, and do not report them.
     """
 
 
 class Header(NamedTuple):
     """The fixed part of a message.
 
-    The meaning of three fields depends on the kind. Kinds that are not in the table do not use these fields.
+    The meaning of the fields `step`, `base` and `weight` depends on the kind of the message. Kinds that are not in the
+    table do not use these fields.
 
     | kind        | step                  | base                                      | weight                       |
     | ----------- | --------------------- | ----------------------------------------- | ---------------------------- |
@@ -127,11 +138,11 @@ class Header(NamedTuple):
     | COPY        |                       | version of the values                     |                              |
     | PING        |                       | gaps in the receiver's messages           |                              |
 
-    1. `NO_STEP` from a worker that has not joined.
+    1. `NO_STEP` if the worker has not joined.
     2. Bit i is set if part i of the slice has no gradient.
-    3. Servers reply at once to a pull of the current values. They reply to any other pull when the values of `step` are
-       ready.
-    4. A server may reply to a pull with a compressed difference from earlier values. The mark is an id of these earlier
+    3. The reply to a pull waits until the values for `step` are ready. Only one kind of pull gets its reply at once: a
+       pull of the current values in a mode in which workers make steps independently.
+    4. A server may reply to a pull with a compressed difference from earlier values. The mark identifies these earlier
        values: the worker may add a difference only to values with the same mark. 0 means that the worker has no such
        values. `ALONE` is the mark of values to which no difference will be added.
 
@@ -150,11 +161,11 @@ class Header(NamedTuple):
         step: See the table.
         base: See the table.
         weight: See the table.
-        level: In BEGIN under ``compression: auto``, 1 + the index of the worker's encodings in the ladder, which is the
-            list from the most exact to the smallest encodings. In PULLED, the `level` that the first member of the
-            common step sent. In PULL, 1 to request the optimizer's state.
-        question: Id of a PULL for the current values; 0 in all other pulls. PULLED repeats the id, so that the worker
-            can recognise a late reply to an earlier PULL.
+        level: In BEGIN with ``compression: auto``: level of the worker's encodings in the ladder of encodings. Level 1
+            is the most exact, and the highest level has the smallest payloads. In PULLED: the `level` that the first
+            member of the common step sent in BEGIN. In PULL: 1 to request the optimizer's state.
+        question: In a PULL for the current values: id of the pull. The PULLED reply contains the same id, so that the
+            worker can recognise a late reply to an earlier PULL. 0 in all other pulls.
     """
 
     kind: Kind
@@ -182,7 +193,7 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of the messages that a receiver accepts. They follow from the run's specification.
+    """Limits of the messages that a receiver accepts. The limits follow from the run's specification.
 
     Attributes:
         payload: Largest payload, in bytes.
@@ -199,12 +210,15 @@ def length_in(data: bytes | memoryview) -> int:
 
 
 def begins(data: bytes | memoryview, session: int) -> bool:
-    """Return whether a frame begins with the header of a message of this run."""
+    """Return whether a frame begins with the header of a message of this run.
+
+    Only the magic bytes, the version and the number of the run are checked.
+    """
     return len(data) >= HEADER_BYTES and _RUN_FIELDS.unpack_from(data) == (MAGIC + bytes([VERSION]), session)
 
 
 def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) -> Header:
-    """Decode and check the header of a received message. The checks do not need the receiver's state.
+    """Decode the header of a received message, and make the checks that do not depend on the receiver's state.
 
     Args:
         data: Bytes of the header.
@@ -222,7 +236,7 @@ def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) 
     if magic != MAGIC:
         raise InvalidMessageError("the frame is not a message of cnnstrategies")
     if version != VERSION:
-        raise InvalidMessageError("the message has a different version of the wire format")
+        raise InvalidMessageError("the message's version of the wire format is not the version of this process")
     if header_session != session:
         raise InvalidMessageError("the message belongs to a different run")
     kind = _KIND_BY_NUMBER.get(kind_number)
@@ -232,7 +246,7 @@ def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) 
         raise InvalidMessageError("the length is wrong or too large")
     if key >= bounds.slices or not math.isfinite(weight) or weight < 0:
         raise InvalidMessageError("the key or the weight is out of range")
-    if step >= LARGEST_NUMBER and step != NO_STEP:  # The limit leaves room for the number of the next step.
+    if step >= LARGEST_NUMBER and step != NO_STEP:  # Below this limit, step + 1 also fits into the field.
         raise InvalidMessageError("the step is out of range")
     return Header(
         kind, sender, header_session, sequence, encoding, incarnation, key, payload_length, meta, step, base, weight,
@@ -313,7 +327,7 @@ class Parcel(NamedTuple):
     """Effect: send a message.
 
     Attributes:
-        to: Id of a server, or the route of a worker's last message.
+        to: Id of the receiving server, or ZeroMQ routing id of the receiving worker's connection.
         header: Header of the message.
         payload: Payload of the message. It is not copied, and may be sent later.
         wait: Whether the driver may delay the message, to send it together with later messages to the same peer.

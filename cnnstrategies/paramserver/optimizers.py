@@ -47,18 +47,19 @@ def load_optimizer(path: str) -> type[Optimizer]:
 
 
 def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
-    """Return whether an optimizer is known to update each element of a tensor independently of the others."""
+    """Return whether an optimizer is known to update each element of a tensor independently of the other elements."""
     return any(optimizer_class is getattr(torch.optim, name) for name in _ELEMENTWISE)
 
 
 class FusedOptimizer:
     """The user's optimizer for some parameters of one parameter group.
 
-    Parameters that are updated together need only one call of the optimizer's ``step``. For small parameters, the fixed
-    cost of a call is larger than the cost of the update. If the user's options do not select an implementation, torch's
-    fused implementation is used, which reads and writes memory only once. On one core and for tensors of 2 MiB, the
-    fused implementation is 1.5 times (SGD with momentum) to 2.4 times (Adam) as fast as the implementation that torch
-    uses otherwise. For smaller tensors the ratio is even larger.
+    Several parameters are updated with one call of the optimizer's ``step``, because for small parameters the fixed
+    cost of a call is larger than the cost of the update.
+
+    If the user's options do not select an implementation, torch's fused implementation is used, which reads and writes
+    memory only once. Measured on one core with tensors of 2 MiB, it is 1.5 times (SGD with momentum) to 2.4 times
+    (Adam) as fast as torch's default implementation. For smaller tensors the ratio is even larger.
 
     Args:
         optimizer_class: The class of the optimizer.
@@ -70,6 +71,7 @@ class FusedOptimizer:
         self, optimizer_class: type[Optimizer], parameters: Sequence[nn.Parameter], options: Mapping[str, Any]
     ) -> None:
         # A parameter group may contain entries that are not arguments of the class, such as a scheduler's initial_lr.
+        # Leave these entries out.
         accepted = inspect.signature(optimizer_class).parameters
         arguments = {name: tupled(value) for name, value in options.items() if name in accepted}
         self._is_fused = (

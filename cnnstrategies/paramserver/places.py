@@ -1,6 +1,7 @@
 """Requests to a run's coordinator from processes that are not members, and the file with the coordinator's address.
 
-Such a process requests the run's status, or a place as a joiner.
+A process that is not a member can request the run's status, or a place as a joiner. A place is a worker id that is
+reserved for joiners.
 """
 
 import json
@@ -67,7 +68,7 @@ class RunAddress:
                 with the address of a run.
         """
         if "://" in run:
-            is_local(run)  # raises an error if the endpoint is not valid
+            is_local(run)  # called only because it raises an error if the endpoint is not valid
             return cls(run)
         folder = Path(run)
         if not folder.is_dir():
@@ -85,7 +86,9 @@ class RunAddress:
             fields = json.loads(newest.read_text())
             return cls(str(fields["coordinator"]), None if fields["key_file"] is None else str(fields["key_file"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(f"--run {run}: {newest} does not contain a valid address: remove it") from error
+            raise ConfigurationError(
+                f"--run {run}: {newest} does not contain a valid address: remove this file"
+            ) from error
 
     @property
     def is_gone(self) -> bool:
@@ -131,7 +134,7 @@ class Watcher(Line):
 
 @dataclass(frozen=True)
 class JoinPlace:
-    """The place that a coordinator assigns to a joiner.
+    """The place that a coordinator assigns to a joiner, with the run's settings that the joiner needs.
 
     Attributes:
         id: Worker id of the joiner.
@@ -153,10 +156,10 @@ def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool
 
     Args:
         address: Address of the run's coordinator.
-        patience: Longest time in seconds without any reply. A coordinator that is being restarted does not reply for
-            some seconds.
-        waits: Whether to wait without a limit while all places are taken. Otherwise the wait ends shortly after the
-            run's time-out, because the place of a killed joiner counts as taken until the time-out has passed.
+        patience: Seconds without any reply after which this function raises an error. A coordinator that is being
+            restarted does not reply for some seconds.
+        waits: Whether to wait without a limit while all places are taken. Otherwise this function waits slightly longer
+            than the run's time-out, because the place of a killed joiner becomes free only after the time-out.
 
     Raises:
         ConfigurationError: The coordinator does not reply or does not admit joiners, or no place has become free.
@@ -176,8 +179,8 @@ def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool
                 raise RunEnded(OVER, clean=True)
             if not fields["max_joiners"]:
                 raise ConfigurationError(
-                    f"the run at {address.coordinator} accepts no joiners: to admit up to N more workers, start it "
-                    "with max_joiners: N in the options of its strategy"
+                    f"the run at {address.coordinator} accepts no joiners: to admit up to N more workers, start the "
+                    "run with `max_joiners: N` in the options of its strategy"
                 )
             if "place" in fields:
                 names = "place", "incarnation", "session", "workers", "timeout"
@@ -195,7 +198,7 @@ def _unanswered(address: RunAddress) -> ConfigurationError:
     if address.key_file is None:
         keys = "is encrypted (then pass --key_file)"
     else:
-        keys = f"has different keys than {address.key_file}"
+        keys = f"has other keys than those in {address.key_file}"
     return ConfigurationError(
         f"no coordinator answers at {address.coordinator}: the run has ended, cannot be reached from this machine, or "
         f"{keys}"

@@ -1,7 +1,7 @@
 """Directories for a run's sockets and keys on one machine. Only the user who started the run can enter them.
 
-Each process that uses a directory holds a file lock on it, which the kernel releases when the process ends. A directory
-is in use as long as a process holds a lock on it. Process ids cannot show whether a directory is in use, because
+Each process that uses a directory holds a lock on a file in it. The kernel releases the lock when the process ends. A
+directory is in use while a process holds such a lock. Process ids cannot show whether a directory is in use, because
 containers that share a temporary directory do not see each other's processes.
 """
 
@@ -27,8 +27,8 @@ _held: dict[Path, int] = {}  # By directory: the file descriptor with this proce
 def temporary_place() -> Path:
     """Return the directory in which all private directories are created.
 
-    This is the system's temporary directory. If its path is too long for the path of a socket, as on some clusters, the
-    directory is ``/tmp``.
+    This is the system's temporary directory. If its path is so long that the path of a socket file in it would exceed
+    Linux's limit, as on some clusters, the directory is ``/tmp``.
     """
     place = Path(tempfile.gettempdir())
     return place if len(os.fsencode(place)) <= LONGEST else Path("/tmp")
@@ -75,7 +75,8 @@ def hold(path: Path) -> None:
                 f"{path} is needed for sockets and keys, but it is not a directory that only this user can enter: "
                 "remove it, or set TMPDIR to a different directory"
             )
-        with contextlib.suppress(FileNotFoundError):  # Another process may have removed the directory meanwhile.
+        # Another process may have removed the directory meanwhile. Then the loop creates the directory again.
+        with contextlib.suppress(FileNotFoundError):
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_SH)
             if _is_in(lock, path):
@@ -100,7 +101,9 @@ def keys_in(path: Path) -> str:
         scratch = path / f"{_KEYS}-{os.getpid()}"
         KeyPair.create().save(scratch)
         with contextlib.suppress(FileExistsError):
-            os.link(scratch, keys)  # A link creates the complete file atomically and never replaces an existing file.
+            # Several processes may create the file at the same time. A link publishes a complete file atomically, and
+            # fails if the file exists, so all processes use the same keys.
+            os.link(scratch, keys)
         scratch.unlink()
     return str(keys)
 

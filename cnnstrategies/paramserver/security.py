@@ -106,8 +106,8 @@ def is_local(endpoint: str) -> bool:
         raise ConfigurationError(f"endpoint {endpoint!r}: use ipc://path or tcp://address:port")
     if ":" in match[1]:
         raise ConfigurationError(
-            f"endpoint {endpoint!r}: the parameter server supports only IPv4: use an IPv4 address of that machine, or "
-            "a host name with an IPv4 address, here or as the main address (MASTER_ADDR)"
+            f"endpoint {endpoint!r}: the parameter server supports only IPv4: replace the IPv6 address by an IPv4 "
+            "address of the same machine, or by a host name with an IPv4 address, here or in MASTER_ADDR"
         )
     if match[2] != "*" and not 0 < int(match[2]) < 2**16:
         raise ConfigurationError(f"endpoint {endpoint!r}: use a port from 1 to 65535")
@@ -149,8 +149,8 @@ class Gatekeeper:
     """ZAP handler (ZeroMQ RFC 27) that admits or refuses connections by their CURVE public key.
 
     The gatekeeper needs no thread: the caller polls :attr:`socket`, and calls :meth:`answer` when the socket is
-    readable. Unknown keys are refused with the status for temporary errors (300). The peer then tries again later, when
-    it may have become a member. Each libzmq context can have only one gatekeeper.
+    readable. Unknown keys are refused with the status for temporary errors (300), so that the peer tries again later.
+    By then, the peer may have become a member. Each libzmq context can have only one gatekeeper.
 
     Args:
         context: libzmq context that contains the sockets to protect.

@@ -117,7 +117,8 @@ class ServerProcess:
         endpoint: Endpoint to which the server binds its socket.
         key_file: Path of the file with the run's CURVE keys; None for no encryption.
         insecure: Whether other machines may reach the endpoint although the run is not encrypted.
-        known_as: Host name or address under which other machines reach this machine; None if the endpoint contains it.
+        known_as: Host name or address under which other machines reach this machine; None if the endpoint already
+            contains this name or address.
         starter: Process id of the parent process. The server ends when its parent process has ended. None if the server
             must not end with its parent process, for example when the user starts the server from a shell.
     """
@@ -167,8 +168,8 @@ class ServerProcess:
             if not ended.clean:
                 raise
         except Exception as error:
-            # Report the failure from here. There may be no supervision process that would report it, and a server that
-            # leaves without a report counts as finished.
+            # Report the failure here, because there may be no supervision process that reports it. A server that leaves
+            # without a report counts as finished.
             reason = str(error) if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {error}"
             membership.end(f"server {self.address.id} failed: {reason}")
             raise
@@ -222,8 +223,8 @@ def serve(service: Service, dedicated: bool = False) -> int:
         dedicated: Whether the service is a server on a machine without workers. Such a server prints why the run ended,
             because no other process on its machine does.
     """
-    # Terminals and job schedulers send signals to all processes. This process ignores them, because the workers need it
-    # until they have finished their step.
+    # Terminals and job schedulers send signals to all processes of a job. A coordinator or a server ignores these
+    # signals, because the workers need it until they have finished their current step.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     name_process(f"ps-server-{service.address.id}" if isinstance(service, ServerProcess) else "ps-coordinator")
@@ -237,7 +238,7 @@ def serve(service: Service, dedicated: bool = False) -> int:
     except (ConfigurationError, OSError, zmq.ZMQError) as error:
         print(f"{type(service).__name__} cannot start: {error}", file=sys.stderr, flush=True)
         return 1
-    # After an uncaught exception, the interpreter could wait for open sockets at its end. So all exceptions are caught.
+    # Catch all exceptions: after an uncaught exception, the interpreter could wait for open sockets when it exits.
     except Exception:
         traceback.print_exc()
         return 1
@@ -246,14 +247,15 @@ def serve(service: Service, dedicated: bool = False) -> int:
 
 def main() -> None:
     """Run the service whose settings are read from standard input."""
-    if text := sys.stdin.read():  # The text is empty if the parent process was killed before it wrote the settings.
+    # If the parent process was killed before it wrote the settings, the text is empty, and there is nothing to do.
+    if text := sys.stdin.read():
         serve_and_exit(_from_json(text))
 
 
 def pass_on_termination(membership: Membership) -> None:
-    """Install a handler of SIGTERM that stops the whole run with a checkpoint.
+    """Install a handler of SIGTERM that asks the coordinator to stop the whole run with a checkpoint.
 
-    The signal may reach only this machine, for example when only its node is shut down.
+    The request is needed because the signal may reach only this machine, for example when a single node is shut down.
     """
     signal.signal(signal.SIGTERM, lambda signum, frame: membership.stop_all(signum))
 

@@ -117,8 +117,8 @@ def _contents_of_slices(specification: Specification) -> list[tuple[list[Part], 
     shared_bytes = _shared_bytes(specification)
     group_of = {index: number for number, group in enumerate(specification.groups) for index in group.parameters}
     contents: list[tuple[list[Part], torch.dtype]] = []
-    # By parameter group and dtype: parts of the slice to which the next small parameter is added, and size of the slice
-    # in bytes.
+    # The slices to which the next small parameter is added. Keys: parameter group and dtype. Values: parts of the
+    # slice, and size of the slice in bytes.
     filled: dict[tuple[int, torch.dtype], tuple[list[Part], int]] = {}
     for index, parameter in enumerate(specification.parameters):
         dtype = DTYPES[parameter.dtype]
@@ -142,9 +142,9 @@ def _contents_of_slices(specification: Specification) -> list[tuple[list[Part], 
 def _shared_bytes(specification: Specification) -> int:
     """Return the largest size, in bytes, of a slice with several parameters; 0 if every slice has only one parameter.
 
-    Slices have only one parameter if the optimizer needs whole tensors, or if a lossy compression may be used. The part
-    of a gradient that a lossy compression leaves out is added to the slice's next gradient. If the slice had several
-    parameters, some of them could have no gradient in that next step.
+    Slices have only one parameter if the optimizer needs whole tensors, or if a lossy compression may be used. A lossy
+    compression adds the part of a gradient that it leaves out to the slice's next gradient. If a slice had several
+    parameters, one of them could have no gradient in the next step, and its left-out part could then not be added.
     """
     lossy = may_be_lossy(specification.compression)
     if lossy or not is_elementwise(load_optimizer(specification.optimizer)):

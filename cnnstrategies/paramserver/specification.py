@@ -1,4 +1,4 @@
-"""The specification: the settings on which all workers and servers of a run agree, with their checks and JSON form."""
+"""The specification, which contains the settings on which all workers and servers of a run agree."""
 
 import json
 import math
@@ -15,12 +15,12 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.compression import AUTO, may_be_lossy, payload_names
 from cnnstrategies.paramserver.messages import InvalidMessageError
 
-Options = list[dict[str, Any]]  # For each parameter group: a dictionary from names to values of the hyperparameters.
+Options = list[dict[str, Any]]  # For each parameter group: values of the hyperparameters by name.
 Mode = Literal["sync", "async", "ssp", "local"]
 if TYPE_CHECKING:
     PushCompression = str
     PullCompression = str
-else:  # The type lists all names, so that the command line's help shows them and its parser refuses other names.
+else:  # The types list all names, so that the command line's help shows them, and its parser refuses other names.
     PushCompression = Literal[(*payload_names(), AUTO)]
     PullCompression = Literal[(*payload_names(pulls=True), AUTO)]
 
@@ -59,21 +59,22 @@ class RunOptions:
     """The user's options for workers and servers that do not depend on the network or the optimizer.
 
     Attributes:
-        mode: ``sync``: all workers make a step together, on their mean gradient. ``async``: each gradient is applied
-            when it arrives. ``ssp``: as async, but no worker may be more than `staleness` steps ahead of the slowest
-            worker. ``local``: each worker makes several optimizer steps of its own, and then pushes the difference
-            between its parameters before and after these steps. The servers make the outer step on the mean of the
-            workers' differences.
+        mode: ``sync``: all workers make a step together, with the mean of their gradients. ``async``: each gradient is
+            applied when it arrives. ``ssp``: as async, but no worker may be more than `staleness` steps ahead of the
+            slowest worker. ``local``: each worker makes several optimizer steps of its own, and then pushes the
+            difference between its parameters before and after these steps. The servers make an outer optimizer step
+            with the mean of the workers' differences.
         staleness: For mode ``ssp``: number of steps that a worker may be ahead of the slowest worker. With 0 the mode
             is the same as ``sync``.
-        compression: Compression of pushed gradients. With ``auto`` the workers choose it from their measurements.
-        topk_density: Fraction of a slice's elements that ``topk`` sends.
-        pull_compression: Compression of pulled parameters. With ``auto`` the workers choose it. With ``topk`` and
-            ``onebit`` the workers pull compressed differences from the values that they already hold. The servers keep
-            the parameters in full precision.
+        compression: Compression of pushed gradients. With ``auto`` the workers choose the compression from their
+            measurements.
+        topk_density: Fraction of a slice's elements that the compression ``topk`` sends.
+        pull_compression: Compression of pulled parameters. With ``auto`` the workers choose the compression. With
+            ``topk`` and ``onebit`` the workers pull compressed differences from the values that they already hold. The
+            servers keep the parameters in full precision.
         replication: Number of servers that hold each slice.
-        timeout: Time in seconds without a message after which a process counts as dead. A worker gives up a server that
-            is silent for 1.25 times this time, or for twice this time if `replication` is above 1.
+        timeout: Seconds without a message after which a process counts as dead. A worker ends with an error if a server
+            is silent for more than 1.25 x `timeout` seconds, or 2 x `timeout` seconds if `replication` is above 1.
         max_joiners: Number of workers that may join the run in addition to its original workers.
 
     Raises:
@@ -135,25 +136,25 @@ class Specification(RunOptions):
     """The settings of a run. Every worker and server of the run has an equal specification.
 
     Attributes:
-        parameters: The trained parameters, in the order of their first use in the network if that order is known.
+        parameters: The trained parameters, in the order in which the network first uses them, if that order is known.
         optimizer: Class path of the optimizer that the servers use, such as ``torch.optim.sgd.SGD``: the user's
             optimizer, or in mode ``local`` the outer optimizer.
         groups: The optimizer's parameter groups.
-        workers: Number of workers that must join before the first step. If `per_node` is above 1, number of nodes of
-            which a worker must join before the first step.
+        workers: Number of workers that must join before the first step. If `per_node` is above 1, this is a number of
+            nodes: one worker of each node must join before the first step.
         servers: Number of servers. Their ids are 0 to `servers` - 1.
         pipelined: For mode sync: a server updates a slice as soon as all pushes of this slice have arrived, and each
             push is also a pull. Values then arrive while gradients are still being sent. If a worker dies in the middle
-            of a step, the step may contain its gradients of some slices only.
-        clip_norm: Largest global L2 norm of the mean gradient in mode sync, and of each worker's gradient in the other
-            modes; None for no clipping.
-        clip_value: Largest absolute value of an element of the mean gradient in mode sync, and of each worker's
-            gradient in the other modes; None for no clipping.
-        slice_bytes: Largest size, in bytes, of a slice that is a part of a parameter. Parameters are not cut if the
-            optimizer needs whole tensors.
-        session: Random number that identifies the run. Messages with another number are dropped.
-        per_node: Number of worker processes on each node, if one of them pushes the mean of the node's gradients; 1 if
-            every worker process pushes its own gradients.
+            of a step, its gradient may be part of the step in some slices only.
+        clip_norm: Largest allowed global L2 norm of the gradient; None for no clipping. In mode sync this limit applies
+            to the mean gradient, and in the other modes to each worker's gradient.
+        clip_value: Largest allowed absolute value of an element of the gradient; None for no clipping. In mode sync
+            this limit applies to the mean gradient, and in the other modes to each worker's gradient.
+        slice_bytes: Larger parameters are cut into slices of at most this many bytes, unless the optimizer needs whole
+            tensors.
+        session: Random number that identifies the run. Messages with a different number are dropped.
+        per_node: Number of worker processes on each node, if one of these processes pushes the mean of the node's
+            gradients; 1 if every worker process pushes its own gradients.
     """
 
     parameters: tuple[ParameterInfo, ...]
@@ -170,7 +171,7 @@ class Specification(RunOptions):
 
     @property
     def itemsize(self) -> int:
-        """Number of bytes per element of the largest dtype among the parameters' dtypes."""
+        """Largest number of bytes per element, over all parameters."""
         return max((DTYPES[parameter.dtype].itemsize for parameter in self.parameters), default=1)
 
     @property
@@ -182,10 +183,9 @@ class Specification(RunOptions):
     def patience(self) -> float:
         """Seconds without a message after which a worker counts a server as unreachable and stops with an error.
 
-        This time is longer than the coordinator's time-out. Before this time is over, the coordinator has removed a
-        dead server, or the worker has noticed that the coordinator itself is dead. With `replication` above 1 the time
-        is even longer, because the view in which other servers replace the dead server arrives some time after the
-        death.
+        This time is longer than the coordinator's time-out. So the coordinator removes a dead server before this time
+        is over, or the worker notices that the coordinator itself is dead. With `replication` above 1 the time is even
+        longer, because a view without the dead server must arrive, after which other servers take over its slices.
         """
         return self.timeout * (2 if self.replication > 1 else 1.25)
 
@@ -320,7 +320,8 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the hyperparameters of each parameter group by name, as values that JSON can represent.
 
     Raises:
-        ConfigurationError: A hyperparameter is not a number, a string, None or a list of such values.
+        ConfigurationError: The type of a hyperparameter is not allowed. Numbers, strings, None, and lists of these
+            values are allowed.
     """
     return [
         {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
@@ -352,7 +353,7 @@ def check_options(options: Any, groups: Sequence[Group]) -> Options:
         groups: The run's parameter groups.
 
     Raises:
-        InvalidMessageError: The names or the types of the hyperparameters are not those of the parameter groups.
+        InvalidMessageError: The hyperparameters' names or types differ from those in the parameter groups.
     """
     if not _can_replace(options, [group.options for group in groups]):
         raise InvalidMessageError("the hyperparameters do not fit the run's parameter groups")
@@ -363,7 +364,7 @@ def check_options(options: Any, groups: Sequence[Group]) -> Options:
 def check_before_sending(options: Sequence[Mapping[str, Any]], groups: Sequence[Group], step: int) -> None:
     """Check a worker's hyperparameters before they are sent.
 
-    Without this check the servers would drop the messages with invalid hyperparameters, and the step would never end.
+    Servers drop messages with invalid hyperparameters. Without this check, the worker would wait forever for the step.
 
     Args:
         options: The hyperparameters of each parameter group by name.
@@ -379,17 +380,17 @@ def check_before_sending(options: Sequence[Mapping[str, Any]], groups: Sequence[
             option = list(values[name]) if isinstance(values[name], tuple) else values[name]
             if not _can_replace(option, first):
                 raise ConfigurationError(
-                    f"step {step}: the servers cannot use {name}={values[name]} of parameter group {number}, which was "
-                    f"{first} at the start, because hyperparameters can only change to finite numbers: check the "
-                    f"schedule of {name}"
+                    f"step {step}: the servers cannot use {name}={values[name]} in parameter group {number} (at the "
+                    f"start: {first}), because hyperparameters can only change to finite numbers: check the schedule "
+                    f"of {name}"
                 )
 
 
 def _can_replace(value: Any, first: Any) -> bool:
     """Return whether a hyperparameter may change from its first value to another value.
 
-    Numbers may change to other finite numbers. Lists must keep their length, and dictionaries their keys. Other values
-    must stay equal.
+    Numbers may change to other finite numbers. Lists must keep their length, and dictionaries must keep their keys;
+    this rule then applies to each entry. Other values, such as strings, must not change.
     """
     if isinstance(first, dict):
         if not isinstance(value, dict) or value.keys() != first.keys():

@@ -37,9 +37,9 @@ class Watched:
         restarts: Number of restarts that are left.
         incarnation: Incarnation of the process: the number of earlier processes with this role and id.
         handle: The running process.
-        code: Exit code; None while the process runs or a replacement may still be started.
+        code: Exit code of a process that has ended and will not be replaced; None until then.
         stopped: Seconds for which the process has been stopped, for example by SIGSTOP.
-        reason: Reason why the supervision process has killed this process; empty if it has not done so.
+        reason: Reason why the supervision process has killed this process; empty if this process was not killed.
         ended: Time at which the process ended by itself while the coordinator could not be reached; otherwise None.
     """
 
@@ -72,19 +72,20 @@ class Watched:
 
 
 class Supervision:
-    """Supervision of this node's processes. It starts them, and watches them until all workers have ended.
+    """Supervision of this node's processes: start the processes, and watch them until all workers have ended.
 
-    A process that was killed by a signal is started again, while it has restarts left. A process that ended by itself
-    because it lost the connection to the coordinator is also started again, if the coordinator had already stopped
-    receiving heartbeats from the process. While the coordinator cannot be reached, the supervision process postpones
-    the decision to start such a process again, for at most the time that a process may take to register. A process that
-    ended with any other error ends the run, because a new process would fail in the same way. The supervision process
-    reports each death to the coordinator at once, and also reports whether it starts a replacement.
+    A process with restarts left is started again in two cases. Either a signal has killed the process. Or the process
+    has ended by itself because it lost the connection to the coordinator, and the coordinator has removed it because
+    of missing heartbeats. If the coordinator cannot be asked about this, the decision is postponed, for at most the
+    time that a process may take to register. A process that ended with any other error ends the run, because a new
+    process would fail in the same way. Each death is reported to the coordinator at once. The report also says whether
+    the process is replaced.
 
     The coordinator and the servers end by themselves when all workers have left the session. If the workers begin
-    another session, they start its coordinator and servers themselves; after that, workers are no longer started again.
+    another session, the workers themselves start the new coordinator and the new servers. After that, no worker is
+    started again.
 
-    The supervision process has no open sockets and no threads while it starts processes, so it can fork them.
+    The supervision process has no open sockets and no threads while it starts processes, so it can use fork.
 
     Args:
         coordinator: Address of the coordinator.
@@ -180,8 +181,8 @@ class Supervision:
         while not (at_once or self._over or self._ended_at is not None):
             if self.ask():
                 heard = time.monotonic()
-            # If no live coordinator is on this node, give up at once. A live coordinator may only be slow, so wait
-            # for its reply until the time-out.
+            # If no live coordinator is on this node, give up at once. A live coordinator that does not reply may be
+            # busy, so ask again until the time-out.
             elif not self._coordinator_lives() or time.monotonic() - heard > self.coordinator.timeout:
                 break
             time.sleep(POLL)
@@ -210,11 +211,11 @@ class Supervision:
             return
         cut_off = self._was_cut_off(child, code)
         if cut_off is None:
-            return  # The cause of the end is not known yet, so a later check decides.
+            return  # The cause of the end is not known yet, so a later check decides whether to start a replacement.
         killed = code < 0 or cut_off
         if code < 0 and child.role == WORKER and not self._over:
             self.ask()
-        # Once a worker has finished, the other workers do not admit new workers, so a worker need not be replaced.
+        # Once a worker has finished, the other workers do not admit new workers, so a killed worker is not replaced.
         finished = any(worker.code == 0 for worker in self.workers)
         over = (child.role == WORKER and (self._over or finished)) or (child.role == COORDINATOR and self._over)
         replaced = killed and child.restarts > 0 and self._ended_at is None and not over
@@ -222,7 +223,7 @@ class Supervision:
         death = f"{child} {how}"
         if killed or child.role != WORKER:
             self.deaths.append(death)
-        if killed:  # A process that ends by itself prints the reason itself, so nothing is printed here.
+        if killed:  # Otherwise the process has printed the reason itself before it ended.
             consequence = "it is started again" if replaced else "it is not replaced"
             if child.restarts and self._over:
                 consequence += ": restarts are possible only in the first session of a run"
@@ -232,8 +233,8 @@ class Supervision:
                 self._run_ends()
         elif self._over:
             if child is self.workers[0]:
-                # The first worker has started the coordinator and the servers of the current session, which therefore
-                # end with this worker.
+                # After the first session, the first worker starts the coordinator and the servers of each session, so
+                # these processes and the run end with this worker.
                 self._run_ends()
         elif killed:
             fields = {"role": child.role, "id": child.id, "incarnation": child.incarnation, "process": child.handle.pid}
@@ -255,8 +256,8 @@ class Supervision:
     def _was_cut_off(self, child: Watched, code: int) -> bool | None:
         """Return whether a process ended by itself because it had lost the connection to the coordinator.
 
-        Return True if the coordinator has removed the process as silent before the process ended. Return None if the
-        coordinator cannot be reached now. A later call must then decide.
+        This is the case if the coordinator had removed the process because of missing heartbeats. If the coordinator
+        cannot be reached now, return None, so that a later call decides.
         """
         if not 0 < code < 128 or child.role == COORDINATOR or self._over or self._ended_at is not None:
             return False
@@ -265,7 +266,8 @@ class Supervision:
         now = time.monotonic()
         if child.ended is None:
             if not child.restarts or now - self._heard_at < self.coordinator.timeout / 2:
-                return False  # The coordinator replied a short time ago, so it has not died: the run has ended.
+                # The coordinator replied a short time ago, so it has not died but ended: the run is over.
+                return False
             child.ended = now
         return None if now - child.ended < self.coordinator.appear else False
 
@@ -274,10 +276,9 @@ class Supervision:
             self._ended_at = time.monotonic()
 
     def end_the_stopped(self, now: float) -> None:
-        """Kill processes that have been suspended, for example by SIGSTOP, for longer than the time-out.
+        """Kill processes that have been stopped, for example by SIGSTOP, for longer than the time-out.
 
-        The coordinator would miss some of these processes: it watches only processes that have registered and have not
-        left.
+        This check is needed because the coordinator watches only processes that have registered and have not left.
 
         Args:
             now: The time, in seconds.
@@ -289,7 +290,7 @@ class Supervision:
             child.stopped = child.stopped + passed if is_stopped(child.handle.pid) else 0.0
             limit = self.coordinator.timeout
             if child.role == COORDINATOR and child.restarts:
-                # The coordinator must be killed and restarted before the members count it as dead.
+                # Use half the time-out, so that the coordinator is restarted before the members count it as dead.
                 limit /= 2
             if child.stopped > limit:
                 child.end_silent()

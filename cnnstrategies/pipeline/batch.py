@@ -1,4 +1,4 @@
-"""Send the global batch from the first stage, and the network's outputs from the last stage, to all ranks."""
+"""Send a batch's targets from the first stage, and the network's outputs from the last stage, to all ranks."""
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
@@ -16,7 +16,7 @@ from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.pipeline.transport import Transport, broadcast_value
 
 HEADER_BYTES = 1024
-WORD = 8  # Size in bytes of a header's length, and of an element of the buffer in which tensors are sent.
+WORD = 8  # Bytes of an integer. A header begins with its length as an integer; tensors travel in buffers of integers.
 ENDED = (1 << 63) - 1  # A rank that has no more batches sends this number in place of a header's length.
 
 Spec = tuple[tuple[int, ...], torch.dtype]  # The shape and the dtype of one row of a tensor.
@@ -31,9 +31,9 @@ class BatchHeader(NamedTuple):
         rows: Number of samples.
         shapes: Shape of one image, for each tensor that the network takes.
         dtypes: Dtype of each tensor that the network takes.
-        specs: Shape and dtype of a row, for each other tensor of the batch, such as targets.
-        form: The structure of the batch, and the batch's values that are not tensors. The strategy makes this object;
-            the pipeline only sends the object to all ranks.
+        specs: For each other tensor of the batch, such as the targets: the shape and dtype of one row.
+        form: The batch's structure, such as its dictionaries and tuples, and its values that are not tensors. The
+            strategy makes this object; the pipeline only sends the object to all ranks.
     """
 
     rows: int
@@ -45,7 +45,7 @@ class BatchHeader(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """A global batch on one rank.
+    """A global batch, as one rank holds it.
 
     Attributes:
         split: Division of the batch into microbatches.
@@ -54,8 +54,8 @@ class Batch:
         image_dtypes: Dtype of each tensor that the network takes.
         rest: All other tensors (N, ...) of the global batch, such as targets. Their rows are in the order in which one
             process alone would load them.
-        forms: For each replica of the first stage, the structure of the replica's batch, and its values that are not
-            tensors; None if the replica has no samples.
+        forms: For each replica of the first stage, `BatchHeader.form` of the replica's samples; None if the replica has
+            no samples.
     """
 
     split: Split
@@ -77,15 +77,16 @@ def share_batch(
     transport: Transport,
     usual: int | None = None,
 ) -> Batch:
-    """Send each rank the parts of the global batch that the rank needs. All ranks must call this.
+    """Send the targets and other values of a global batch from the first stage to all ranks. All ranks must call this.
 
-    The arguments are the same as those of `Pipeline.share`.
+    The images stay on the ranks of the first stage. The arguments have the same meaning as those of `Pipeline.share`.
 
     Returns:
-        The batch; it has 0 samples if no replica has samples.
+        The batch. If no replica has samples, the batch has 0 samples.
 
     Raises:
-        ConfigurationError: The replicas' images differ in size or dtype, or a part of the batch cannot be sent.
+        ConfigurationError: The replicas' images differ in size or dtype, a tensor does not have one row per image, or a
+            value of the batch cannot be sent.
     """
     transport.check_peers()
     local_images = images if transport.place.stage == 0 else None
@@ -147,7 +148,8 @@ def _all_headers(header: BatchHeader | None, transport: Transport) -> list[Batch
         data = b"" if header is None else to_bytes(header)
     except CodecError as error:
         raise ConfigurationError(
-            f"a batch cannot be sent to all ranks: {error}; or remove the value in collate_fn"
+            f"collate_fn returns a batch with a value that cannot be sent to all ranks; remove or convert the value: "
+            f"{error}"
         ) from error
     table = _gather_bytes(len(data).to_bytes(WORD, "little") + data[: HEADER_BYTES - WORD], HEADER_BYTES, transport)
     lengths = [int.from_bytes(entry[:WORD], "little") for entry in table]
@@ -175,7 +177,11 @@ def end_together(transport: Transport) -> None:
 
 
 def _check_ends(lengths: Sequence[int]) -> None:
-    """Raise an error if some ranks, but not all, sent `ENDED` in place of a header's length."""
+    """Raise an error if some ranks, but not all, have reached the end of their batches.
+
+    Args:
+        lengths: For each rank, the length of its header in bytes; `ENDED` if the rank has no more batches.
+    """
     ended = [rank for rank, length in enumerate(lengths) if length == ENDED]
     if 0 < len(ended) < len(lengths):
         others = [rank for rank, length in enumerate(lengths) if length != ENDED]
@@ -209,7 +215,7 @@ def _gather_bytes(data: bytes, size: int, transport: Transport) -> list[bytes]:
     return [table[rank * size : (rank + 1) * size] for rank in range(world)]
 
 
-@functools.lru_cache(maxsize=64)  # Most headers are equal to headers of other ranks or steps, so few must be decoded.
+@functools.lru_cache(maxsize=64)  # Most headers are equal to those of other ranks or earlier steps, so few are decoded.
 def _read(data: bytes) -> BatchHeader | None:
     header: BatchHeader | None = from_bytes(data) if data else None
     return header
@@ -218,18 +224,19 @@ def _read(data: bytes) -> BatchHeader | None:
 def _send_to_all_ranks(
     rest: Sequence[Tensor], specs: Sequence[Spec], split: Split, transport: Transport
 ) -> tuple[Tensor, ...]:
-    """Return all rows of each tensor, in the order in which one process alone would load them.
+    """Send the first stage's tensors to all ranks, and return each tensor with the rows of all replicas.
 
-    All ranks must call this. All tensors travel in one buffer, in a single broadcast or all-reduce.
+    The rows are in the order in which a single process would load them. All ranks must call this. All tensors travel
+    in one buffer, in a single broadcast or all-reduce.
 
     Args:
         rest: In the first stage, this replica's tensors; ignored in other stages.
-        specs: Shape and dtype of a row, for each tensor.
+        specs: For each tensor, the shape and dtype of one row.
         split: Division of the batch.
         transport: Transport of this rank.
     """
-    # For each tensor, and then for each replica: the index of the buffer's element with which the replica's rows begin,
-    # and the shape and the dtype of these rows.
+    # For each tensor and each replica: the index in the buffer at which the replica's rows begin, and the shape and
+    # dtype of these rows.
     areas: list[list[tuple[int, tuple[int, ...], torch.dtype]]] = [[] for _ in specs]
     words = 0
     for rows in split.rows:
@@ -251,7 +258,7 @@ def _send_to_all_ranks(
 
 
 def _section(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a view of a section of a buffer of 64-bit integers, with a different shape and dtype.
+    """Return a section of a buffer of 64-bit integers as a view with the given shape and dtype.
 
     Args:
         buffer: The buffer.
@@ -265,7 +272,7 @@ def _section(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dt
 
 
 class OutputGatherer:
-    """A collector that sends the last stage's outputs to every rank, in the order of the global batch."""
+    """Gatherer of the last stage's outputs. Every rank gets the outputs, in the order of the global batch."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -277,15 +284,15 @@ class OutputGatherer:
 
         Args:
             split: Division of the batch.
-            outputs: In the last stage, by microbatch of this rank: the network's outputs. Empty in other stages.
-            kind: Key of the outputs' structure. If two batches have equal keys, their outputs have equal structures and
-                dtypes.
+            outputs: In the last stage, the network's outputs for each microbatch of this rank. Empty in other stages.
+            kind: Key of the outputs' structure. Batches with equal keys must have outputs of equal structures and
+                dtypes, because the structure is sent only once for each key.
         """
         placement = self.transport.placement
         last = placement.stages - 1
         if kind not in self._structures:
             first = next(microbatch for microbatch, size in enumerate(split.sizes) if size)
-            # In the structure, each tensor is replaced by a tensor on the device `meta` that has the shape of one row.
+            # Only shapes and dtypes are sent here: each tensor is replaced by a tensor of one row without storage.
             structure = tree_map_only(Tensor, _row, outputs.get(first))
             source = placement.rank_of(last, first)
             structure = broadcast_value(structure, source, group=self.transport.control)
@@ -304,7 +311,8 @@ class OutputGatherer:
                     continue
                 rows = split.global_rows(*microbatches, device=self.device)
                 if rank == self.transport.rank:
-                    # `cat` keeps the memory format channels_last, but the other ranks receive into contiguous tensors.
+                    # The other ranks receive into contiguous tensors, but `cat` keeps the memory format channels_last.
+                    # The result is therefore made contiguous.
                     piece = torch.cat([parts[m][index] for m in microbatches]).contiguous()
                 else:
                     piece = torch.empty((len(rows), *row.shape), dtype=row.dtype, device=self.device)
@@ -318,5 +326,5 @@ class OutputGatherer:
 
 
 def _row(tensor: Tensor) -> Tensor:
-    """Return a tensor on the device ``meta`` with the shape and the dtype of one row of a tensor."""
+    """Return a tensor without storage that has the shape and dtype of one row of ``tensor``."""
     return torch.empty(tensor.shape[1:], dtype=tensor.dtype, device="meta")

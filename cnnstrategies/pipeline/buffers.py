@@ -16,7 +16,10 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def has_batch_norm(network: nn.Module) -> bool:
-    """Whether a network has a BatchNorm layer that currently normalises with the mean and variance of a microbatch."""
+    """Whether a network has a BatchNorm layer that normalises with the mean and variance of each microbatch.
+
+    These are the layers in training mode, and the layers without running statistics.
+    """
     layers = (layer for layer in network.modules() if isinstance(layer, BATCH_NORMS))
     return any(layer.training or not layer.track_running_stats for layer in layers)
 
@@ -37,7 +40,7 @@ class StageBuffers:
     Args:
         module: The stage.
         group: Group of the stage's replicas; None if the stage has one replica.
-        calls: Number of times that a forward of the stage calls each module, by the module's name.
+        calls: For each module, by name: how often one forward of the stage calls the module.
 
     Raises:
         ConfigurationError: The stage contains a SyncBatchNorm layer.
@@ -60,7 +63,7 @@ class StageBuffers:
                 )
             if isinstance(layer, BATCH_NORMS) and layer.track_running_stats:
                 count = sum(calls[path] for path in calls if name == path or name.startswith(path + "."))
-                # A layer that training never calls does not compute statistics, so it needs no recorder.
+                # A layer that the stage never calls in training computes no statistics, so it needs no recorder.
                 if count:
                     self._records.append(StatisticsRecorder(name, layer, count))
         self._training: list[StatisticsRecorder] = []
@@ -108,7 +111,7 @@ class StageBuffers:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Restore and update the running statistics, and copy other buffers from the first replica to all replicas.
+        """Update the running statistics with the whole batch, and copy other buffers from the first replica to all.
 
         All replicas of the stage must call this at the end of a step.
         """
@@ -159,10 +162,10 @@ class StageBuffers:
 class StatisticsRecorder:
     """A recorder of the means and variances that one BatchNorm layer computes during a step.
 
-    The layer's own kernel computes the means and variances: with momentum 1, it overwrites the running statistics with
-    the mean and variance of the current call. During a step, other tensors take the place of the running statistics, so
-    that the running statistics are not lost. All microbatches use the same replacement tensors, because a compiled
-    stage would be compiled again for different tensors.
+    With momentum 1, the layer's own kernel overwrites the running statistics with the mean and variance of the current
+    call. During a step, the recorder therefore sets the momentum to 1, and replaces the running statistics by other
+    tensors, so that the running statistics are not lost. All microbatches use the same replacement tensors, because a
+    compiled stage would be compiled again for different tensors.
 
     Attributes:
         name: Name of the layer.
@@ -171,7 +174,7 @@ class StatisticsRecorder:
             a replica has no microbatch in a step.
         places: For each call of the layer in a forward, two tensors (C,) that are reserved for this call. The kernel
             writes the mean and the variance into them.
-        counts: For each call of the layer that the current forward has made, the number of values per channel.
+        counts: For each call of the layer so far in the current forward, the number of values per channel.
     """
 
     def __init__(self, name: str, layer: Any, calls: int) -> None:
@@ -225,11 +228,12 @@ class StatisticsRecorder:
 
 
 class StatisticsTable:
-    """A table of the means and unbiased variances of a step, from which it updates the layers' running statistics.
+    """A table of the means and unbiased variances that BatchNorm layers have computed in a step.
 
-    The table has an entry for each microbatch and each call of a layer. The channels of all layers are concatenated, so
-    that a single computation on the device updates all layers, and the CPU does not have to read values from the
-    device. For each entry, the table also holds the number of values per channel, which is 0 if the call was not made.
+    At the end of the step, :meth:`update` computes the layers' running statistics from the table. The table has an
+    entry for each microbatch and each call of a layer. The channels of all layers are concatenated, so that a single
+    computation on the device updates all layers, and the CPU does not have to read values from the device. For each
+    entry, the table also holds the number of values per channel, which is 0 if the call was not made.
 
     Args:
         records: Recorders of the layers in training mode.
@@ -264,9 +268,9 @@ class StatisticsTable:
         ]
 
     def record(self, microbatch: int) -> None:
-        """Copy the means, the variances and the numbers of values of a microbatch into the table.
+        """Copy a microbatch's means, variances and numbers of values into the table.
 
-        Call this directly after the microbatch's forward, in which the layers have written the means and variances.
+        Call this directly after the microbatch's forward, because the next forward overwrites these values.
         """
         self._recorded[microbatch].copy_(self._current)
         self._counts[microbatch] = tuple(
@@ -300,10 +304,10 @@ class StatisticsTable:
         add_all([layer.num_batches_tracked for layer in self._layers], updates.unbind())
 
     def _weight(self, updates: Tensor) -> Tensor:
-        """Return, for each layer, the weight of the batch's mean and variance in the running statistics.
+        """Return, for each layer, the factor by which the batch's mean and variance enter the running statistics.
 
         Args:
-            updates: Number of updates of each layer in this step, including the current update.
+            updates: For each layer, the number of updates in this step, including the current update.
         """
         momenta = [layer.momentum for layer in self._layers]
         weight = numbers_on(tuple(momentum or 0.0 for momentum in momenta), updates.device)
@@ -321,7 +325,7 @@ class StatisticsTable:
 def numbers_on(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
     """Return nested tuples of numbers as a tensor on a device.
 
-    Results are cached, because the process would have to wait for each copy from the CPU's memory to the device.
+    Results are cached, because the process waits for each copy from CPU memory to the device.
     """
     return torch.tensor(numbers, dtype=torch.float64, device=device)
 

@@ -1,7 +1,7 @@
 """Send and receive the messages of one stage: inputs and outputs of its forwards, and gradients of its backwards.
 
-Values that cross a cut can be nested containers. The sender flattens them into tensors, and the receiver builds the
-containers again. Each tensor is sent in its own memory format.
+Values that cross a cut can be nested containers. The sender flattens the containers into tensors, and the receiver
+builds the containers again. Each tensor is sent in its own memory format, such as ``channels_last``.
 """
 
 from collections import deque
@@ -18,10 +18,10 @@ from cnnstrategies.pipeline.stage import IMAGES, StageGraph
 from cnnstrategies.pipeline.timetable import Kind, Task
 from cnnstrategies.pipeline.transport import BACKWARD, FORWARD, REACHED, Pending, Transport
 
-# Largest number of microbatches whose gradients are being sent to a rank at the same time. If the number is larger, the
-# sender waits for the oldest send.
+# Largest number of microbatches whose gradients a rank sends to another rank at the same time. When the limit is
+# exceeded, the sender waits for the oldest send.
 MOST_GRADIENT_SENDS = 2
-# In evaluation, largest number of microbatches whose outputs are being sent at the same time. If the number is larger,
+# Largest number of microbatches whose outputs a rank sends at the same time in evaluation. When the limit is exceeded,
 # the sender waits for the oldest send.
 MOST_EVALUATION_SENDS = 4
 
@@ -34,8 +34,8 @@ class Channels:
     """The sends and receives of one rank.
 
     Transfers begin between the rank's tasks (:meth:`exchange`), so that data travels while the rank computes. In
-    training, the rank waits for the end of a send of activations only when the gradients of these activations have
-    arrived. At that time the send has already ended, so the rank never has to wait until another rank begins a receive.
+    training, the rank waits for a send of activations only after the gradients of these activations have arrived. The
+    receiver must have the activations by then, so this wait never blocks.
 
     Args:
         graph: Graph of the stage.
@@ -86,15 +86,15 @@ class Channels:
     def exchange(self, now: float, until: float) -> None:
         """Begin the prepared sends, and the receives of the messages that the next tasks need.
 
-        All ranks begin their transfers in one common order: by the turn of the sending task. This rules out deadlocks.
-        Of all unfinished transfers, the first in this order waits for no other transfer, so it always ends. This holds
-        even if a rank stops until all its transfers have ended, as can happen on a GPU: to load a kernel or free
-        memory, the process may wait for all work that was started on the GPU.
+        The turn of a message is the turn of the task that sends the message. All ranks begin their transfers in the
+        order of these turns. This rules out deadlocks: the first unfinished transfer in this order waits for no other
+        transfer, so it always ends. There is no deadlock even if a rank stops until all its transfers have ended. This
+        can happen on a GPU, where a process may wait for all its work to end before it loads a kernel or frees memory.
 
         Args:
             now: Turn of the rank's next task.
-            until: Only receives of messages whose sending turn is before ``until`` begin. If the sending turn is
-                ``now`` or later, the receive begins only if the shapes of the message's tensors are known already.
+            until: Begin only the receives of messages whose turn is less than ``until``. The receive of a message whose
+                turn is ``now`` or greater begins only if the shapes of the message's tensors are already known.
         """
         while self._awaited and self._awaited[0][0][0] < until:
             order, sender, size = self._awaited[0]
@@ -121,8 +121,8 @@ class Channels:
             size: Size key of the microbatch; see :meth:`plan`.
 
         Returns:
-            Two dictionaries. The first dictionary has the inputs by name. The second dictionary has, by stage that sent
-            inputs, the received tensors whose gradients this stage must send back. These tensors are autograd leaves.
+            Two dictionaries. The first dictionary has the inputs by name. The second dictionary has, for each stage
+            that sent inputs, the received tensors whose gradients must be sent back. These tensors are autograd leaves.
         """
         values: dict[str, Any] = {}
         leaves: dict[int, list[Tensor]] = {}
@@ -139,7 +139,9 @@ class Channels:
     def send_forward(
         self, microbatch: int, size: Hashable, values: dict[str, Any], training: bool
     ) -> dict[int, list[Tensor]]:
-        """Prepare to send the outputs of a forward. The first message with a size key is sent immediately.
+        """Prepare to send the outputs of a forward.
+
+        The first message with a size key also contains the header, and is sent immediately.
 
         Args:
             microbatch: The microbatch.
@@ -150,8 +152,8 @@ class Channels:
         Returns:
             For each receiving stage, the sent tensors whose gradients the stage will send back in training.
         """
-        # Tensors that are ready to be sent. Keys are the id of the original tensor, and the memory format in which it
-        # is sent. If several stages receive a tensor, the tensor is converted only once.
+        # Tensors that are ready to be sent. A key has the id of the original tensor, and the memory format for the
+        # transfer. If several stages receive a tensor, the tensor is converted only once.
         copies: dict[tuple[int, torch.memory_format], Tensor] = {}
         roots: dict[int, list[Tensor]] = {}
         sends = []
@@ -176,8 +178,8 @@ class Channels:
                 sends += [self._prepare(order, self.transport.send(wire, rank, FORWARD, content)) for wire in wires]
             roots[target] = header.with_gradient(tensors)
         self._sends[microbatch] = sends
-        # Wait in evaluation only. In training, two ranks could wait for each other here forever: one rank until the
-        # other rank receives its activations, and the other rank until the first rank receives its gradients.
+        # Wait in evaluation only. In training, two ranks could wait for each other here forever: rank A until rank B
+        # has received A's activations, and rank B until rank A has received B's gradients.
         if not training and len(self._sends) > MOST_EVALUATION_SENDS:
             self._wait_for_sends(next(iter(self._sends)))
         return roots
@@ -230,8 +232,8 @@ class Channels:
             content = f"the gradients of microbatch {microbatch}"
             sends = []
             if tensors:
-                # The receiver must know which tensors have no gradient. If the receiver used zeros as gradients, weight
-                # decay would change parameters that stay unchanged when the network runs on one device.
+                # `reached` tells the receiver which tensors have no gradient. If the receiver used zeros as gradients,
+                # weight decay would change parameters that stay unchanged when the network runs on one device.
                 reached = torch.tensor([tensor.grad is not None for tensor in tensors])
                 sends.append(self._prepare(order, self.transport.send(reached, rank, REACHED, content)))
             for tensor in tensors:
@@ -300,8 +302,8 @@ class Channels:
             content = f"the activations of microbatch {sender.microbatch}"
             if key not in self._received_headers:
                 if due:
-                    # The receive of a first message blocks. Earlier messages must begin before it, because other ranks
-                    # may need them before they can send this message.
+                    # This receive blocks the rank. The transfers with smaller sort keys begin first, because the sender
+                    # of this message may need them before it can send the message.
                     self.begin(before=order)
                     self._receives[sender] = self._receive_first(key, content)
                 return due
@@ -318,7 +320,7 @@ class Channels:
         for spec in specs:
             tensor = spec.empty(self.device)
             transfer = self.transport.receive(on_the_wire(tensor, spec.memory_format), rank, tag, content)
-            transfer.tensor = tensor  # `wait` must return this tensor, but the transfer may use a permuted view of it.
+            transfer.tensor = tensor  # Otherwise `wait` could return a permuted view of the tensor.
             self._receives[sender].append(self._prepare(order, transfer))
         return True
 
@@ -367,7 +369,7 @@ class TensorSpec:
     memory_format: torch.memory_format = field(compare=False)
 
     def empty(self, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor of this description, for receiving into it."""
+        """Return an uninitialised tensor with this shape, dtype and memory format, into which a message is received."""
         return torch.empty(self.shape, dtype=self.dtype, device=device, memory_format=self.memory_format)
 
 
@@ -375,7 +377,7 @@ class TensorSpec:
 class TensorHeader:
     """The values of a message without the contents of their tensors.
 
-    A header is sent only once for all messages with the same size key.
+    Messages with equal size keys have equal headers, so only the first of these messages contains the header.
 
     Attributes:
         leaves: Leaves of the nested containers. A tensor is represented by its description; plain data is unchanged.
@@ -399,10 +401,10 @@ class TensorHeader:
         return [tensor for tensor, spec in zip(tensors, self.tensors, strict=True) if spec.needs_gradient]
 
     def on(self, device: torch.device) -> "TensorHeader":
-        """Return a copy of the header in which all devices are replaced by ``device``.
+        """Return a copy of the header in which ``device`` replaces each value that is a device.
 
-        A network may use the device of a tensor as a value, and the value may cross a cut. The receiving stage then
-        needs its own device in place of the sender's device.
+        If a network passes a tensor's device on as a value, this value can cross a cut. The receiving stage then needs
+        its own device in place of the sender's device.
         """
         leaves = tuple(device if isinstance(leaf, torch.device) else leaf for leaf in self.leaves)
         return TensorHeader(leaves, self.tree)
@@ -411,7 +413,8 @@ class TensorHeader:
         """Rebuild the nested containers of a message, and return its values.
 
         Args:
-            tensors: The message's tensors, in the order of the leaves. Each tensor replaces its description.
+            tensors: The message's tensors, in the order of the leaves. Each tensor takes the place of its `TensorSpec`
+                among the leaves of this header.
         """
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
@@ -460,10 +463,9 @@ def memory_format_of(tensor: Tensor) -> torch.memory_format:
 
 
 def on_the_wire(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """Return a contiguous tensor for a transfer. Its elements are in the order of a memory format.
+    """Return a tensor's elements as a contiguous tensor for a transfer, in the order of a memory format.
 
-    If the tensor already has this memory format, the result is a view of the tensor; otherwise the result is a view of
-    a copy.
+    If ``tensor`` already has this memory format, the result is a view of ``tensor``; otherwise it is a view of a copy.
     """
     formatted = tensor.detach().contiguous(memory_format=memory_format)
     return formatted if memory_format == torch.contiguous_format else formatted.movedim(1, -1)

@@ -30,8 +30,9 @@ TIMEOUT = timedelta(minutes=10)
 # is early enough even for messages of a stage that runs ahead. Under gloo, a receive that only begins when its message
 # arrives is slow: the receive holds the lock of the connection, and gloo's thread waits for the lock in a loop, which
 # takes milliseconds if there are too few cores.
-# Under NCCL, receives do not begin early. A receive occupies the device until its message arrives, but this process may
-# have to wait at any moment until the device has completed all its work; see `Channels.exchange`.
+# Under NCCL, receives do not begin early. A receive occupies the device until its message arrives, and this process may
+# have to wait at any moment until the device has completed all its work. An early receive could therefore block the
+# process; see `Channels.exchange`.
 AHEAD = 4
 
 
@@ -65,16 +66,16 @@ class Pipeline:
 
     Attributes:
         module: The module of this rank's stage. Its parameters have the names that they have in the network.
-        own_microbatches: Microbatches that this rank runs.
+        own_microbatches: Indices of the microbatches that this rank runs.
         shapes: Shapes of all parameters and buffers of the network, by name.
         loss_sum: In the last stage, the part of the last step's loss that comes from this rank's microbatches; 0 in
             other stages.
         watchers: Functions that are called with each :class:`~cnnstrategies.pipeline.timeline.Span` of a training step.
             A span is a period of time in which the rank performs one action, such as a forward. Without watchers no
             times are measured. On a GPU, measuring a span synchronises the device at its start and at its end.
-        clocks: Stopwatches for each kind of span; the key ``loss`` is for the computation of the loss. Each stopwatch
-            is started when a span of its kind begins, and stopped when the span ends. Starting and stopping must not
-            wait for the device.
+        clocks: Stopwatches. Keys are kinds of spans, or ``loss`` for the computation of the loss; each value is a list
+            of stopwatches. The pipeline starts a stopwatch when a span of its kind begins, and stops the stopwatch when
+            the span ends. Starting and stopping must not wait for the device.
 
     Raises:
         ConfigurationError: Cuts, replicas, microbatches and ranks do not fit together, or the network cannot be cut.
@@ -117,8 +118,8 @@ class Pipeline:
         self.activation_checkpointing = activation_checkpointing
         graph = self.blueprint.stages[True][self.place.stage].graph
         calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
-        # No local variable refers to the group, because torch keeps this frame alive until the next garbage
-        # collection, and the frame would keep the group alive.
+        # The group is not stored in a local variable: torch keeps this frame alive until the next garbage collection,
+        # and a local variable of the frame would keep the group alive.
         self.reducer = GradientReducer(self._trainable(), self._stage_group(limit), bucket_bytes)
         self.buffers = StageBuffers(self.module, self.reducer.group, calls)
         turn = turns(replicas, microbatches, schedule, run_ahead)
@@ -173,7 +174,7 @@ class Pipeline:
         if int(changed):
             self.reducer.close()
             self.reducer = GradientReducer(trainable, self.reducer.group, self.reducer.bucket_bytes)
-            # The ranks must send new headers, because a header says which values need a gradient.
+            # A header says which values need a gradient. This may have changed, so the ranks must send new headers.
             for channels in self.channels.values():
                 channels.forget_headers()
 
@@ -187,9 +188,10 @@ class Pipeline:
         form: Any = None,
         usual: int | None = None,
     ) -> Batch:
-        """Send each rank the parts of a global batch that it needs. All ranks must call this before each step.
+        """Send the targets and other values of a global batch from the first stage to all ranks.
 
-        A step is a call of :meth:`train` or :meth:`evaluate`.
+        The images stay on the ranks of the first stage. All ranks must call this before each call of :meth:`train` or
+        :meth:`evaluate`.
 
         Args:
             images: In the first stage, this replica's images (n, C, H, W) on ``device``; a tuple of tensors if the
@@ -198,8 +200,9 @@ class Pipeline:
                 in other stages.
             form: In the first stage, the structure of this replica's batch, and the batch's values that are not
                 tensors. The structure and the values are sent to all ranks, and must consist of plain data.
-            usual: Mean number of samples that a replica has in a batch of the usual size, equal on all ranks. A smaller
-                batch is divided into fewer microbatches, so that microbatches do not become very small.
+            usual: Mean number of samples per replica in a batch of the usual size. All ranks must pass the same number.
+                A smaller batch is divided into fewer microbatches, so that microbatches do not become very small. With
+                None, this batch counts as a batch of the usual size.
         """
         with self.transport.collective("sharing a batch"):
             return share_batch(images, rest, form, self.transport, usual)
@@ -242,12 +245,12 @@ class Pipeline:
         """Return all parameters and buffers of the network by name, on the CPU of every rank. All ranks must call this.
 
         Args:
-            copy: This rank's stage and the whole network, as a pair, of a copy of the network that is divided in the
-                same way, such as a copy with averaged weights. By default, the network that is trained.
+            copy: Two modules of a copy of the network, such as a copy with averaged weights: this rank's stage, and the
+                whole network. The copy must be divided in the same way. By default, the pipeline's own network is used.
         """
         module, network = copy or (self.module, self.blueprint.network)
-        # If a tensor has several names, all its names are listed here, because without duplicates the stage and the
-        # network may list it under different names.
+        # All names of a tensor are listed. If only one name of each tensor were listed, the stage and the network could
+        # list the same tensor under different names.
         stage_tensors = dict(
             (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         )
@@ -274,23 +277,23 @@ class Pipeline:
     ) -> tuple[list[Tensor | None], dict[int, Any]]:
         """Run the forwards and backwards of a batch, and return the gradients. All ranks must call this.
 
-        ``grad`` of the parameters does not change.
+        The parameters' ``grad`` does not change.
 
         Args:
             batch: Result of :meth:`share`.
-            loss: Function that returns the mean loss from the network's outputs and the targets (n, ...), or a loss in
-                parts. The last stage calls it for each microbatch.
+            loss: Function that returns the mean loss from the network's outputs and the targets (n, ...); or a
+                `PartialLoss`. The last stage computes the loss for each microbatch.
             scale: Factor by which the loss is multiplied.
             more: Whether another batch follows before the optimizer's step. If so, a stage with several replicas keeps
                 the gradients and adds the gradients of the next batch to them, so that the gradients of all batches are
                 summed over the replicas only once.
 
         Returns:
-            Two values. The first value is a list with an element for each of ``parameters``: the gradient of ``scale``
+            A list and a dictionary. The list has one element for each of ``parameters``: the gradient of ``scale``
             times the loss of the global batch, or None if the parameter has no gradient. The gradients are equal on all
-            replicas of the stage, and contain the kept gradients of earlier batches. If gradients are kept, all
-            elements are None. The second value is a dictionary. In the last stage, its keys are this rank's
-            microbatches, and its values are the network's outputs; in other stages it is empty.
+            replicas of the stage, and include the gradients of earlier batches that were kept. If the gradients of this
+            batch are kept, all elements are None. The dictionary has, in the last stage, the network's outputs for each
+            of this rank's microbatches; in other stages it is empty.
 
         Raises:
             ConfigurationError: Parameters were frozen or unfrozen, and :meth:`refresh` was not called.
@@ -356,7 +359,8 @@ class Pipeline:
         """
         batch = self.share(images, *(() if targets is None else (targets,)))
         gradients, _ = self.train(batch, loss, more=more)
-        # If the stage has several replicas, the next step overwrites the returned gradients, so they are cloned here.
+        # If the stage has several replicas, the next step overwrites the tensors that `train` returned. They are cloned
+        # here, because `grad` must keep its values.
         shared = self.reducer.group is not None
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:

@@ -1,7 +1,7 @@
 """Checks that a traced graph stays valid in every step.
 
-A forward that may compute something different in another step is refused. If a forward branches on the shapes of its
-images, the graph checks these shapes.
+A network is refused if its forward may run different operations in different steps. If a forward branches on the shapes
+of its images, the graph checks these shapes in every step.
 """
 
 import inspect
@@ -31,10 +31,10 @@ SAMPLES = 3
 
 
 def check_contexts(began: Mapping[str, Any], where: str) -> None:
-    """Refuse an operation if grad mode, inference mode or autocast have changed since the start of the trace.
+    """Refuse a traced operation if grad mode, inference mode or autocast have changed since the start of the trace.
 
-    The graph does not contain such a change, so the stages would run the operation in the wrong mode. An operation
-    under ``torch.utils.checkpoint`` is refused for the same reason.
+    A graph cannot contain a change of these modes, so the stages would run the operation in the wrong mode. A graph
+    cannot contain ``torch.utils.checkpoint`` either, so an operation under it is also refused.
 
     Args:
         began: Result of :func:`contexts` at the start of the trace.
@@ -76,7 +76,7 @@ def contexts() -> dict[str, Any]:
 
 @contextmanager
 def same_each_time(network: nn.Module) -> Iterator[None]:
-    """Check that a network's forward runs the same operations in every step. The caller runs it inside this context.
+    """Check that a network's forward runs the same operations in every step. Run the forward inside this context.
 
     Raises:
         ConfigurationError: The forward draws random numbers outside of leaf modules, or changes an attribute that is a
@@ -89,7 +89,7 @@ def same_each_time(network: nn.Module) -> Iterator[None]:
         if state != states[library]:
             raise ConfigurationError(
                 f"{name}.forward draws random numbers with {library} to choose what it computes: when the network is "
-                "cut into stages, it would make the same choice in every step; draw the numbers in a layer such as "
+                "cut into stages, it makes the same choice in every step; draw the numbers in a layer such as "
                 "nn.Dropout or torchvision.ops.StochasticDepth, or use strategy ddp"
             )
     for path, value in _attributes(network).items():
@@ -101,12 +101,13 @@ def same_each_time(network: nn.Module) -> Iterator[None]:
 
 
 class TracedModule(nn.Module):
-    """A module in the place of a module whose code was traced. A graph runs in place of the original module's code."""
+    """A module that runs a traced graph in place of the original module's code."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a submodule, a tensor or an internal attribute; refuse any other new attribute.
+        """Set a submodule, a tensor, an existing attribute, or an attribute whose name begins with an underscore.
 
-        The graph contains the value that the attribute had during the trace, so a new value would have no effect.
+        Any other new attribute is refused. It would have no effect, because the graph contains the value that the
+        attribute had during the trace.
 
         Raises:
             ConfigurationError: The attribute is refused.
@@ -149,7 +150,7 @@ class Decided:
 
     Attributes:
         numbers: The numbers, in the order in which the forward needs them.
-        shapes: For each input of the network, the shape of one sample. The numbers are only valid for these shapes.
+        shapes: For each input of the network, the shape of one sample. The numbers are valid only for these shapes.
     """
 
     numbers: tuple[Any, ...]
@@ -170,8 +171,8 @@ class UndecidedError(Exception):
         self.node = node
 
 
-# Numbers that the forwards of networks derive from shapes. Keys are the network, and then the mode (True for training).
-# Each rank determines the numbers itself. They are equal on all ranks, because all ranks use images of equal shapes.
+# Numbers that networks' forwards derive from shapes. Keys are the network, and then the mode (True for training). Each
+# rank determines the numbers itself. All ranks get equal numbers, because all ranks use images of equal shapes.
 known: "WeakKeyDictionary[nn.Module, dict[bool, Decided]]" = WeakKeyDictionary()
 
 
@@ -189,7 +190,7 @@ def number(network: nn.Module, undecided: UndecidedError, images: Any) -> Any:
 
     Args:
         network: The network.
-        undecided: Error that names the number.
+        undecided: Error that was raised when the trace needed the number.
         images: Example images as the network takes them, with at least `SAMPLES` samples.
 
     Raises:
@@ -232,7 +233,7 @@ def hold_to(graph: fx.Graph, decided: Decided, name: str) -> None:
 
 
 def of_shapes(images: Any, shapes: Sequence[Sequence[int]], name: str) -> Any:
-    """Check the shapes of images, and return the images. :func:`hold_to` makes a node of the graph that calls this.
+    """Check the shapes of images, and return the images. :func:`hold_to` inserts a call of this function into a graph.
 
     Raises:
         ConfigurationError: An image does not have the expected shape.
@@ -240,8 +241,8 @@ def of_shapes(images: Any, shapes: Sequence[Sequence[int]], name: str) -> Any:
     for image_shape, shape in zip(sample_shapes(images), shapes, strict=True):
         if image_shape != tuple(shape):
             raise ConfigurationError(
-                f"images of shape {image_shape}: {name}.forward branches on the shape of its images, and it was cut "
-                f"into stages for {tuple(shape)}; use images of one size, or use strategy ddp"
+                f"images of shape {image_shape}: {name}.forward branches on the shape of its images, and the network "
+                f"was cut into stages for {tuple(shape)}; use images of one size, or use strategy ddp"
             )
     return images
 

@@ -12,14 +12,14 @@ BUCKET_BYTES = 25 * 2**20  # Default size of a bucket in bytes. It is also the d
 
 
 class Bucket:
-    """Gradients that are reduced together, in one flat tensor.
+    """Gradients that are summed over the replicas together, in one flat tensor.
 
     Attributes:
         parameters: The parameters whose gradients the bucket contains.
         flat: The gradients, one after the other, followed by ``reached``.
         views: For each parameter, its gradient as a view of ``flat`` that has the parameter's shape.
-        reached: Before the reduction, 1 for each parameter with a gradient and 0 for the others. After the reduction,
-            for each parameter, the number of replicas on which it has a gradient.
+        reached: One number for each parameter. Before the sum, 1 if the parameter has a gradient, otherwise 0. After
+            the sum, the number of replicas on which the parameter has a gradient.
         missing: Number of parameters whose gradient the batch's last backward has not computed yet.
     """
 
@@ -44,8 +44,8 @@ class Bucket:
         """Return the parameters that have no gradient on any replica. A gradient of zeros counts as a gradient.
 
         Args:
-            reached: Parameters that have a gradient on this replica. If these are all parameters of the bucket, no
-                numbers are read from the device, because this process would have to wait for the device.
+            reached: Parameters that have a gradient on this replica. If the set contains all parameters of the bucket,
+                this method does not have to wait for numbers from the device.
         """
         if reached.issuperset(self.parameters):
             return []
@@ -82,7 +82,7 @@ class GradientReducer:
     def begin(self) -> None:
         """Save ``grad`` of all parameters, and prepare ``grad`` for the backwards of a batch.
 
-        The backwards add to the gradients that :meth:`finish` kept, if it kept gradients.
+        If :meth:`finish` has kept gradients, the backwards add to these gradients.
         """
         self._kept = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:

@@ -23,12 +23,12 @@ class Split:
     at most one sample. If a replica has too few samples, its last microbatches are empty, and the step skips the empty
     microbatches.
 
-    A batch can be smaller than usual, like the last batch of an epoch. Microbatches then keep about their usual size,
-    and the remaining microbatches are empty, because BatchNorm works better with a few full microbatches than with many
-    small ones.
+    A batch can be smaller than the other batches of its epoch, for example the last batch. Microbatches then keep about
+    the size that they have in the other batches, and the remaining microbatches are empty, because BatchNorm works
+    better with a few full microbatches than with many small ones.
 
-    The rows of the global batch are in the order in which one process alone would load them. The samplers give the
-    samples in this order to the replicas in turn.
+    The rows of the global batch are in the order in which a single process would load them. The samplers distribute
+    the samples to the replicas in turn, in this order.
 
     Attributes:
         rows: Number of samples of each replica of the first stage.
@@ -84,7 +84,7 @@ class Split:
         size = -(-full_batch // self.microbatches)
         filled = -(-rows // size)
         if size > 1 and filled and rows // filled == 1:
-            filled -= 1  # BatchNorm refuses a microbatch of one sample, so no microbatch gets only one sample.
+            filled -= 1  # BatchNorm refuses a microbatch of one sample, so fewer microbatches get more samples each.
         return min(microbatches, max(1, filled))
 
     @cached_property
@@ -127,7 +127,7 @@ class Split:
 def rows_on(split: Split, microbatches: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the indices of the microbatches' rows in the global batch; see :meth:`Split.global_rows`.
 
-    Results are cached, because the process would have to wait for each copy from the CPU's memory to the device.
+    Results are cached, because the process waits for each copy from CPU memory to the device.
     """
     rows = []
     for microbatch in microbatches:
@@ -140,9 +140,9 @@ def rows_on(split: Split, microbatches: tuple[int, ...], device: torch.device) -
 def default_microbatches(replicas: Sequence[int], samples: int | None = None) -> int:
     """Return the default number of microbatches of a step.
 
-    The default is 4 times the number of stages times the largest number of replicas of a stage. If the network has
-    BatchNorm, the number is reduced so that each microbatch has at least 8 samples, but every replica keeps at least
-    one microbatch.
+    The default is 4 S R, where S is the number of stages and R is the largest number of replicas of a stage. If the
+    network has BatchNorm, the number is reduced so that each microbatch has at least 8 samples, but every replica keeps
+    at least one microbatch.
 
     Args:
         replicas: Number of replicas of each stage.

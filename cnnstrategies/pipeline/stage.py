@@ -28,8 +28,8 @@ class StageGraph:
             network's result.
         inputs: Names of the values that the stage receives; ``images`` in stage 0.
         outputs: Names of the values that the stage sends.
-        names_from: By sending stage: the names of the values that this stage receives from the sending stage.
-        names_to: By receiving stage: the names of the values that this stage sends to the receiving stage.
+        names_from: For each stage that sends values to this stage: the names of these values.
+        names_to: For each stage that receives values from this stage: the names of these values.
     """
 
     graph: fx.Graph
@@ -45,9 +45,9 @@ class Blueprint:
 
     Attributes:
         network: The network.
-        stages: By mode, True for training and False for evaluation: the graphs of all stages. Both modes have the same
-            graphs unless the network's own code depends on the mode.
-        state: For each stage, the names of the stage's parameters and buffers in the network.
+        stages: Graphs of all stages for each mode. Keys are True for training and False for evaluation. Both modes have
+            the same graphs unless the network's own code depends on the mode.
+        state: For each stage, the names that its parameters and buffers have in the network.
         used: Names of the parameters and buffers that the network uses in training.
     """
 
@@ -89,8 +89,8 @@ class StageModule(TracedModule):
         present = {name for name, _ in (*self.named_parameters(), *self.named_buffers())}
         for name in sorted(names - present):
             _put_attribute(self, network, name)
-        # torch.fx generates a `forward` for each graph. Both functions read the layers from `self`, so training and
-        # evaluation use the same layers.
+        # torch.fx generates one `forward` for the training graph and one for the evaluation graph. Both read the layers
+        # from `self`, so both modes use the same layers.
         self._run = {training: type(fx.GraphModule(self, graph)).forward for training, graph in graphs.items()}
         # The submodules are shared with the network and have its modes, so only the mode of this module is set.
         self.training = network.training
@@ -155,7 +155,8 @@ def _stages_by_state(traced: fx.GraphModule, owner: dict[str, int]) -> dict[fx.N
 
     Args:
         traced: The graph for evaluation.
-        owner: Stage of each parameter and buffer by name. Parameters and buffers that only this graph uses are added.
+        owner: Stage of each parameter and buffer, by name. This function adds the parameters and buffers that only the
+            evaluation graph uses.
 
     Raises:
         ConfigurationError: A parameter or buffer would be needed in two stages.
@@ -187,8 +188,8 @@ def _divide_graph(traced: fx.GraphModule, stage_of: dict[fx.Node, int], stages: 
     placeholder = next(node for node in traced.graph.nodes if node.op == "placeholder")
     output = next(node for node in traced.graph.nodes if node.op == "output")
     place = {placeholder: 0, **stage_of, output: stages - 1}
-    # Keys are the nodes in the order of computation. Values are the stages that use the node's result, except the stage
-    # that computes it.
+    # Keys are the nodes in the order of computation. Values are the stages that must receive the node's result from the
+    # stage that computes it.
     users = {node: {place[user] for user in node.users if user in place} - {place[node]} for node in place}
     return tuple(_stage_graph(traced, place, users, stage) for stage in range(stages))
 
@@ -257,8 +258,8 @@ def _name(node: fx.Node) -> str:
 def _origins(traced: fx.GraphModule, node: fx.Node | None) -> Iterator[fx.Node]:
     """Yield a node, and then the earlier nodes whose results may share storage with the node's result.
 
-    The result of a node may be a view of the node's first argument, so the search goes from first argument to first
-    argument. It ends at a module with parameters, because such a module returns a new tensor.
+    The result of a node may be a view of the node's first argument. The search therefore continues with the first
+    argument of each node. It ends at a module with parameters, because such a module returns a new tensor.
     """
     while node is not None:
         yield node

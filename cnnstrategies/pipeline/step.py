@@ -43,9 +43,9 @@ class Held:
     """The data of a microbatch that a rank holds between the microbatch's forward and backward.
 
     Attributes:
-        leaves: By stage that sent inputs: the inputs whose gradients must be sent back.
-        roots: By stage that received outputs: the gradient edges of these outputs, that is, the places in the autograd
-            graph where a backward pass for the outputs starts. An edge is None if the output requires no gradient. In
+        leaves: For each stage that sent inputs, the inputs whose gradients must be sent back.
+        roots: For each stage that received outputs, the gradient edges of these outputs. A gradient edge is the node of
+            the autograd graph where a backward pass for the output starts; None if the output requires no gradient. In
             the last stage, the only key is None, and its value is a list with the gradient edge of the loss. The
             outputs themselves are not held, so that their memory can be freed.
         arguments: Arguments of the stage, if activations are recomputed; otherwise None.
@@ -68,9 +68,9 @@ class Step:
         scale: Factor by which the loss is multiplied.
 
     Attributes:
-        outputs: In the last stage, by microbatch of the rank: the network's outputs. Empty in other stages.
-        loss_sum: In the last stage, the sum of the loss's parts of the rank's microbatches that have run so far; 0 in
-            other stages.
+        outputs: In the last stage, the network's outputs for each microbatch of the rank. Empty in other stages.
+        loss_sum: In the last stage, the part of the batch's loss that comes from the microbatches that the rank has run
+            so far; 0 in other stages.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Step:
         self.outputs: dict[int, Any] = {}
         self.loss_sum = torch.zeros((), device=pipeline.device)
         self._held: dict[int, Held] = {}
-        self._last: int | None = None  # The microbatch whose backward is this rank's last backward.
+        self._last: int | None = None  # Microbatch of this rank's last backward; None if the rank runs no microbatch.
 
     def train(self, more: bool) -> list[Tensor | None]:
         """Run all forwards and backwards.
@@ -169,7 +169,7 @@ class Step:
         if again:
             held.arguments, held.random = arguments, RandomState(pipeline.device)
         tracked = self.tracks(again)
-        # Autocast caches converted weights. Weights that are converted without autograd must not be cached, because the
+        # Autocast caches converted weights. The cache is turned off if the forward runs without autograd: otherwise the
         # recomputation would use the cached weights, and the network's weights would get no gradients.
         enabled, dtype = self._autocast
         with (
@@ -230,8 +230,9 @@ class Step:
     def tracks(self, again: bool) -> bool:
         """Whether a forward runs with autograd.
 
-        The forward of a compiled stage always runs with autograd. Without autograd, torch would compile different code
-        for the forward and for the recomputation of the forward, and the two might draw different random numbers.
+        A forward that will be recomputed runs without autograd, unless the stage is compiled. For a compiled stage,
+        torch would compile different code for a forward without autograd and for its recomputation, and the two might
+        draw different random numbers.
 
         Args:
             again: Whether the forward will be recomputed for the backward.
@@ -251,15 +252,15 @@ class Step:
         placement, stage = self.pipeline.placement, self.pipeline.place.stage
         runs, sizes = placement.runs[stage], self.batch.split.sizes
         later = [replica for replica, size in zip(runs[microbatch + 1 :], sizes[microbatch + 1 :], strict=True) if size]
-        # No other replica may have two backwards left. A replica with two backwards left would first have to send the
-        # gradients of the earlier backward, because only its last backward takes part in the sum.
+        # No other replica may have two backwards left. Such a replica takes part in the sum only in its second
+        # backward, so this rank would have to wait for it.
         return len(set(later)) == len(later) and not any(sizes[microbatch + placement.replicas[stage] :])
 
     def part_of_loss(self, outputs: Any, microbatch: int) -> Tensor:
         """Return a microbatch's part of the global batch's loss, multiplied by the scale.
 
-        Without the scale, the parts of all microbatches add up to the loss of the global batch. The part without the
-        scale is also added to ``loss_sum``.
+        The part without the scale is also added to ``loss_sum``. The unscaled parts of all microbatches add up to the
+        loss of the global batch.
         """
         assert self.loss is not None
         with self.clocked("loss"):
@@ -341,7 +342,7 @@ def check_rows(outputs: Any, samples: int) -> None:
     """Check that every tensor in the outputs of a microbatch has one row per sample.
 
     Raises:
-        ConfigurationError: A tensor has a different number of rows.
+        ConfigurationError: The number of rows of a tensor is not ``samples``.
     """
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, Tensor) and (leaf.ndim == 0 or len(leaf) != samples):
@@ -358,7 +359,7 @@ def _detached(leaf: Any) -> Any:
 
 
 def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
-    """Return each tensor's gradient edge: the place in the autograd graph where a backward pass for the tensor starts.
+    """Return each tensor's gradient edge: the node of the autograd graph where a backward pass for the tensor starts.
 
     A gradient edge does not keep its tensor alive, so the tensor's memory can be freed. The result has None for a
     tensor that requires no gradient.

@@ -1,4 +1,4 @@
-"""Draw a picture of a predicted or measured pipeline step, which shows what each rank does at each time."""
+"""Draw a predicted or measured pipeline step as a picture that shows what each rank does at each time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,10 +43,10 @@ class Clock(Protocol):
     """A stopwatch that measures the total time of all spans of one kind, without waiting for a device."""
 
     def begin(self) -> None:
-        """Start the stopwatch, because a span begins."""
+        """Start the stopwatch. The pipeline calls this when a span begins."""
 
     def end(self) -> None:
-        """Stop the stopwatch, because the span ends."""
+        """Stop the stopwatch. The pipeline calls this when the span ends."""
 
 
 def draw_timeline(

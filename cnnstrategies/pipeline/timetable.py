@@ -100,9 +100,8 @@ def check_layout(cuts: int, placement: "Placement", ranks: int) -> None:
 class Task:
     """The forward or the backward of a microbatch in a stage.
 
-    A task determines which messages it needs. A forward needs the results of the same microbatch's forwards in the
-    stages that produce the inputs of its stage. A backward needs the gradients from the same microbatch's backwards in
-    the stages that use the outputs of its stage.
+    A forward needs the outputs that the stages before it have computed for the same microbatch. A backward needs the
+    gradients that the stages after it have computed for the same microbatch.
     """
 
     kind: Kind
@@ -164,7 +163,7 @@ class Placement:
 
     @cached_property
     def runs(self) -> list[tuple[int, ...]]:
-        """For each stage, a tuple with the index of the replica that runs each microbatch."""
+        """For each stage, a tuple that has, for each microbatch, the index of the replica that runs the microbatch."""
         return [rotation(self.shares_of(stage), self.microbatches) for stage in range(self.stages)]
 
     def shares_of(self, stage: int) -> tuple[float, ...]:
@@ -173,10 +172,10 @@ class Placement:
 
     @property
     def loads(self) -> tuple[float, ...]:
-        """For each replica of the first stage, the number of samples that it gets, relative to the other replicas.
+        """Relative number of samples for each replica of the first stage.
 
-        If shares are configured, a replica's value is its number of microbatches, so that the sizes of all microbatches
-        differ by at most one sample.
+        If shares are configured, this is the replica's number of microbatches, so that the sizes of all microbatches
+        differ by at most one sample. Otherwise it is 1.
         """
         return tuple(map(self.runs[0].count, range(self.replicas[0]))) if self.shares else self.shares_of(0)
 
@@ -220,16 +219,16 @@ def turns(replicas: Sequence[int], microbatches: int, schedule: str, run_ahead: 
     task has a later turn than the tasks whose messages it needs, and no two tasks of a rank have the same turn.
 
     Under 1f1b, these turns bound the number of microbatches whose activations a replica holds at once. The bound is the
-    number of ranks from its stage to the last stage, divided by the number of replicas of its stage and rounded up.
-    (This is PipeDream's NOAM, applied to each stage; Narayanan et al. 2019.) With a smaller bound, ranks of later
-    stages would be idle; and if a stage had more replicas than the stage before it, ranks would wait for each other
-    forever.
+    number of ranks from the replica's stage to the last stage, divided by the number of replicas of the replica's stage
+    and rounded up. (This is PipeDream's NOAM, applied to each stage; Narayanan et al. 2019.) With a smaller bound,
+    ranks of later stages would be idle. If a stage had more replicas than the stage before it, a smaller bound would
+    even make ranks wait for each other forever.
 
-    With ``run_ahead`` a replica holds one more microbatch, unless rounding up has already added one. A message can then
-    travel for a while before a rank has to wait for it. The last stage never runs ahead, because its backward does not
-    wait for a message.
+    With ``run_ahead`` a replica holds one more microbatch, unless the rounding has already added one. The replica can
+    then compute while it waits for a message. The last stage never runs ahead, because its backward does not wait for a
+    message.
 
-    The arguments are the same as those of :func:`timetable`.
+    The arguments have the same meaning as those of :func:`timetable`.
 
     Raises:
         ConfigurationError: The schedule is not known.

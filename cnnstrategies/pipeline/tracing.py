@@ -57,7 +57,8 @@ class LeafTracer(fx.Tracer):
     """A tracer that makes one node of each torch.nn layer, without tracing into the layer.
 
     Layers whose class is derived from a torch.nn layer, such as timm's ``BatchNormAct2d``, also become one node each.
-    The code of a layer may depend on ``self.training``, and tracing would fix the value of ``self.training``.
+    The code of a layer is not traced because it may depend on ``self.training``: the graph would then contain the code
+    for only one mode.
 
     Args:
         whole: Other modules that also become one node each.
@@ -99,7 +100,7 @@ class LeafTracer(fx.Tracer):
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Return the value of a condition on which the network's code branches, such as the condition of an ``if``.
 
-        The errors are those of :meth:`number`.
+        The method raises the same errors as :meth:`number`.
         """
         return bool(self.number(obj))
 
@@ -111,8 +112,8 @@ class LeafTracer(fx.Tracer):
 
         Raises:
             DependsOnValuesError: The number does not follow from shapes.
-            UndecidedError: The number follows from shapes, but it is not known. Numbers that the code of a submodule
-                needs are never known; only the network's own forward can need known numbers.
+            UndecidedError: The number follows from shapes, but it is not known. Only numbers that the network's own
+                forward needs can be known, not numbers that the code of a submodule needs.
         """
         if not is_of_shapes(value.node):
             raise DependsOnValuesError(f"its code branches on the value of a tensor ({value.node.name})")
@@ -165,8 +166,8 @@ def decide_by_shapes(network: nn.Module, example: Callable[[int], Any]) -> bool:
 
     Args:
         network: The network.
-        example: Function that returns a number of example images as the network takes them, or None if no example
-            images are available. The function is called only if the forward needs a number that is not known yet.
+        example: Function that takes a count and returns this many example images, as the network takes them. It returns
+            None if no example images are available. It is called only if the forward needs a number.
 
     Returns:
         Whether all numbers are known. This is False if the forward needs a number and no example images are available.
@@ -267,10 +268,9 @@ def ordered_nodes(traced: fx.GraphModule) -> list[fx.Node]:
 def cut_positions(traced: fx.GraphModule) -> list[int]:
     """Return the positions at which the network can be cut, ascending.
 
-    A position is the index, in :func:`ordered_nodes`, of the first node after the cut. A cut is not possible between
-    two nodes that use the same parameter or buffer, because a parameter or buffer belongs to one stage. A cut is also
-    not possible between a node and a later node that changes the first node's result in place, if the result is used
-    again after the change.
+    A position is the index, in :func:`ordered_nodes`, of the first node after the cut. A cut cannot separate two nodes
+    that use the same parameter or buffer, because a parameter or buffer belongs to one stage. If a node changes the
+    result of an earlier node in place, and a later node uses this result, a cut cannot separate the first two nodes.
     """
     nodes = ordered_nodes(traced)
     position = {node: index for index, node in enumerate(nodes)}
@@ -325,12 +325,7 @@ def module_paths(node: fx.Node) -> list[str]:
 
 
 def changed_in_place(traced: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """Return the node whose result a node changes in place. Return None if ``node`` does not change anything in place.
-
-    Args:
-        traced: The traced network.
-        node: The node that may make the change.
-    """
+    """Return the node whose result ``node`` changes in place. Return None if ``node`` changes nothing in place."""
     first = node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
         return None

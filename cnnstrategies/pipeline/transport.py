@@ -23,8 +23,8 @@ from cnnstrategies.codec import decode, encode, from_bytes, to_bytes
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.timetable import Placement
 
-# Tags of messages, which say what a message contains: activations, gradients of activations, a part of an object, or
-# the information which tensors have a gradient.
+# Tags of messages. A tag says what the message contains: activations, gradients of activations, a part of an object, or
+# flags that say which tensors have a gradient.
 FORWARD, BACKWARD, OBJECT, REACHED = 1, 2, 3, 4
 ENDS_WELL = -1  # A rank that ends without an error sends this number in place of the number of a lost rank.
 # Time-out of the group in which `RankWatch` waits for a message during the whole run. It is longer than any run,
@@ -135,9 +135,9 @@ class Transport:
     """The connections of one rank to all other ranks, for point-to-point messages.
 
     Under gloo, sends and receives are matched by tag. NCCL has no tags, and it processes the transfers of a group one
-    after the other. Under NCCL, activations and gradients therefore have separate groups, because they would wait for
-    each other in one group. If the default group was created with a device, as under Lightning, each group needs only
-    one communicator for all peers. All other messages are sent between CPUs with gloo.
+    after the other. In one group, activations and gradients would wait for each other, so each of the two has its own
+    NCCL group. If the default group was created with a device, as under Lightning, each group needs only one
+    communicator for all peers. All other messages are sent with gloo from CPU to CPU.
 
     Attributes:
         placement: Numbering of the ranks, and the microbatches of each rank.
@@ -155,7 +155,7 @@ class Transport:
         self.place = placement.place(self.rank)
         self.has_tags = dist.get_backend() == "gloo"
         self.control: dist.ProcessGroup | None = dist.group.WORLD
-        # Group for each tag. Messages with a tag that is not a key use the group `control`.
+        # Keys are tags, values are groups for messages with the tag. Messages with other tags use the group `control`.
         self._groups: dict[int, dist.ProcessGroup | None] = {}
         self._watch: RankWatch | None = None
         if not self.has_tags:
@@ -220,8 +220,8 @@ class Transport:
         Args:
             source: Sending rank.
             content: Description of the value, for error messages.
-            allocate: Function that allocates a uint8 tensor with a number of bytes. By default, the tensor is allocated
-                in CPU memory.
+            allocate: Function that takes a number of bytes and returns a uint8 tensor of this size, into which a part
+                of the message is received. By default, the tensor is allocated in CPU memory.
         """
         allocate = allocate or partial(torch.empty, dtype=torch.uint8)
 
@@ -248,7 +248,7 @@ class Transport:
         """Turn errors of torch.distributed inside the context into a `PeerError`.
 
         Args:
-            action: Text for the error message, which says what this rank does and names the ranks.
+            action: Text for the error message. It says what this rank does, and names the ranks.
             guess: Text for the end of the error message if no rank is known to be lost.
         """
         try:
@@ -284,12 +284,13 @@ class Transport:
 
 
 class RankWatch:
-    """A thread that notices when the process of the next rank ends.
+    """A thread, for runs with NCCL, that notices when the process of the next rank ends.
 
-    The thread waits for a message from the next rank with gloo. If the next rank's process ends, the connection breaks.
-    The thread then tells the previous rank, so that the information travels from rank to rank. It also aborts all NCCL
-    operations of this process, because another thread may be waiting for them. A machine that is stopped or cut off
-    from the network is not noticed, because its connections stay open.
+    The next rank is the rank with the next number; the last rank is followed by rank 0. The thread waits for a message
+    from the next rank with gloo. If the next rank's process ends, the connection breaks. The thread then tells the
+    previous rank, so that the news travels from rank to rank. The thread also aborts all NCCL operations of its own
+    process, because another thread may be waiting for them. A machine that is stopped or cut off from the network is
+    not noticed, because its connections stay open.
 
     Args:
         group: Group of all ranks with the time-out :data:`FOREVER`, which only this class uses.

@@ -12,32 +12,32 @@ from cnnstrategies.planning.costs import GraphCosts, Profile
 from cnnstrategies.shares import NORMALISED_TOGETHER, deal, proposal
 
 Bottleneck = Literal["compute", "nic", "link", "server", "fill"]
-# This is the same type as in `pipeline.timetable`. It is repeated so that this module does not import the engine.
+# Repeats the type `pipeline.timetable.Checkpointing`, so that this module does not import the pipeline.
 Checkpointing = Literal["never", "except_last", "always"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A network, a cluster and a global batch, for which a strategy is planned.
+    """A network, a cluster and a global batch, for which the planner chooses a strategy.
 
-    If a setting of the hybrid pipeline is None, the planner chooses it.
+    Each attribute from ``microbatches`` to ``cuts`` can be None. The planner then chooses its value.
 
     Attributes:
         profile: Costs of the network.
-        cluster: Cluster. Each device is used by the rank with the same number.
+        cluster: The machines and their devices. Rank i uses device i.
         samples: Number of samples in a step, over all devices.
         microbatches: Number of microbatches of a step.
         stages: Number of stages.
         replicas: Number of replicas of each stage.
         shares: Share of each device. The replicas of a stage divide the microbatches in proportion to their shares.
-        cuts: Cuts of the network. A cut is given as the index of the first node after the cut.
+        cuts: For each cut of the network, the index of the first node after the cut.
         schedule: Schedule of the pipeline: ``gpipe`` or ``1f1b``.
-        activation_checkpointing: Microbatches for which a stage keeps only its inputs and runs its forward again before
-            the backward: none, all except the last, or all.
+        activation_checkpointing: Whether activations are recomputed before the backward: for no microbatch (``never``),
+            for all except the last (``except_last``), or for all (``always``).
         run_ahead: Whether stages hold one additional microbatch, so that messages travel while the stages compute. If
             None, stages run ahead if that saves time and fits into memory.
         state_copies: Training state (parameters, gradients and optimizer state) as a multiple of the parameters' size.
-        memory_limit: Bytes that a device may hold. The memory of the cluster's devices is a limit as well.
+        memory_limit: Limit in bytes that the user sets for a device's memory; None if the user sets no limit.
     """
 
     profile: Profile
@@ -65,16 +65,16 @@ class Job:
 
     @property
     def network(self) -> Bottleneck:
-        """Name of the bottleneck if communication limits a step.
+        """Name of the bottleneck of a step that is limited by communication.
 
-        The name is ``nic`` if the cluster has several machines, and ``link`` if it has one machine.
+        The name is ``nic`` if the cluster has several machines. Otherwise it is ``link``.
         """
         return "nic" if len(self.cluster.hosts) > 1 else "link"
 
     def equal(self, batches: int = 1) -> tuple[int, ...]:
         """Return each device's number of samples in a batch if all devices have equal shares.
 
-        If gradient accumulation divides a step into several batches, the numbers are those of the largest batch.
+        If gradient accumulation divides a step into several batches, return the numbers for the largest batch.
 
         Args:
             batches: Number of batches in a step.
@@ -82,13 +82,13 @@ class Job:
         return deal(-(-self.samples // batches), [1] * self.cluster.devices)
 
     def dealt(self, step: Callable[[Sequence[int]], float], state: int) -> tuple[int, ...]:
-        """Return the number of samples of each device after training has balanced the shares.
+        """Predict the number of samples of each device after training has balanced the shares.
 
-        Training rebalances according to the measured times of the devices. This method does the same with predicted
-        times. The numbers stay equal if other shares would gain too little.
+        Training balances the shares with measured times of the devices. This method uses predicted times. It returns
+        equal numbers if other shares would gain too little.
 
         Args:
-            step: Function that returns the seconds of a step. Its argument is the number of samples of each device.
+            step: Function that returns the seconds of a step for the numbers of samples of all devices.
             state: Bytes that a device holds in addition to the activations of its samples.
         """
         counts, most, whole = self.equal(), inf, self.profile.costs
@@ -104,10 +104,13 @@ class Job:
             counts = new_counts
 
     def slowest(self, counts: Sequence[int]) -> tuple[GraphCosts, float]:
-        """Return the costs and the speed of the device that takes longest to compute its samples.
+        """Find the device that takes longest to compute its samples.
 
         Args:
             counts: Number of samples of each device.
+
+        Returns:
+            The network's costs for the samples of this device, and the speed of this device.
         """
         seconds = self._seconds(counts)
         device = seconds.index(max(seconds))
@@ -120,7 +123,10 @@ class Job:
 
 
 class Effect(IntEnum):
-    """Effect of a setting on the training result, compared with DDP and the same global batch."""
+    """Effect of a setting on the training result, compared with DDP on the same global batch.
+
+    The effect is none, different rounding, or different learning.
+    """
 
     NONE = 0
     ROUNDING = 1
@@ -135,10 +141,10 @@ class Candidate:
         family: Registered name of the strategy, or ``hybrid`` for a pipeline.
         options: Options of the strategy.
         effect: Effect on the training result.
-        step: Seconds of a step. With an asynchronous strategy: seconds in which all devices together process as many
-            samples as a global batch has.
+        step: Seconds in which all devices together process as many samples as a global batch has. For a synchronous
+            strategy this is the step time.
         sent_bytes: Bytes that all devices together send in a step.
-        memory: Bytes that the device with the fullest memory holds.
+        memory: Largest number of bytes that a device holds.
         bottleneck: Resource that limits the speed most.
     """
 

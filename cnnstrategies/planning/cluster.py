@@ -16,13 +16,13 @@ from cnnstrategies.old_names import HOST, is_now, renamed
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.quantities import size_in_bytes
 
-# Default number of bytes of gradients per second that a parameter server adds up and applies, with a CPU core from
-# about 2020.
+# Default rate in bytes per second at which a parameter server adds up and applies gradients. A CPU core from about 2020
+# reaches this rate.
 SERVER_RATE = 1e9
 # Default CPU time in seconds that the sender or the receiver spends on a message of a parameter server, of any size.
 SERVER_MESSAGE = 5e-5
 GBIT = 1e9 / 8  # Bytes per second of a connection with a rate of 1 Gbit/s.
-# Default latency in microseconds: between devices of a machine (`inside`), and between machines (`interconnect`).
+# Default latencies in microseconds: `inside` between devices of a machine, and `interconnect` between machines.
 DEFAULT_US = {"inside": 10.0, "interconnect": 50.0}
 
 
@@ -32,11 +32,11 @@ class Host:
 
     Attributes:
         devices: Number of devices of the machine.
-        interconnect: Connection to other machines, which all devices of the machine share.
+        interconnect: Connection to other machines. All devices of the machine share this connection.
         inside: Connection between two devices of the machine.
         speed: Speed of a device, as a multiple of the speed of the device on which the profile was measured.
         memory: Bytes of memory of each device; None if unlimited.
-        price: Price of the whole machine for an hour.
+        price: Price of the whole machine for an hour, in any currency.
     """
 
     devices: int
@@ -53,7 +53,7 @@ class Cluster:
 
     Attributes:
         hosts: The machines, in the order of their devices' numbers.
-        server_rate: Bytes of gradients per second that a parameter server adds up and applies.
+        server_rate: Rate in bytes per second at which a parameter server adds up and applies gradients.
         server_message: CPU seconds that the sender and the receiver each spend on a message of a parameter server.
     """
 
@@ -96,11 +96,12 @@ class Cluster:
     def ring(self, first: int, count: int) -> Link:
         """Return the slowest connection between neighbours in a ring of devices with consecutive numbers.
 
-        The connection from the last device to the first device is not considered.
+        The connection from the last device to the first device is left out, because another connection of the ring is
+        at least as slow.
 
         Args:
-                first: First device of the ring.
-                count: Number of devices in the ring, at least 2.
+            first: First device of the ring.
+            count: Number of devices in the ring, at least 2.
         """
         return slower(*(self.link(device, peer) for device, peer in itertools.pairwise(range(first, first + count))))
 
@@ -136,14 +137,14 @@ def read_cluster(file: Path, devices: int | None = None) -> Cluster:
     if "nodes" not in settings:
         _refuse(
             f"{file}: ",
-            "nodes is missing; it is a list of machines such as {count: 4, devices: 4, interconnect: {gbit: 10}}",
+            "nodes is missing; give a list of machines, such as `nodes: [{count: 4, interconnect: {gbit: 10}}]`",
         )
     cluster = Cluster(tuple(settings["nodes"]), **settings.get("server", {}))
     if devices is not None and cluster.devices != devices:
         _refuse(
             f"{file}: nodes: ",
             f"the machines have {cluster.devices} devices, but trainer.devices x trainer.num_nodes is {devices}; "
-            "change one of the two so that they are equal",
+            "make the two numbers equal",
         )
     return cluster
 
@@ -159,7 +160,7 @@ def _refuse(where: str, reason: str) -> NoReturn:
 
 def _mapping(where: str, content: Any, known: Mapping[str, Read]) -> dict[str, Any]:
     if not isinstance(content, dict):
-        _refuse(where, f"a mapping is needed, with some of the keys {', '.join(known)}")
+        _refuse(where, f"give a mapping; the possible keys are {', '.join(known)}")
     values = {}
     for name, value in content.items():
         if name not in known:
@@ -172,7 +173,7 @@ def _mapping(where: str, content: Any, known: Mapping[str, Read]) -> dict[str, A
 
 def _nodes(where: str, content: Any) -> list[Host]:
     if not isinstance(content, list) or not content:
-        _refuse(where, "a list is needed, with at least one machine")
+        _refuse(where, "give a list of at least one machine")
     return [
         host for index, item in enumerate(content) for host in _hosts(f"{where.removesuffix(': ')}[{index}]: ", item)
     ]
@@ -193,12 +194,14 @@ def _hosts(where: str, content: Any) -> list[Host]:
             _refuse(where, is_now(name, new))
     settings = {"devices": 1, **_mapping(where, content, known)}
     if "interconnect" not in settings and "inside" not in settings:
-        _refuse(where, "interconnect is missing; give the connection between the machines, such as {gbit: 10, us: 50}")
+        _refuse(
+            where, "interconnect is missing; give the connection between the machines, such as `{gbit: 10, us: 50}`"
+        )
     if settings["devices"] > 1 and "inside" not in settings:
         _refuse(
             where,
             f"inside is missing; give the connection between the machine's {settings['devices']} devices, "
-            "such as {gbit: 96}",
+            "such as `{gbit: 96}`",
         )
     settings.setdefault("interconnect", settings.get("inside"))
     settings.setdefault("inside", settings["interconnect"])
@@ -249,7 +252,7 @@ def _count(where: str, value: Any) -> int:
 
 
 def _size(where: str, value: Any) -> int:
-    """Return the number of bytes of a size with a unit, such as 16 GiB.
+    """Convert a size with a unit, such as 16 GiB, to a number of bytes.
 
     Raises:
         ConfigurationError: The value is not a size.

@@ -15,8 +15,8 @@ class NodeCost:
         forward: Seconds of the forward.
         backward: Seconds of the backward, including the accumulation of the parameters' gradients.
         parameter_bytes: Bytes of the node's parameters.
-        saved_bytes: Bytes of the tensors that the node makes and that autograd keeps, either until the backward of this
-            node or until the backward of a later node that uses the tensors.
+        saved_bytes: Bytes of the tensors that the node makes and that autograd saves for the backward of this node or
+            of a later node.
     """
 
     name: str
@@ -50,8 +50,7 @@ class Link:
     Attributes:
         bandwidth: Bytes per second.
         latency: Seconds from the start of a message to the arrival of its first byte.
-        work: Seconds that the sender and the receiver each spend on a message of any size. In this time they do not
-            compute.
+        work: Seconds that the sender and the receiver each spend on a message of any size, instead of computing.
     """
 
     bandwidth: float
@@ -79,14 +78,15 @@ class Link:
 
 @dataclass(frozen=True)
 class GraphCosts:
-    """The costs of a network in topological order.
+    """The costs of a network for one microbatch.
 
     Attributes:
-        nodes: Costs of the nodes. A cut before node c separates nodes ``[0, c)`` from ``[c, len(nodes))``.
+        nodes: Costs of the nodes, in topological order. A cut before node c separates nodes ``[0, c)`` from
+            ``[c, len(nodes))``.
         values: Values that pass between nodes.
         cut_positions: Indices of the nodes before which a cut is possible, ascending, each in ``[1, len(nodes) - 1]``.
-        microbatch_size: Number of samples for which the costs hold. It is a mean, and not always a whole number, if
-            microbatches differ by one sample.
+        microbatch_size: Number of samples in the microbatch. If the microbatches of a step differ by one sample, this
+            is the mean, for example 2.5.
         input_bytes: Bytes of the network's inputs.
     """
 
@@ -98,17 +98,17 @@ class GraphCosts:
 
     @cached_property
     def sent_bytes(self) -> tuple[int, ...]:
-        """For each node, the number of bytes that would be sent to later stages over a cut directly before the node.
+        """Bytes that would be sent to later stages over a cut directly before each node.
 
-        After the last node, there is an additional element 0.
+        Element i belongs to node i. The tuple ends with an additional element 0.
         """
         return self._crossing([value.bytes for value in self.values])
 
     @cached_property
     def sent_gradient_bytes(self) -> tuple[int, ...]:
-        """For each node, the number of bytes of gradients that would be sent back over a cut directly before the node.
+        """Bytes of gradients that would be sent back over a cut directly before each node.
 
-        After the last node, there is an additional element 0.
+        Element i belongs to node i. The tuple ends with an additional element 0.
         """
         return self._crossing([value.gradient_bytes for value in self.values])
 
@@ -119,7 +119,7 @@ class GraphCosts:
 
     @cached_property
     def kept_bytes(self) -> int:
-        """Bytes of the inputs, and of all tensors that autograd keeps until a backward, for the whole network."""
+        """Bytes of the network's inputs and of all tensors that autograd saves for the backward."""
         return self.input_bytes + sum(node.saved_bytes for node in self.nodes)
 
     @cached_property
@@ -128,12 +128,12 @@ class GraphCosts:
         return sum(node.parameter_bytes for node in self.nodes)
 
     def _crossing(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return, for each node, the total size of the values that cross a cut directly before the node.
+        """Return, for each node, the sum of ``sizes`` over the values that cross a cut directly before the node.
 
-        A value crosses the cut if an earlier node makes the value, and this node or a later node uses it.
+        A value crosses the cut if a node before the cut makes the value, and a node after the cut uses it.
 
         Args:
-            sizes: Size of each value, in the order of ``values``.
+            sizes: A size for each value in ``values``.
         """
         change = [0] * (len(self.nodes) + 1)
         for value, size in zip(self.values, sizes, strict=True):
@@ -152,11 +152,11 @@ class Profile:
 
     Attributes:
         costs: Costs for the largest number of samples that was measured.
-        fixed: For each node, the seconds of the forward and of the backward that do not depend on the number of
-            samples. If only one batch size was measured, the tuple is empty, and times are assumed to be proportional
-            to the number of samples.
+        fixed: For each node, the part of the forward time and the part of the backward time, in seconds, that do not
+            depend on the number of samples. The tuple is empty if only one batch size was measured. Times are then
+            assumed to be proportional to the number of samples.
         batch_norm: Whether the network has BatchNorm, so that its training result depends on how a batch is divided.
-        nodes_have_names: Whether the nodes have the names that ``fit`` gives them.
+        nodes_have_names: Whether the nodes have the names that ``fit`` gives them. False for a profile from a CSV file.
     """
 
     costs: GraphCosts
@@ -193,8 +193,8 @@ def _scaled(profile: Profile, samples: float) -> GraphCosts:
 def from_two_sizes(large: GraphCosts, small: GraphCosts, batch_norm: bool) -> Profile:
     """Return a profile from measurements of the same network with two batch sizes.
 
-    The time of every node is modelled by the line a + c * samples. The measured times are noisy, so a is limited to the
-    range from 0 to the time of the large batch.
+    The time of every node is modelled as a + c * samples. The measured times are noisy, so a is limited to the range
+    from 0 to the time of the large batch.
 
     Args:
         large: Costs for the large batch.

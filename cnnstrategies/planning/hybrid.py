@@ -8,10 +8,10 @@ from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.stage_costs import sent_in_a_step
 
-# Number of searches for a layout, each with a different number of microbatches. All other numbers of microbatches are
-# only tried with the layouts that these searches returned.
+# A search for the best layout takes long, so layouts are searched for only `SEARCHES` different numbers of
+# microbatches. For other numbers of microbatches, only the layouts that these searches found are compared.
 SEARCHES = 2
-SHOWN = 64  # With at most this number of devices, the best pipeline is shown even if data parallelism is faster.
+SHOWN = 64  # Largest number of devices for which a plan shows a pipeline even if data parallelism is faster.
 SMALLEST_SHARE = 8  # If only one batch size was measured, microbatches have at least 1/8 of this batch's samples.
 
 
@@ -31,22 +31,22 @@ class Hybrid(Candidate):
 def hybrids(job: Job) -> Iterator[Hybrid]:
     """Yield a candidate with the best layout for each number of microbatches.
 
-    The most promising numbers of microbatches come first. A number is skipped if even an ideal layout with it would not
-    be faster than the best candidate.
+    The most promising numbers of microbatches come first. A number of microbatches is skipped if its ideal step time,
+    with all devices always busy, is more than 3 % longer than the best candidate's step time so far.
     """
     best = float("inf")
     known: list[Layout] = []
     for microbatches in _microbatches(job):
         costs = job.profile.at(job.samples / microbatches)
-        # No layout can have a shorter step time than this ideal time, in which all devices compute all the time.
+        # The ideal step time: all devices compute all the time. No layout has a shorter step time.
         least = microbatches * costs.time / sum(job.cluster.speeds)
         if least > 1.03 * best:
             continue
         predictor = Predictor(replace(job, microbatches=microbatches))
         layout = predictor.fixed_layout() or _best(predictor, known)
         if layout is not None and len(layout.replicas) == 1 and job.stages is None and job.cluster.devices <= SHOWN:
-            # The best layout has one stage, so it is data parallelism. For comparison, the best layout with two stages
-            # is shown.
+            # A layout with one stage is data parallelism. The best layout with two stages replaces it, so that the plan
+            # can compare a pipeline with DDP.
             predictor = Predictor(replace(job, microbatches=microbatches, stages=2))
             layout = _best(predictor, known)
         if layout is None or len(layout.replicas) == 1:
@@ -65,22 +65,18 @@ def _microbatches(job: Job) -> list[int]:
         # If only one batch size was measured, the time per sample of much smaller batches is unknown, so the number of
         # microbatches is limited.
         most = min(most, max(devices, round(SMALLEST_SHARE * most / job.profile.costs.microbatch_size)))
-    # With two stages, a stage has at most this number of replicas. Multiples of this number are tried, because the
-    # replicas of such a stage then have equal numbers of microbatches.
+    # With two stages, the larger stage can have `most_replicas` replicas. Multiples of this number are tried, because
+    # these replicas then have equal numbers of microbatches.
     most_replicas = devices - 1
     wanted = [4 * devices, 2 * most_replicas, 4 * most_replicas, 2 * devices, devices, most_replicas]
     return [count for count in dict.fromkeys(wanted) if 2 <= count <= most] or [min(devices, job.samples)]
 
 
 def _best(predictor: Predictor, known: list[Layout]) -> Layout | None:
-    """Return the best layout for a number of microbatches. Return None if no layout fits into memory.
+    """Return the best layout for the predictor's number of microbatches. Return None if no layout fits into memory.
 
-    The first `SEARCHES` calls search among all layouts. Later calls only choose among the results of these searches,
-    which is faster.
-
-    Args:
-        predictor: Predictor for a number of microbatches.
-        known: Results of earlier searches. If this call searches, the result is added.
+    The first `SEARCHES` calls search among all layouts, and add their results to ``known``. Later calls choose among
+    the layouts in ``known``, which is faster. They only search if none of these layouts is possible.
     """
     fitting = [
         candidate
@@ -112,7 +108,7 @@ def _candidate(predictor: Predictor, layout: Layout, microbatches: int) -> Hybri
 
 
 def _bottleneck(predictor: Predictor, layout: Layout, step: float) -> Bottleneck:
-    """Return the bottleneck of a step: computation, filling and draining the pipeline, or communication."""
+    """Return what limits a step most: ``compute``, ``fill`` (filling and draining the pipeline), or the network."""
     problem = predictor.problem
     work, first = 0.0, 0
     for start, end, count in problem.stages(layout):

@@ -49,18 +49,18 @@ def profile(
     The network is measured in training mode. The network's buffers, gradients and modes, and the state of the random
     number generators, are restored afterwards.
 
-    A network that does not fit into the device's memory stays in CPU memory. One node at a time is then moved to the
-    device, and runs its forward and immediately its backward. The times are not scaled, because the whole network
-    cannot run on the device.
+    If the network does not fit into the device's memory, it stays in CPU memory. Each node is then moved to the device,
+    runs its forward and immediately its backward, and is moved back. The times are not scaled, because the whole
+    network cannot run on the device.
 
     Args:
         traced: The traced network.
         microbatch: Input (n, C, H, W) on the network's device; several inputs if the network takes several.
-        warm_up: Number of sweeps that are not measured.
-        repeats: Number of measured sweeps.
+        warm_up: Number of first sweeps, whose measurements are not used.
+        repeats: Number of sweeps whose measurements are used.
         budget: Seconds after which no more sweeps begin, if at least one sweep was measured.
-        apart_on: Device to which one node at a time is moved, because the whole network does not fit into its memory;
-            None if the network fits.
+        apart_on: Device to which each node is moved if the whole network does not fit into the device's memory; None
+            if the network fits.
 
     Returns:
         The costs of all nodes for the microbatch.
@@ -128,7 +128,7 @@ def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any
 
 @dataclass
 class _Sweep:
-    """Measurements of one pass over the nodes.
+    """Measurements of one sweep: the forwards and the backwards of all nodes.
 
     Attributes:
         forward: Seconds of each node's forward.
@@ -150,15 +150,16 @@ def _sweep(
     count: bool = False,
     apart_on: torch.device | None = None,
 ) -> _Sweep:
-    """Run the forwards of all nodes in order, then the backwards in reverse order, and measure them.
+    """Measure the forwards of all nodes in order, and then the backwards in reverse order.
+
+    If ``apart_on`` is given, each node is moved to this device, and runs its backward directly after its forward.
 
     Args:
         traced: The traced network.
         order: Nodes in the order of the forward.
         microbatch: Input of the network.
         count: Whether to record the saved bytes, which makes the sweep slower.
-        apart_on: Device to which one node at a time is moved for its forward and its backward, one directly after the
-            other; None to run the nodes on the device of the network.
+        apart_on: Device to which each node is moved; None to run all nodes on the network's device.
     """
     sweep = _Sweep()
     device = apart_on or tree_leaves(microbatch)[0].device
@@ -255,15 +256,14 @@ def _recording(saved: dict[int, int]) -> Iterator[None]:
 
 
 def _as_received(value: Any, device: torch.device | None = None, copied: bool = False) -> Any:
-    """Return a value in the form in which a separate stage would receive it.
+    """Detach a tensor from the autograd graph, as if another stage had received the tensor.
 
-    A tensor is detached from the autograd graph, so that it becomes a leaf. The leaf requires a gradient if the
-    original tensor requires a gradient.
+    The result is a leaf. It requires a gradient if the original tensor requires a gradient.
 
     Args:
         value: A tensor. Any other value is returned unchanged.
-        device: Device to which the tensor is moved; None if it stays on its device.
-        copied: Whether to return a clone of the leaf, which may be changed in place.
+        device: Device to which the tensor is moved; None if the tensor is not moved.
+        copied: Whether to return a clone of the leaf. A clone may be changed in place.
     """
     if not isinstance(value, Tensor):
         return value
@@ -274,8 +274,8 @@ def _as_received(value: Any, device: torch.device | None = None, copied: bool = 
 def _preserved_generator(device: torch.device | None) -> AbstractContextManager[None]:
     """Return a context that restores the state of an accelerator's random number generator on exit.
 
-    This is needed in addition to :func:`preserved`, which only restores the generators of the CPU and of the network's
-    device.
+    This context is needed if the network stays in CPU memory but its nodes run on the accelerator, because
+    :func:`preserved` then restores only the CPU's generator. Without an accelerator the context does nothing.
     """
     if device is None or device.type == "cpu":
         return nullcontext()
@@ -310,13 +310,13 @@ def _synchronize(device: torch.device) -> None:
 def measure_profile(
     traced: fx.GraphModule, images: Images, size: int, device: torch.device, precision: str, channels_last: bool
 ) -> Profile:
-    """Measure a network with two batch sizes: a device's number of samples in a step, and a fourth of this number.
+    """Measure a network with two batch sizes: ``size`` samples, and about a fourth of this number.
 
-    If the network does not fit on the device, one node at a time is moved to the device and measured.
+    If the network does not fit into the device's memory, one node at a time is moved to the device and measured.
 
     Args:
         traced: The traced network. It is moved back to its current device afterwards.
-        images: Inputs from which the batches are made. They are repeated if there are too few.
+        images: Inputs from which the batches are made. If there are too few inputs, they are used repeatedly.
         size: Number of samples that one device has in a step.
         device: Device on which to measure.
         precision: Precision of the trainer, such as ``bf16-mixed``.
@@ -349,7 +349,8 @@ def measure_profile(
             stack.enter_context(torch.autocast(kind, dtype))
         with contextlib.suppress(torch.OutOfMemoryError):
             return measured(device)
-        # The exception's traceback referred to tensors on the device. Collect them, so that their memory is free.
+        # The traceback of the OutOfMemoryError still refers to tensors on the device. Garbage collection frees their
+        # memory for the second attempt.
         gc.collect()
         return measured(CPU, apart_on=device)
 
@@ -357,8 +358,8 @@ def measure_profile(
 def states_of(optimizer: Optimizer) -> int:
     """Return the size of an optimizer's state as a multiple of the parameters' size, rounded up.
 
-    To measure the size, a new optimizer with the same class and options makes one step with a small parameter. If this
-    step fails, the result is the value for Adam.
+    To measure the size, a new optimizer of the same class with the same options makes one step with a small parameter.
+    If this fails, return 2, the value for Adam.
     """
     parameter = torch.nn.Parameter(torch.zeros(8, 8))
     parameter.grad = torch.ones_like(parameter)

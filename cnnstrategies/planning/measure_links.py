@@ -13,12 +13,13 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import Link
 
-# Sizes in bytes of the two messages whose times are measured.
+# Sizes in bytes of the two messages whose round trips are measured.
 SMALL = 1024
 LARGE = 8 * 2**20
 WARM_UP = 4
 ROUNDS = 12
-# A training run measures its links with smaller messages and fewer rounds, because its connections may be slow.
+# Size in bytes and number of rounds for the links of a training run. They are smaller than `LARGE` and `ROUNDS`,
+# because connections between machines may be slow.
 MEDIUM = 2**20
 FEW_ROUNDS = 4
 # The large message is assumed to take longer than the small message by at least this fraction of the large message's
@@ -29,7 +30,8 @@ LEAST = 0.01
 def measure_local_link(device: torch.device, backend: str) -> Link:
     """Measure latency and bandwidth between two processes on this machine.
 
-    The link is computed from the times of the fastest of 12 round trips with 1 KiB, and of 12 round trips with 8 MiB.
+    Both are computed from two durations: that of the fastest of 12 round trips with 1 KiB, and that of the fastest of
+    12 round trips with 8 MiB.
 
     Args:
         device: Device of the type that training will use. If it is a GPU, the two processes use the first two GPUs.
@@ -75,15 +77,15 @@ def _ping_pong(rank: int, folder: str, device: torch.device, backend: str) -> No
 def measure_cluster(nodes: int, device: torch.device) -> Cluster:
     """Measure the links between the ranks of the default process group. All ranks must call this.
 
-    Rank 0 measures the link to the next rank, and the link to the first rank of the next machine. All other links are
-    assumed to be equal to these two.
+    Rank 0 measures the link to rank 1, and the link to the first rank of the next machine. All other links inside a
+    machine are assumed to be equal to the first link, and all other links between machines to the second link.
 
     Args:
         nodes: Number of machines.
         device: This rank's device.
 
     Returns:
-        The cluster of all ranks. Only rank 0 may use it; on the other ranks its links have meaningless values.
+        The cluster of all ranks. Only rank 0 may use the result: on the other ranks, the links have meaningless values.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     inside = _between(rank, 1, device)
@@ -103,7 +105,7 @@ def _between(rank: int, peer: int, device: torch.device) -> Link:
 
 
 def _link(small: float, large: float, size: int) -> Link:
-    """Compute a link's bandwidth and latency from two round trips. A message takes half the time of its round trip.
+    """Compute a link's bandwidth and latency from two round trips. A message takes half the time of a round trip.
 
     Args:
         small: Seconds of a round trip with `SMALL` bytes.

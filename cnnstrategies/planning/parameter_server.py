@@ -17,7 +17,7 @@ STALENESS = 2  # Staleness in the mode ssp. The recipe `parameter_server_ssp` ha
 
 
 class ParameterServer:
-    """A parameter server with a worker on each device and a server process on each machine.
+    """A model of the parameter server, with a worker on each device and a server process on each machine.
 
     The workers and the server of a machine share the machine's connection to other machines.
     """
@@ -29,16 +29,17 @@ class ParameterServer:
         self.servers = len(cluster.hosts)
         self.most = max(host.devices for host in cluster.hosts)
         # With several machines, the workers' pushes and the server's replies leave a machine through one connection, so
-        # they share its bandwidth.
+        # pushes and replies share the bandwidth of this connection.
         self.one_port = self.servers > 1
         self.link = slower(*(host.interconnect for host in cluster.hosts)) if self.one_port else cluster.hosts[0].inside
-        # Fraction of a worker's pushes that goes to servers on other machines.
+        # Fraction of a worker's pushes that goes through `link`. With several machines, a worker does not use the
+        # network for pushes to the server on its own machine.
         self.leaving = (self.servers - 1) / self.servers if self.one_port else 1.0
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield candidates of the modes sync, async and ssp.
 
-        A step of an asynchronous mode is the time in which as many updates are made as there are workers.
+        The step time of async and ssp is the time in which each worker makes one update on average.
         """
         job = self.job
         if not 2 <= self.workers <= job.samples:
@@ -71,8 +72,8 @@ class ParameterServer:
     def _synchronous(self, counts: Sequence[int]) -> tuple[float, Bottleneck]:
         """Return the seconds of a synchronous step, and the bottleneck.
 
-        The forward of a layer waits only for the new weights of this layer. The gradients of a layer are pushed while
-        the backward of the next layers runs.
+        The forward of a layer waits only for the new weights of this layer. A layer's gradients are pushed while the
+        backward of the layers before it runs.
 
         Args:
             counts: Number of samples of each worker.
@@ -88,8 +89,8 @@ class ParameterServer:
             for index in range(len(costs.nodes) - 1, -1, -1):
                 node = costs.nodes[index]
                 now += node.backward / speed + self._message_time(node.parameter_bytes)
-                # A large layer is sent in several messages. While the last messages still arrive, the server applies
-                # the gradients of the first messages and sends the new weights back.
+                # A large layer is sent in several messages, which are simulated separately. While the last messages
+                # still arrive, the server applies the gradients of the first messages and sends new weights back.
                 pushes += [(now, index)] * parts_of(node.parameter_bytes)
             arrived = self._arrival_times(costs, pushes)
             ends.append(now)
@@ -107,14 +108,14 @@ class ParameterServer:
 
         Args:
             costs: Costs of the network.
-            pushes: For each message with gradients, the time at which the message is ready to be sent, and the index of
-                the message's layer; in order of time.
+            pushes: The messages with gradients, in order of time. For each message: the time in seconds from which it
+                can be sent, and the index of its layer.
         """
         arrived = [0.0] * len(costs.nodes)
         pushed = server = free = 0.0
-        # Heap of the messages that wait to be sent: the time at which the message is ready, whether a server sends the
-        # message to workers, and the index of the layer. Workers send gradients through one port, and servers send new
-        # weights through another port. With several machines, both use the same port.
+        # Heap of the messages that wait to be sent. For each message: the time from which it can be sent, whether a
+        # server sends it (new weights) or a worker (gradients), and the index of its layer. With several machines,
+        # gradients and new weights share one port. Otherwise each of the two has its own port.
         waiting = [(ready, False, index) for ready, index in pushes]
         heapq.heapify(waiting)
         while waiting:
@@ -134,7 +135,10 @@ class ParameterServer:
         return arrived
 
     def _transfer_time(self, size: int) -> float:
-        """Return the seconds for which a machine's connection carries all pushes of a layer, or all replies to pulls.
+        """Return the seconds for which a layer's gradients occupy a machine's connection.
+
+        The result counts the pushes of all workers of the machine. The layer's new weights occupy the connection for an
+        equal time.
 
         Args:
             size: Bytes of the layer's parameters.
@@ -160,10 +164,10 @@ class ParameterServer:
     def _asynchronous(self, costs: GraphCosts) -> tuple[float, Bottleneck]:
         """Return the seconds in which each worker makes one update on average, and the bottleneck.
 
-        The workers are the customers of a closed network of queues. While a worker computes, it is in no queue. When it
-        has computed, its gradients and its new weights pass through two kinds of queues: the connections of the
-        machines, and the servers. All servers carry equal parts of a worker's gradients and weights at the same time,
-        so one server and its connection stand for all.
+        The workers are the customers of a closed network of queues. While a worker computes, it is in no queue. After
+        the computation, its gradients and its new weights pass through queues: a server, and the server's connection.
+        Each server handles an equal part of the weights, and all servers work at the same time. Therefore the model
+        has only one server.
 
         Source: mean value analysis (Reiser and Lavenberg, 1980).
 
@@ -189,11 +193,11 @@ def parts_of(size: int) -> int:
 
 
 def mean_value_analysis(away: float, demands: Sequence[float], customers: int) -> float:
-    """Return the number of customers per second that pass a closed network of queues.
+    """Return the throughput of a closed network of queues, in customers per second.
 
     Args:
         away: Seconds that a customer spends outside of the queues in each round.
-        demands: For each queue, the seconds for which the queue serves a customer in each round, without waiting.
+        demands: For each queue, the service time of a customer in each round, in seconds, without waiting.
         customers: Number of customers in the network.
     """
     queues = [0.0] * len(demands)

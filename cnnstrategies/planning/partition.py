@@ -1,9 +1,11 @@
-"""Choose the layout of a pipeline, that is its cuts and the replicas of each stage, from the costs of the nodes.
+"""Choose the layout of a pipeline (its cuts, and the replicas of each stage) from the costs of the nodes.
 
-If only a few layouts are possible, all of them are considered. Otherwise local searches start from layouts that differ
-much from each other. These searches compare layouts by the step time that the formula of `problem.py` predicts. The
-most promising results of these searches are then simulated. Finally, local searches that compare layouts by simulated
-step times start from the best simulated layouts.
+If only a few layouts are possible, all of them are considered. Otherwise the search has three phases:
+
+1. Local searches start from layouts that differ much from each other. They compare layouts by the step time that the
+   formula of `problem.py` predicts.
+2. The most promising results are simulated.
+3. Local searches start from the best simulated layouts. They compare layouts by the simulated step time.
 """
 
 import bisect
@@ -19,23 +21,23 @@ from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.problem import Problem
 
 ALL_LAYOUTS = 800  # If at most this number of layouts is possible, all layouts are considered.
-# To choose the layouts from which local searches start, at most this number of sets of cuts are compared by the formula
-# of `problem.py`. The limit is divided equally among the numbers of stages that are tried.
+# Largest number of sets of cuts that are compared to choose the layouts from which local searches start. Each number of
+# stages that is tried gets an equal part of this limit.
 MOST_STARTS = 6400
 STAGES = 16  # Largest number of stages that is tried if the user does not set the number.
 PROPOSALS = 24  # Number of layouts that are simulated because they are the best by the formula of `problem.py`.
 SEARCHES = 12  # Number of layouts from which a local search by the formula of `problem.py` starts.
 MOST_MOVED_CUTS = 3  # Largest number of cuts that a local search moves at once.
 STEPS = 50  # Largest number of moves that one local search makes.
-SMALL = 8  # With at most this number of devices, every layout that may be the best is simulated.
+SMALL = 8  # Largest number of devices for which every layout that may be the best is simulated.
 # With more than `SMALL` devices: largest number of layouts that one step of a local search simulates.
 SIMULATED_PER_STEP = 12
 MOST_SIMULATED = 60  # With more than `SMALL` devices: largest number of simulations in total.
-# With more than `SMALL` devices, a layout is only simulated if the step time that the formula of `problem.py` predicts
-# is less than this multiple of the best simulated step time. The factor is larger than 1 because the formula is less
-# accurate than the simulator.
+# With more than `SMALL` devices, a layout is only simulated if its step time by the formula of `problem.py` is less
+# than this multiple of the best simulated step time. The factor is larger than 1 because the formula is less accurate
+# than the simulator.
 SLACK = 1.2
-# Distances by which a local search moves cuts, as differences of indices into the cut positions.
+# Distances by which a local search shifts cuts, in cut positions: -1 shifts a cut to the previous possible position.
 MOVES = (-8, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 8)
 
 # Cost of a layout: first the number of bytes by which the layout exceeds the memory limit, then the seconds of a step.
@@ -47,8 +49,8 @@ def best_layout(problem: Problem, cost: Callable[[Layout], Cost], model: Callabl
 
     Args:
         problem: Network, cluster and constraints.
-        cost: Function that returns the simulated cost of a layout.
-        model: Function that returns the cost of a layout as the formula of `problem.py` predicts it.
+        cost: Function that simulates a layout and returns its cost.
+        model: Function that returns the cost of a layout by the formula of `problem.py`, without a simulation.
 
     Returns:
         The best layout that the search visited; None if the network has too few cut positions.
@@ -92,18 +94,18 @@ class _Search:
         self.least: Cost = (math.inf, math.inf)
 
     def best_by_model(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
-        """Return the ``count`` layouts for which the formula of `problem.py` predicts the least costs."""
+        """Return the ``count`` layouts with the least costs by the formula of `problem.py`."""
         ranked = heapq.nsmallest(
             count, ((self.model(layout), layout.cuts, layout.replicas, layout) for layout in layouts)
         )
         return [layout for *_, layout in ranked]
 
     def dissimilar(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
-        """Return the first ``count`` layouts that differ much from each other, in the order of ``layouts``.
+        """Choose the first ``count`` layouts that differ much from each other, in the order of ``layouts``.
 
-        A layout is skipped if it is close to a layout that was already chosen, because a local search from the chosen
-        layout can reach the skipped layout. Two layouts are close if their stages have equal numbers of replicas, and
-        if no cut differs by more than the largest move.
+        A layout is skipped if it is close to a chosen layout, because a local search from the chosen layout can reach
+        the skipped layout. Two layouts are close if their stages have equal numbers of replicas, and if each cut of one
+        layout is at most ``MOVES[-1]`` cut positions from the corresponding cut of the other layout.
         """
         positions_by_replicas: dict[tuple[int, ...], list[list[int]]] = {}
         chosen: list[Layout] = []
@@ -120,9 +122,9 @@ class _Search:
         return chosen
 
     def simulate_promising(self, layouts: Iterable[Layout]) -> None:
-        """Simulate those layouts that may be better than the best layout simulated so far.
+        """Simulate the layouts that may be better than the best layout simulated so far.
 
-        The layout with the smallest lower bound of the step time is simulated first.
+        Layouts are simulated in order of a lower bound of their step times, the smallest bound first.
         """
         new = {layout for layout in layouts if layout not in self.costs}
         if self.is_large:
@@ -141,14 +143,13 @@ class _Search:
             self.least = min(self.least, self.costs[layout])
 
     def by_model(self, layouts: set[Layout]) -> dict[Layout, Cost]:
-        """Return the cost of each layout, as the formula of `problem.py` predicts it, without a simulation."""
+        """Return the cost of each layout by the formula of `problem.py`, without a simulation."""
         return {layout: self.model(layout) for layout in layouts}
 
     def by_simulation(self, layouts: set[Layout]) -> dict[Layout, Cost]:
-        """Simulate the promising layouts, and return the costs of those of the layouts that have been simulated.
+        """Simulate the promising layouts, and return the simulated cost of each layout.
 
-        The result also contains layouts that were simulated in earlier calls. It does not contain layouts that have
-        never been simulated.
+        Layouts that are not promising are missing from the result, unless an earlier call has simulated them.
         """
         self.simulate_promising(layouts)
         return {layout: self.costs[layout] for layout in layouts if layout in self.costs}
@@ -176,7 +177,7 @@ class _Search:
 def _counts(problem: Problem) -> Sequence[int]:
     """Return the numbers of stages for which layouts are searched.
 
-    A layout cannot have more stages than devices, and needs a cut position between any two stages.
+    A layout cannot have more stages than devices, or more cuts than the network has cut positions.
     """
     job, most = problem.job, min(problem.cluster.devices, len(problem.costs.cut_positions) + 1)
     if job.replicas is not None:
@@ -208,8 +209,8 @@ def _layouts(problem: Problem) -> Iterator[Layout]:
 def _starts(problem: Problem) -> Iterator[Layout]:
     """Yield layouts from which a search can start, one for each set of cuts from :func:`_cuts`.
 
-    If the job does not set the replicas, slower stages get more replicas. Sets of cuts for which the layout would not
-    use all devices are left out.
+    If the job does not set the replicas, slower stages get more replicas. Layouts that would leave devices unused are
+    left out.
     """
     for count in _counts(problem):
         for cuts in _cuts(problem, count):
@@ -232,7 +233,7 @@ def _filling_machines(problem: Problem) -> Iterator[Layout]:
 def _cuts(problem: Problem, count: int) -> Iterator[tuple[int, ...]]:
     """Yield sets of cuts for ``count`` stages.
 
-    Only the most useful cut positions are used, so that the number of sets stays below a limit.
+    Only the most useful cut positions are used, so that the number of sets stays below ``MOST_STARTS``.
     """
     most = MOST_STARTS // len(_counts(problem))
     places = next(places for places in itertools.count(most, -1) if math.comb(places, count - 1) <= most)
@@ -240,11 +241,11 @@ def _cuts(problem: Problem, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def thin(costs: GraphCosts, most: int) -> list[int]:
-    """Return at most ``most`` cut positions of a network, chosen as the most useful positions.
+    """Choose the most useful cut positions of a network, at most ``most``.
 
-    An eighth of the chosen positions are directly before the nodes with the most parameters. To choose the other
-    positions, the network is divided into sections of equal compute time. From each section, the position at which a
-    cut sends the fewest bytes is chosen.
+    An eighth of the chosen positions are directly before the nodes with the most parameters. For the other positions,
+    the network is divided into sections of equal compute time. In each section, the position where a cut sends the
+    fewest bytes is chosen.
     """
     if len(costs.cut_positions) <= most:
         return list(costs.cut_positions)
@@ -261,9 +262,14 @@ def thin(costs: GraphCosts, most: int) -> list[int]:
 def _neighbours(layout: Layout, problem: Problem) -> Iterator[Layout]:
     """Yield the layouts that the local search can reach from a layout with one move.
 
-    There are four kinds of moves: shift up to ``MOST_MOVED_CUTS`` consecutive cuts, together with the cuts that are in
-    their way; exchange the numbers of replicas of two stages; move replicas from one stage to another; split a stage in
-    two. If the job sets the replicas, cuts are only shifted. If the job sets the number of stages, no stage is split.
+    There are four kinds of moves:
+
+    - Shift up to ``MOST_MOVED_CUTS`` consecutive cuts, and any cuts that they would pass.
+    - Exchange the numbers of replicas of two stages.
+    - Move replicas from one stage to another.
+    - Split a stage in two.
+
+    If the job sets the replicas, only the first kind is used. If the job sets the number of stages, no stage is split.
     """
     positions = problem.costs.cut_positions
     places = [bisect.bisect_left(positions, cut) for cut in layout.cuts]

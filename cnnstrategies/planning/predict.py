@@ -18,10 +18,10 @@ LONGEST = 5000  # Largest number of tasks in a simulation. The time of a step wi
 
 
 class Predictor:
-    """A predictor of the step time and the memory of layouts, which uses the simulator.
+    """A predictor of the step time and the memory of layouts. It simulates steps to predict their time.
 
     Attributes:
-        costs: Costs of one microbatch.
+        costs: Costs of the network for one microbatch.
     """
 
     def __init__(self, job: Job) -> None:
@@ -68,17 +68,18 @@ class Predictor:
         return 0.0 if self.job.memory is None else max(0.0, memory - self.job.memory)
 
     def memory(self, layout: Layout) -> float:
-        """Return the bytes that the device with the fullest memory holds.
+        """Return the largest number of bytes that a device holds.
 
-        The memory of the additional microbatch that a stage holds when it runs ahead is only counted if the job
-        requires stages to run ahead.
+        A stage that runs ahead holds one additional microbatch. The memory of this microbatch is only counted if the
+        job requires stages to run ahead.
         """
         return max(self.stage_memory(layout, self.job.run_ahead or False))
 
     def runs_ahead(self, layout: Layout) -> bool:
         """Whether the stages of a layout should run ahead, that is, hold one additional microbatch.
 
-        The job may decide this. Otherwise stages run ahead if this saves enough time and fits into memory.
+        If the job sets ``run_ahead``, return this value. Otherwise stages should run ahead if the additional microbatch
+        fits into memory and saves enough time.
         """
         if self.job.run_ahead is not None or not self._may_run_ahead(layout):
             return self.job.run_ahead or False
@@ -126,7 +127,10 @@ class Predictor:
         return self._known[cuts]
 
     def stages(self, layout: Layout) -> list[StageCost]:
-        """Return the costs of the layout's stages. If forwards are recomputed, their time is added to the backwards."""
+        """Return the costs of the layout's stages.
+
+        If the backward recomputes activations, the time of the forward is added to the time of the backward.
+        """
         stages = self._costs_of(layout.cuts)
         if self.job.activation_checkpointing == "never":
             return stages
@@ -137,7 +141,8 @@ class Predictor:
 
         If the step has too many tasks, two steps with fewer microbatches are simulated, and the step time is
         extrapolated linearly. Both steps have enough microbatches to fill the pipeline. Their numbers of microbatches
-        differ by one period of the timetable.
+        differ by one period of the timetable (the number of microbatches after which the timetable repeats), if the
+        period is short.
         """
         count, replicas = self.problem.microbatches, layout.replicas
         short = LONGEST // (2 * len(replicas))
@@ -153,8 +158,8 @@ class Predictor:
 def choose_layout(job: Job) -> tuple[Layout, bool]:
     """Return the layout with the least predicted step time, and whether its stages run ahead.
 
-    In a distributed run only one rank may call this function, and the other ranks take its result: measured times vary,
-    so the profiles of two ranks may lead to different layouts.
+    In a distributed run only one rank may call this function. The other ranks must use the result of that rank, because
+    measured times vary, and the profiles of two ranks may lead to different layouts.
 
     Raises:
         ConfigurationError: No layout fits into memory.

@@ -16,16 +16,16 @@ from cnnstrategies.shares import deal, rotation, soonest
 class Problem:
     """The task of choosing a layout for a job, with the formulas that predict a layout's step time and memory.
 
-    The modelled step time is the time of one microbatch through all stages and back, plus the time that the slowest
+    The predicted step time is the time of one microbatch through all stages and back, plus the time that the slowest
     stage needs for the other microbatches.
 
-    Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training" (2019), section 3.1, which
-    minimises the time of the slowest stage. This model also counts the filling and draining of the pipeline, which a
-    synchronous step has.
+    Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training" (2019), section 3.1. The
+    paper minimises the time of the slowest stage. This class also counts the filling and draining of the pipeline,
+    because they are part of every synchronous step.
 
     Attributes:
         microbatches: Number of microbatches of a step.
-        costs: Costs of one microbatch.
+        costs: Costs of the network for one microbatch.
         recomputes: Whether the backward recomputes activations.
     """
 
@@ -50,23 +50,22 @@ class Problem:
         return list(itertools.accumulate(map(cost, self.costs.nodes), initial=0.0))
 
     def time(self, start: int, end: int) -> float:
-        """Return the seconds of the forward and backward of nodes ``[start, end)``, on a device with speed 1."""
+        """Return the seconds of the forward and backward of nodes ``[start, end)`` on a device with speed 1.
+
+        If the backward recomputes activations, the forward counts twice.
+        """
         return self._time[end] - self._time[start]
 
     def stages(self, layout: Layout) -> Iterator[tuple[int, int, int]]:
-        """Yield three numbers for each stage.
-
-        They are the index of the stage's first node, the index after the stage's last node, and the stage's number of
-        replicas.
-        """
+        """Yield, for each stage, the index of its first node, the index after its last node, and its replicas."""
         bounds = (0, *layout.cuts, len(self.costs.nodes))
         return zip(bounds[:-1], bounds[1:], layout.replicas, strict=True)
 
     def dealt(self, first: int, replicas: int) -> tuple[int, ...]:
         """Return the number of microbatches of each replica of a stage.
 
-        If the job gives shares, the microbatches are divided accordingly. Otherwise they are divided so that the last
-        replica finishes as early as possible.
+        If the job sets shares, the microbatches are divided in proportion to the shares. Otherwise they are divided so
+        that the stage finishes all microbatches as early as possible.
 
         Args:
             first: First device of the stage.
@@ -79,8 +78,7 @@ class Problem:
     def shares(self, replicas: Sequence[int]) -> tuple[int, ...]:
         """Return the number of microbatches of each device.
 
-        The tuple is empty if no shares are needed, because within every stage the replicas' numbers of microbatches
-        differ by at most one.
+        If the numbers differ by at most one within every stage, the layout needs no shares, and the tuple is empty.
         """
         stages = [self.dealt(sum(replicas[:stage]), count) for stage, count in enumerate(replicas)]
         return tuple(itertools.chain(*stages)) if any(max(counts) > min(counts) + 1 for counts in stages) else ()
@@ -102,21 +100,21 @@ class Problem:
 
         Args:
             replicas: Number of replicas of each stage.
-            stage: The stage.
+            stage: Index of the stage.
             run_ahead: Whether stages hold one additional microbatch.
         """
         counts = self.dealt(sum(replicas[:stage]), replicas[stage])
         if self.job.schedule != "1f1b":
             return max(counts)
         # The microbatches that the replicas of a stage hold at once are consecutive. Their number is at most the number
-        # of ranks from this stage to the last stage, and one more if stages run ahead. The replica with the most of
-        # these microbatches determines the result.
+        # of ranks from this stage to the last stage, and one more if stages run ahead. The result is the largest number
+        # of these microbatches that belong to one replica.
         return _most_for_one_replica(counts, sum(replicas[stage:]) + (run_ahead and stage + 1 < len(replicas)))
 
     def memory(self, layout: Layout) -> float:
-        """Return an upper bound for the bytes that the device with the fullest memory holds.
+        """Return an upper bound for the largest number of bytes that a device holds.
 
-        The result is only a bound, because all values that cross a cut are counted as received by the next stage, even
+        The result is only a bound, because a stage is assumed to receive all values that cross the cut before it, even
         values that only later stages use.
         """
         most = 0.0
@@ -151,8 +149,8 @@ class Problem:
             replicas: Number of replicas of the stage.
 
         Returns:
-            The time of one microbatch: its forward and backward, and the transfers to and from the next stage; then
-            the additional time for the other microbatches and for the reduction of the gradients.
+            First, the time of one microbatch: its forward and backward, and the transfers to and from the next stage.
+            Second, the additional time for the other microbatches and for the reduction of the gradients.
         """
         costs, cluster, after = self.costs, self.cluster, first + replicas
         rounds, speed = self.work(first, replicas)
@@ -165,16 +163,18 @@ class Problem:
         before = max(0, first - 1)
         around = min(cluster.devices, after + 1) - before
         if around > 1:
-            # Every device has one port for sending and one for receiving. For messages to other machines, all devices
-            # of a machine share one port for sending and one for receiving.
+            # A device has its own ports for messages inside its machine, but all devices of a machine share its ports
+            # to other machines. `sharing` is the number of replicas that share a port.
             hosts = {cluster.host_of[device] for device in range(before, before + around)}
             sharing = min(replicas, max(cluster.hosts[host].devices for host in hosts)) if len(hosts) > 1 else 1
             incoming = costs.sent_bytes[start] + costs.sent_gradient_bytes[end]
             outgoing = costs.sent_bytes[end] + costs.sent_gradient_bytes[start]
             port = cluster.ring(before, around).bandwidth
             period = max(period, max(incoming, outgoing) * sharing / port)
-        # Reductions overlap with the last backward of this stage and then with the last backwards of earlier stages.
-        # Only the last bucket cannot overlap with this stage's backward, because it is only ready at the end.
+        # Reductions overlap with the last backward of this stage, and then with the last backwards of earlier stages.
+        # The last bucket is only ready at the end of this stage's backward, so it overlaps with earlier stages only.
+        # `whole` is the time in seconds by which the reduction of all buckets exceeds these backwards. `bucket` is the
+        # time by which the reduction of the last bucket exceeds the backwards of the earlier stages.
         reduction = all_reduce(cluster, first, replicas)
         parameters = self._parameters[end] - self._parameters[start]
         whole = reduction(parameters) - self._drain[end] / speed
@@ -198,9 +198,9 @@ class Problem:
     def filled(self, cuts: tuple[int, ...], unit: int = 1) -> Layout:
         """Return a layout with the given cuts, and with numbers of replicas that balance the times of the stages.
 
-        Each stage begins with ``unit`` devices. Then the stage that is currently slowest gets ``unit`` more devices.
-        This is repeated until fewer than ``unit`` devices are left. No stage gets more replicas than there are
-        microbatches. The layout may have fewer devices than the cluster.
+        Each stage begins with ``unit`` devices. Then the currently slowest stage repeatedly gets ``unit`` more devices,
+        until fewer than ``unit`` devices are left. No stage gets more replicas than there are microbatches. The layout
+        may have fewer devices than the cluster.
         """
         bounds = (0, *cuts, len(self.costs.nodes))
         times = [self.time(start, end) for start, end in itertools.pairwise(bounds)]
@@ -219,10 +219,10 @@ class Problem:
 
 @lru_cache(maxsize=4096)
 def _most_for_one_replica(counts: tuple[int, ...], stretch: int) -> int:
-    """Return the largest number of microbatches of one replica among ``stretch`` consecutive microbatches.
+    """Return the largest number of microbatches that one replica has among any ``stretch`` consecutive microbatches.
 
     Args:
-        counts: Number of microbatches of each replica.
+        counts: Number of microbatches of each replica in a step.
         stretch: Number of consecutive microbatches.
     """
     microbatches_of: list[list[int]] = [[] for _ in counts]

@@ -42,7 +42,7 @@ class Ranking:
     def best(self) -> Candidate:
         """The first candidate with the same training result as DDP.
 
-        If no candidate with this result fits into memory, it is the first candidate with a different training result.
+        If no candidate with this result fits into memory, this is the first candidate with a different training result.
         """
         return (self.same or self.changing)[0]
 
@@ -61,10 +61,10 @@ class Ranking:
 
 
 def rank(job: Job) -> Ranking:
-    """Predict the costs of all candidates, and rank the best candidate of each family.
+    """Predict the costs of all candidates, and rank the best candidates of each family.
 
-    A family contains the candidates with the same strategy. From a family, the best candidate that changes the training
-    result and the best candidate that does not are both ranked.
+    A family contains the candidates with the same strategy. Up to two candidates of a family are ranked: the best
+    candidate that changes the training result, and the best candidate that does not change it.
 
     Raises:
         ConfigurationError: No candidate fits into the memory of the devices.
@@ -98,9 +98,9 @@ def rank(job: Job) -> Ranking:
 
 
 def _in_order(rows: Sequence[Candidate]) -> list[Candidate]:
-    """Return candidates in order of step time.
+    """Return candidates in order of step time, the fastest first.
 
-    DDP comes first if the fastest candidate saves at most the fraction `TIE` of DDP's step time.
+    If the fastest candidate saves at most the fraction `TIE` of DDP's step time, DDP comes first instead.
     """
     ordered = sorted(rows, key=lambda row: row.step)
     ties = [row for row in ordered if (1 - TIE) * row.step <= ordered[0].step]
@@ -127,8 +127,8 @@ def _reasons(same: Sequence[Candidate]) -> list[str]:
 def data_parallel(job: Job) -> Iterator[Candidate]:
     """Yield the candidates of DDP: DDP without options, with compressed gradients, and with balanced shares.
 
-    If a batch does not fit into memory, candidates that accumulate the gradients of smaller batches are also yielded.
-    The profile does not contain the computing time of the compression, so this time counts as 0.
+    If a batch does not fit into memory, also yield candidates that accumulate the gradients of smaller batches. The
+    profile does not contain the computing time of the compression, so this time counts as 0.
     """
     layers = [node.parameter_bytes for node in job.profile.costs.nodes]
     sent_for_each_byte = {"ddp": 1.0} | {f"ddp_{name}": COMPRESSIONS[name].sent_share(layers) for name in ddp_names()}
@@ -140,7 +140,8 @@ def data_parallel(job: Job) -> Iterator[Candidate]:
         plain = _priced(job, family, Effect.NONE if family == "ddp" else Effect.LEARNING, equal, factor)
         yield plain
         if family == "ddp" and job.memory is not None and plain.memory > job.memory:
-            # If the network has BatchNorm, `effect` is LEARNING, because BatchNorm then normalises smaller batches.
+            # With gradient accumulation, BatchNorm normalises smaller batches, which changes the training result. So if
+            # the network has BatchNorm, `effect` is LEARNING.
             for count in ACCUMULATED:
                 if job.samples >= count * devices:
                     options = {"accumulate_grad_batches": count}
@@ -169,7 +170,7 @@ def _priced(
         family: Registered name of the strategy.
         effect: Effect on the training result.
         counts: Number of samples of each device in a batch.
-        factor: Bytes that are sent, divided by the bytes of the gradients.
+        factor: Bytes of the compressed gradients divided by the bytes of the gradients; 1 without compression.
         options: Options of the candidate.
         batches: Number of batches whose gradients are accumulated for a step.
     """

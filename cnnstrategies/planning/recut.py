@@ -13,7 +13,7 @@ from cnnstrategies.planning.predict import Predictor
 # Tolerated difference between the measured time of a stage and its planned time, as a fraction of the planned time. The
 # planned times of all stages are first scaled so that their sum is the measured sum.
 TOLERANCE = 0.1
-GAIN = 0.05  # New cuts are proposed if the current step time is more than 1 + `GAIN` times the new one.
+GAIN = 0.05  # New cuts are only proposed if their `Recut.gain` is larger than this.
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Recut:
 def recut(job: Job, layout: Layout, samples: int, seconds: Sequence[float], loss: float) -> Recut | None:
     """Search for better cuts with the measured times of the stages.
 
-    The profile's times of the nodes in a stage are all scaled by one factor, so that they add up to the stage's
-    measured time. If this factor is about equal for all stages, for example because all ranks share one memory bus, the
-    current cuts stay.
+    In each stage, the profile's times of the nodes are scaled by one factor, so that they add up to the stage's
+    measured time. If the factors of all stages are about equal, the current cuts stay. For example, a memory bus that
+    all ranks share slows all stages equally.
 
     Args:
         job: The job for which the current layout was planned, with the current number of replicas.
@@ -47,7 +47,7 @@ def recut(job: Job, layout: Layout, samples: int, seconds: Sequence[float], loss
             this time.
 
     Returns:
-        The better cuts; None if the measured times agree with the plan, or if better cuts would gain too little.
+        The better cuts; None if the measured times agree with the plan, or if the best cuts would gain too little.
     """
     job = replace(job, samples=samples)
     predictor = Predictor(job)
@@ -62,7 +62,8 @@ def recut(job: Job, layout: Layout, samples: int, seconds: Sequence[float], loss
     best = predictor.search()
     assert best is not None, "the network has enough cut positions, since the current layout was possible"
     gain = predictor.time(layout) / predictor.time(best) - 1
-    # If one of the two layouts does not fit into memory, the gain is infinite or not a number, and is not usable.
+    # If the current layout does not fit into memory, its predicted time is infinite. The gain is then infinite or NaN,
+    # and is not usable.
     if not GAIN < gain < inf:
         return None
     return Recut([costs.nodes[cut - 1].name for cut in best.cuts], gain, planned)
@@ -71,7 +72,7 @@ def recut(job: Job, layout: Layout, samples: int, seconds: Sequence[float], loss
 def _as_measured(costs: GraphCosts, layout: Layout, rates: Sequence[float], loss: float) -> GraphCosts:
     """Return the costs of the nodes, scaled to the measured times of the stages.
 
-    The time of the loss is added to the last node, because the last node is in the last stage with any cuts.
+    The time of the loss is added to the last node. Whatever the cuts are, this node is in the last stage.
 
     Args:
         costs: Costs according to the profile.

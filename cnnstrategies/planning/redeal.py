@@ -27,9 +27,9 @@ def redeal(
 ) -> Proposal | None:
     """Propose numbers of microbatches with which the replicas of each stage finish as early as possible.
 
-    To compute the gain, the timetables with the current shares and with the proposed shares are simulated, with
-    messages that take no time. The difference between the measured and the simulated step time is assumed to be equal
-    for both.
+    To compute the gain, a step with the current shares and a step with the proposed shares are simulated. In these
+    simulations, messages take no time. The difference between measured and simulated step time is assumed to be equal
+    for the current and the proposed shares.
 
     Args:
         placement: Current stages and shares of the ranks.
@@ -39,7 +39,7 @@ def redeal(
         seconds: Two sequences with an element for each rank: seconds of the forward of a microbatch, and seconds of the
             backward.
         step: Measured seconds of a step with the current shares.
-        most: Number of microbatches that each rank can hold at once.
+        most: Largest number of microbatches that each rank can hold at once.
 
     Returns:
         The proposed shares; None if a step would gain too little.
@@ -59,8 +59,8 @@ def redeal(
     while True:
         dealt = _soonest(placement, times, bounds)
         if dealt is None or slowest(dealt.shares) >= least_time:
-            # The gain is too small even if no rank ever waits. Returning here saves the simulation, which can take
-            # long.
+            # The gain would be too small even if no rank ever waited. This is known without the simulation, which can
+            # take long.
             return None
         then = timetable(dealt)
         full = [r for r in everyone if in_flight(then[r]) > max(most[r], in_flight(now[r]))]
@@ -83,15 +83,14 @@ def in_flight(tasks: Sequence[Task]) -> int:
 
 
 def _soonest(placement: Placement, times: Sequence[float], bounds: Sequence[int]) -> Placement | None:
-    """Return a placement with the shares with which each stage finishes as early as possible.
+    """Return the placement with new shares, so that each stage finishes as early as possible.
+
+    Return None if the bounds of a stage's ranks add up to less than the number of microbatches.
 
     Args:
-        placement: Placement of the ranks.
+        placement: Placement of the ranks with the current shares.
         times: Seconds that each rank takes for a microbatch.
-        bounds: Largest number of microbatches that each rank may have.
-
-    Returns:
-        The placement; None if the bounds of a stage's ranks add up to less than the number of microbatches.
+        bounds: Largest number of microbatches that each rank may have in a step.
     """
     shares = [0.0] * placement.world_size
     for stage in range(placement.stages):

@@ -112,9 +112,9 @@ def summary(predictor: Predictor, layout: Layout, step: Simulation) -> str:
 
 
 def write_overlay(file: Path, ranking: Ranking) -> None:
-    """Write the best strategy as a configuration for ``fit``.
+    """Write a file that configures the best strategy for ``fit``.
 
-    The user passes the file to ``fit`` after the configuration for which the plan was made.
+    The user passes this file to ``fit`` after the configuration file for which the plan was made.
     """
     job, row = ranking.job, ranking.best
     lines = [

@@ -52,7 +52,8 @@ def simulate(
         tasks: Each rank's tasks, in the order in which the rank runs them.
         stages: Costs of the stages for one microbatch.
         messages: Messages between the stages. Keys are pairs of the sending and the receiving stage.
-        network: The cluster, with one device for each rank; or a connection, which any two ranks then have.
+        network: The cluster, with one device for each rank; or a single connection if all pairs of ranks have equal
+            connections.
         bucket_bytes: Size of a gradient bucket in bytes.
 
     Raises:
@@ -66,23 +67,21 @@ def simulate(
 
 
 class _Run:
-    """The state of one simulation, which processes ends of tasks and arrivals of messages in order of time.
+    """The state of one discrete-event simulation. The events are ends of tasks and arrivals of messages.
 
     For speed, a task is represented by the number ``line * count + microbatch``. ``count`` is the number of
-    microbatches, and ``line`` is ``2 * stage`` for the forward of a stage and ``2 * stage + 1`` for its backward. A
-    line thus stands for all forwards, or all backwards, of a stage.
+    microbatches. ``line`` is ``2 * stage`` for the forwards of a stage, and ``2 * stage + 1`` for its backwards.
 
     Attributes:
         order: Each rank's tasks, in the order in which the rank runs them.
-        rank_of: By task: the rank that runs the task.
-        targets: For each line, pairs of a line whose tasks receive a message from this line's tasks, and the size of
-            the message in bytes.
-        missing: By task: the number of inputs that have not arrived; -1 after the task has started.
-        times: Seconds that a task takes, by rank and then by line, without the time for messages.
-        peers: For each line, the lines whose tasks exchange messages with this line's tasks, in either direction.
-        works: Whether a message takes computing time from its sender and its receiver, besides time on the connection.
-        routes: By pair of a sending and a receiving rank: the sender's outgoing port, the receiver's incoming port, and
-            the connection. An entry is added when the first message is sent between the two ranks.
+        rank_of: Ranks that run the tasks. Keys are tasks.
+        targets: The messages of each line's tasks. For each message: the line that receives it, and its size in bytes.
+        missing: Number of inputs that have not arrived; -1 after the task has started. Keys are tasks.
+        times: ``times[rank][line]`` is the computing time of a task in seconds, without the time for messages.
+        peers: For each line, the lines that send messages to it or receive messages from it.
+        works: Whether sending or receiving a message takes computing time.
+        routes: Keys are pairs of a sending and a receiving rank. Values are the sender's outgoing port, the receiver's
+            incoming port, and the connection. An entry is added before the first message of the pair.
         records: Computations, transfers and reductions of the simulated step.
     """
 
@@ -105,8 +104,8 @@ class _Run:
         lines = 2 * len(stages)
         self.targets: list[list[tuple[int, int]]] = [[] for _ in range(lines)]
         missing = [0] * lines
-        # The messages are sorted, so a forward sends to the nearest stage first, and a backward sends to the stage with
-        # the smallest number first.
+        # The messages are sorted by stages. A forward therefore sends to the nearest stage first, and a backward sends
+        # to the stage with the smallest number first.
         for (source, target), message in sorted(messages.items(), key=lambda item: item[0]):
             self.targets[2 * source].append((2 * target, message.bytes))
             missing[2 * target] += 1
@@ -185,7 +184,7 @@ class _Run:
                 )
 
     def reduce(self, bucket_bytes: int) -> None:
-        """Simulate the reductions of gradients over the replicas of each stage, and add them to the records."""
+        """Simulate the reduction of each stage's gradients over the replicas, and add the reductions to the records."""
         last: dict[tuple[int, int], Record] = {}
         for record in self.records:
             if record[1] == "backward":

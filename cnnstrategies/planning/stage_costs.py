@@ -28,12 +28,12 @@ class BucketCost:
 
 
 def all_reduce(cluster: Cluster, first: int, count: int) -> Time:
-    """Return a function that returns the seconds of a ring all-reduce for a number of bytes.
+    """Return a function that predicts the seconds of a ring all-reduce from the number of bytes.
 
     Args:
         cluster: The cluster.
         first: First device of the ring.
-        count: Number of devices of the ring, which are consecutive.
+        count: Number of devices of the ring. Their numbers are consecutive.
     """
     if count < 2:
         return lambda size: 0.0
@@ -47,10 +47,10 @@ def buckets(
     """Divide gradients into buckets, in the order in which the backward computes the gradients.
 
     Args:
-        gradients: For each gradient, the seconds from the start of the backward until it is ready, and its bytes; in
-            order of time.
-        size: Bytes with which a bucket is complete.
-        first: Bytes with which the first bucket is complete; None for `size`.
+        gradients: The gradients in order of time. For each gradient: the seconds from the start of the backward until
+            the gradient is ready, and its bytes.
+        size: A bucket is complete as soon as it has at least this number of bytes.
+        first: The same number for the first bucket; None for `size`.
     """
     complete: list[BucketCost] = []
     gathered, limit, last = 0, first or size, 0.0
@@ -67,8 +67,8 @@ def buckets(
 def reduced_at(parts: Sequence[BucketCost], backward: float, time: Time) -> float:
     """Return the seconds from the start of the backward until the backward and all reductions have ended.
 
-    The reduction of bucket k begins when the bucket is ready (at r_k) and the bucket before it has been reduced (at
-    c_{k-1}). With the time A(s_k) for its s_k bytes, it ends at c_k = max(c_{k-1}, r_k) + A(s_k).
+    The reduction of bucket k begins when the bucket is ready (at r_k) and bucket k - 1 has been reduced (at c_{k-1}).
+    If the reduction of its s_k bytes takes the time A(s_k), it ends at c_k = max(c_{k-1}, r_k) + A(s_k).
 
     Args:
         parts: Buckets in the order of the backward.
@@ -92,8 +92,8 @@ class StageCost:
         parameter_bytes: Bytes of the stage's parameters.
         received_bytes: Bytes of the stage's inputs.
         saved_bytes: Bytes of the tensors that the stage makes and autograd keeps until the backward.
-        gradients: For each node, the seconds from the start of the backward until the node's gradients are ready, and
-            the bytes of these gradients; in the order of the backward.
+        gradients: The nodes' gradients in the order of the backward. For each node: the seconds from the start of the
+            backward until its gradients are ready, and the bytes of its gradients.
     """
 
     nodes: int
@@ -108,10 +108,10 @@ class StageCost:
         """Return the buckets in which the stage's gradients are reduced.
 
         Args:
-            size: Bytes with which a bucket is complete.
-            backward: Seconds of the backward on the actual device. Gradients become ready proportionally later or
-                earlier than on the device of the profile.
-            first: Bytes with which the first bucket is complete; None for `size`.
+            size: A bucket is complete as soon as it has at least this number of bytes.
+            backward: Seconds of the backward on the device that runs the stage. The times at which gradients are ready
+                are scaled in proportion.
+            first: The same number of bytes for the first bucket; None for `size`.
         """
         if not self.gradients:
             return []
@@ -168,10 +168,9 @@ def stage_costs(costs: GraphCosts, cuts: Sequence[int]) -> list[StageCost]:
 
 
 def _gradients(nodes: Sequence[NodeCost]) -> tuple[tuple[float, int], ...]:
-    """Return, for each node, the time when the node's gradients are ready, and the number of bytes of these gradients.
+    """Return, for each node, the time at which its gradients are ready, and the bytes of its gradients.
 
-    The times are in seconds from the start of the last node's backward. The nodes are in the order of the backward, so
-    the last node is first.
+    Times are in seconds from the start of the last node's backward. The last node comes first, as in the backward.
     """
     ready = itertools.accumulate(node.backward for node in reversed(nodes))
     return tuple((time, node.parameter_bytes) for time, node in zip(ready, reversed(nodes), strict=True))
@@ -196,7 +195,7 @@ def messages(costs: GraphCosts, cuts: Sequence[int]) -> dict[tuple[int, int], St
 def sent_in_a_step(costs: GraphCosts, layout: Layout, microbatches: int) -> int:
     """Return the bytes that all devices together send in a step.
 
-    They send activations, gradients of activations, and gradients of parameters.
+    The result counts activations, gradients of activations, and gradients of parameters.
     """
     passing = sum(message.bytes + message.gradient_bytes for message in messages(costs, layout.cuts).values())
     pairs = zip(layout.replicas, stage_costs(costs, layout.cuts), strict=True)

@@ -1,6 +1,7 @@
 """Logger that appends to the file of an earlier start of the same run."""
 
 import csv
+import io
 import os
 import warnings
 from collections.abc import Iterable
@@ -11,6 +12,8 @@ from lightning.pytorch import loggers
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from typing_extensions import override
 
+from cnnstrategies.runtime.whole_file import whole_file
+
 KEPT = ".metrics.csv.kept"
 
 
@@ -20,7 +23,8 @@ class KeptCSVLogger(loggers.CSVLogger):
     The class is not called ``CSVLogger``, because jsonargparse accepts a class name without a module only if the class
     name is unique.
 
-    If the process is killed at any time, the existing lines are either in ``metrics.csv`` or in a file next to it.
+    Lightning's logger would delete an existing ``metrics.csv``, so the file is renamed first. If the process is killed
+    before the lines are copied back, the next start copies them from the renamed file.
     """
 
     @property
@@ -63,9 +67,9 @@ def _read(file: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def _write(file: Path, names: list[str], lines: Iterable[dict[str, str]]) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    with open(partial, "w", newline="", encoding="utf-8") as text:
-        writer = csv.DictWriter(text, names)
-        writer.writeheader()
-        writer.writerows(lines)
-    os.replace(partial, file)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, names)
+    writer.writeheader()
+    writer.writerows(lines)
+    with whole_file(file, "free some space, or set another folder with --trainer.logger.init_args.save_dir") as binary:
+        binary.write(text.getvalue().encode())

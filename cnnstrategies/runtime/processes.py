@@ -30,8 +30,8 @@ PR_SET_NAME = 15
 def end_with_parent(parent: int | None) -> None:
     """Make the kernel kill this process when its parent process ends. On systems other than Linux this has no effect.
 
-    Rank 0 normally ends the ranks that it has started, but it cannot if it is killed. Ranks that are waiting to connect
-    to rank 0 would then wait for the process group's time-out of 30 minutes.
+    Rank 0 normally ends the ranks that it has started, but a killed rank 0 cannot do this. Ranks that are waiting to
+    connect to rank 0 would then wait for the process group's time-out of 30 minutes.
 
     Args:
         parent: Process id of the parent, or None if it is not known. If the parent has ended before this call, this
@@ -85,9 +85,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def started_processes(launcher: Any) -> list[Any]:
-    """Return the processes that a launcher has started, as programs or by multiprocessing.
+    """Return the processes that one of Lightning's launchers has started: subprocesses, or multiprocessing's processes.
 
-    The list is empty if the launcher has not started any.
+    The list is empty if the launcher has not started any process.
     """
     return getattr(launcher, "procs", None) or []
 
@@ -141,10 +141,10 @@ def starter_variable(name: str) -> str | None:
 
 @contextlib.contextmanager
 def one_refusal() -> Iterator[None]:
-    """Set environment variables that the ranks of this machine need to find out which rank failed first.
+    """Set environment variables by which the ranks of this machine find out which rank failed first.
 
-    The ranks inherit the path of a symbolic link, which the first failing rank creates (see :func:`first_to_fail`),
-    and the id of this process.
+    One variable is the path of a symbolic link that the first failing rank creates (see :func:`first_to_fail`). The
+    other variable is the id of this process, which starts the ranks.
     """
     if starter_variable(REFUSED):
         yield
@@ -255,11 +255,11 @@ def _send(pipe: int, data: memoryview) -> None:
 
 @contextlib.contextmanager
 def spawned_by_a_thread() -> Iterator[None]:
-    """Make multiprocessing spawn processes without waiting for them, so that their parent notices if one ends early.
+    """Make multiprocessing spawn processes without waiting until they have read their pickled tasks.
 
-    Normally multiprocessing waits until the new process has read its pickled task, which happens after its imports. If
-    the process is killed or stopped before that, multiprocessing waits forever, because it holds the read end of the
-    pipe open.
+    Normally the parent process writes the task into a pipe, and waits until the new process has read it, which happens
+    after the new process's imports. If the new process is killed or stopped before that, the parent waits forever: the
+    write does not fail, because the parent itself holds the read end of the pipe open.
     """
     kind: Any = context.SpawnProcess
     before = kind._Popen  # noqa: SLF001

@@ -1,18 +1,36 @@
-"""Atomic writing of files: a file is either complete or does not exist."""
+"""Atomic writing of files and folders: a file or folder is either complete or does not exist.
 
+A file is first written under a temporary name. Each process uses its own temporary names, so two processes can write
+the same file at the same time: the file of the process that finishes last remains. The next process that writes to the
+same folder removes the temporary files of processes that have ended.
+"""
+
+import contextlib
 import errno
+import itertools
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from cnnstrategies.errors import ConfigurationError, causes
+from cnnstrategies.runtime.process_ids import ProcessId
 
 DISK_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO),
     *(errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
 }
+# Largest number of characters of the final name that a temporary name repeats. A file name has at most 255 bytes, and a
+# character has at most 4 bytes.
+REPEATED = 40
+TEMPORARY = re.compile(r"\..+\.([0-9a-f]*)-(\d+)-(\d+)-\d+\.partial")
+# Age in seconds from which the temporary file of a process on another machine is removed. Large files are written in
+# many parts, each of which changes the time of the file, so a file that has not changed for a day has lost its writer.
+ABANDONED = 86400.0
+_numbers = itertools.count()
 
 
 @contextmanager
@@ -28,12 +46,12 @@ def whole_file(path: Path, remedy: str) -> Iterator[BinaryIO]:
     Raises:
         ConfigurationError: The disk is full, or cannot be written to.
     """
-    # The temporary name is fixed, so that the next call overwrites the temporary file of a killed process.
-    partial = path.with_name(f".{path.name}.partial")
+    partial = temporary_name(path)
     with writing(path, remedy):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(partial, "wb") as file:
+            with open(partial, "xb") as file:
+                remove_abandoned(path.parent, os.fstat(file.fileno()).st_mtime)
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -46,6 +64,62 @@ def whole_file(path: Path, remedy: str) -> Iterator[BinaryIO]:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+@contextmanager
+def whole_folder(path: Path, remedy: str) -> Iterator[Path]:
+    """Create a folder atomically: yield a temporary folder next to it, and rename the temporary folder at the end.
+
+    Args:
+        path: Path of the folder, which must not exist. Its parent folder is created if it does not exist.
+        remedy: End of the error message: what to do if the disk is full or cannot be written to.
+
+    Raises:
+        ConfigurationError: The disk is full or cannot be written to, or another process has created the folder.
+    """
+    partial = temporary_name(path)
+    with writing(path, remedy):
+        try:
+            partial.mkdir(parents=True)
+            remove_abandoned(path.parent, partial.stat().st_mtime)
+            yield partial
+            try:
+                partial.rename(path)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+                raise ConfigurationError(
+                    f"{path} exists, because another process has created it in the meantime: remove it, or set another "
+                    "path"
+                ) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def temporary_name(path: Path) -> Path:
+    """Return a temporary name next to a path. Each call returns a new name, which no other process uses."""
+    process = ProcessId.current()
+    mark = f"{process.system}-{process.pid}-{process.start}-{next(_numbers)}"
+    return path.with_name(f".{path.name[:REPEATED]}.{mark}.partial")
+
+
+def remove_abandoned(folder: Path, now: float) -> None:
+    """Remove temporary files and folders whose processes have ended.
+
+    Args:
+        folder: The folder to search.
+        now: Current time by the clock of the folder's file server, such as the time of a file that was just created.
+    """
+    for partial in folder.glob(".*.partial"):
+        if (match := TEMPORARY.fullmatch(partial.name)) is None:
+            continue
+        ended = ProcessId(match[1], int(match[2]), int(match[3])).has_ended()
+        with contextlib.suppress(OSError):  # Another process may have removed the file.
+            if ended or (ended is None and now - partial.stat().st_mtime > ABANDONED):
+                if partial.is_dir():
+                    shutil.rmtree(partial, ignore_errors=True)
+                else:
+                    partial.unlink()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork"}
 
 
 def _register(name: str, strategy: type[Strategy], description: str, **init_args: object) -> None:
-    """Register a strategy in Lightning's registry under a name, and with the suffixes `_spawn` and `_fork`."""
+    """Register a strategy in Lightning's registry under `name`, `name` + "_spawn" and `name` + "_fork"."""
     for suffix, start_method in START_METHODS.items():
         StrategyRegistry.register(
             name + suffix, strategy, description, override=True, start_method=start_method, **init_args

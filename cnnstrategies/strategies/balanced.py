@@ -22,14 +22,14 @@ from cnnstrategies.strategies.protocol import StrategyFacts
 class BalancedDDPStrategy(StrategyFacts, MeetingDDPStrategy):
     """DDP in which ranks may get different numbers of samples of each global batch, and all samples count equally.
 
-    Whatever the shares are, the gradient is the mean over all samples of the global batch. If the network has no batch
-    normalisation, one process would compute the same gradient for the global batch.
+    For any shares, the gradient is the mean over all samples of the global batch. A run on one device would compute the
+    same gradient, unless the network has batch normalisation.
 
     Args:
         shares: Division of each global batch among the ranks. A list has one number above 0 for each rank: with
             ``[3, 1]`` rank 0 gets three quarters of the samples. ``equal`` gives all ranks the same number of samples.
-            ``auto`` begins with ``initial_shares`` and measures each rank's time per sample during training. Whenever
-            other shares would make a step more than 3 % faster, ``auto`` uses these shares from then on.
+            ``auto`` begins with ``initial_shares`` and measures each rank's time per sample during training. If new
+            shares would make a step more than 3 % faster, ``auto`` changes to the new shares.
         max_samples: Largest number of samples of a global batch that one rank may get; by default no limit.
         initial_shares: The shares with which ``auto`` begins: ``equal``, or a list as for ``shares``. The command
             ``plan`` writes such a list from the speeds in a cluster file.

@@ -30,11 +30,11 @@ def propose(
     """Propose shares with which a step takes less time. Return None if the gain is too small to change the shares.
 
     Args:
-        counts: Number of samples in a batch of each rank, with the current shares.
-        deals: The current shares, with the least and the largest number of samples of a rank.
-        seconds: Measured time per sample of each rank, in seconds.
+        counts: Each rank's number of samples in a batch, with the current shares.
+        deals: The current shares, and the smallest and the largest allowed number of samples of a rank.
+        seconds: Each rank's measured time per sample, in seconds.
         step: Measured time of a step with the current shares, in seconds.
-        fitting: Estimated number of samples that fit into the memory of each rank; infinite if not known.
+        fitting: Estimated number of samples that fit into each rank's memory; infinite if not known.
     """
     limits = [max(count, min(fits, deals.most)) for count, fits in zip(counts, fitting, strict=True)]
     return proposal(counts, seconds, step, deals.least, limits)
@@ -60,7 +60,7 @@ def fitting(held: int, device: torch.device) -> float:
 
 
 class Stopwatch:
-    """A stopwatch for this rank's own computation in a step, from the start of the forward to the last gradient.
+    """Stopwatch for this rank's own computation in each step, from the start of the forward to the last gradient.
 
     On a GPU the times come from CUDA events. An event is read only after the GPU has reached the event, so the CPU
     never waits for the GPU.
@@ -96,7 +96,11 @@ class Stopwatch:
             self._seconds.append(self._now() - start - waited)
 
     def take(self) -> list[float]:
-        """Return the time of each measured step, in seconds. Times that an earlier call has returned are left out."""
+        """Return the measured times of steps since the last call of this method, in seconds, one time for each step.
+
+        On a GPU the times of the newest steps may be missing, because the GPU has not finished these steps. A later
+        call returns them.
+        """
         while self._events and self._events[0][1].query():
             start, end, waited = self._events.pop(0)
             self._seconds.append(start.elapsed_time(end) / 1000 - waited)
@@ -112,10 +116,10 @@ class Stopwatch:
 
 
 class Balance(Callback):
-    """Callback that exchanges measured times every few batches, and changes the shares if this makes steps faster.
+    """Callback that exchanges measured times among the ranks, and changes the shares if this makes steps faster.
 
-    All ranks receive the same times, so all ranks choose the same shares. New shares are used from the first batch that
-    no rank's data loader has drawn yet.
+    The ranks exchange their times every few batches. All ranks receive the same times, so all ranks choose the same
+    shares. New shares apply only to batches that no rank's data loader has drawn yet.
 
     The unit of work is a sample or, in a subclass, a microbatch. A rank may do several kinds of work, such as forwards
     and backwards of a pipeline, and each kind has its own stopwatch.
@@ -142,7 +146,7 @@ class Balance(Callback):
         self._step_seconds: list[float] = []
         self._last_end: float | None = None  # Time at which the previous batch ended; None at the start of an epoch.
         self._held = 0  # Largest number of units of work that were in this rank's memory at once so far.
-        self._untimed = FIRST  # Number of batches, from the next batch on, that are not timed.
+        self._untimed = FIRST  # Number of coming batches that are not timed.
         self._next = (0, 0)  # Epoch and batch from which the current shares are used.
         # Time of a step with the previous shares, in seconds; None once the measured gain has been logged.
         self._step_before: float | None = None
@@ -154,7 +158,7 @@ class Balance(Callback):
     def work(self, batch: int) -> int:
         """Return the number of units of work of this rank in a batch.
 
-        Each time that a stopwatch has measured is divided by this number.
+        The callback divides a stopwatch's time by this number to get the time per unit.
         """
         assert self.sampler is not None
         return self.sampler.counts(batch)[self.sampler.rank]
@@ -171,12 +175,12 @@ class Balance(Callback):
         Args:
             epoch: Number of the current epoch.
             batch: Number of the current batch in the epoch.
-            seconds: For each kind of work, the measured time per unit of each rank, in seconds.
+            seconds: For each kind of work, a list with each rank's measured time per unit, in seconds.
             step: Measured time of a step with the current shares, in seconds.
-            most: Estimated number of units that fit into the memory of each rank; infinite if not known.
+            most: Estimated number of units that fit into each rank's memory; infinite if not known.
         """
         assert self.sampler is not None
-        # The size of the epoch's first global batch is used, because the last global batch of an epoch may be smaller.
+        # The proposal is for the size of the epoch's first global batch, because the last global batch may be smaller.
         counts = self.deals.counts(epoch, batch, sum(self.sampler.counts(0)))
         return propose(counts, self.deals, seconds[0], step, most)
 
@@ -242,7 +246,8 @@ class Balance(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.deals.load_state_dict(state_dict)
-        self._next = self.deals.since  # The checkpoint may contain shares that are used only from a later batch on.
+        # The checkpoint may contain shares that apply only from a later batch on. Earlier batches must not be timed.
+        self._next = self.deals.since
 
 
 def gather_rows(row: list[float], group: dist.ProcessGroup | None) -> list[list[float]]:

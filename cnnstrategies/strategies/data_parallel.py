@@ -32,8 +32,8 @@ class CompressedDDPStrategy(StrategyFacts, MeetingDDPStrategy):
             Checkpoints do not contain this error.
         powersgd_rank: For ``powersgd``: the rank of the approximation, 1 or more. With a higher rank the approximation
             is more exact, and more bytes are sent.
-        powersgd_start_step: For ``powersgd``: number of steps at the start of a run whose gradients are not compressed,
-            2 or more.
+        powersgd_start_step: For ``powersgd``: number of steps, at the start of a run, in which gradients are not
+            compressed; 2 or more.
         **kwargs: Options of :class:`~lightning.pytorch.strategies.DDPStrategy`, except ``ddp_comm_hook``.
 
     Raises:

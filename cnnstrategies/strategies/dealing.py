@@ -49,7 +49,7 @@ class Dealing:
         self._deals: Deals | None = None
 
     def check(self) -> None:
-        """Check that the number of shares is the number of ranks, and raise a ConfigurationError otherwise.
+        """Raise a ConfigurationError if the number of shares differs from the number of ranks.
 
         Call this before processes start.
         """
@@ -57,7 +57,7 @@ class Dealing:
 
     @property
     def deals(self) -> Deals:
-        """Shares of the ranks during the run, which determine how each global batch is divided."""
+        """Shares of the ranks during the run. They determine how each global batch is divided."""
         if self._deals is None:
             module = self._strategy.lightning_module
             shares: Sequence[float] = (
@@ -70,7 +70,8 @@ class Dealing:
     def begin(self, gather: Callable[[], GatherRows], waited: Callable[[], float] = float) -> None:
         """Prepare a run of the trainer. If the run trains, add the callbacks that weight samples and change shares.
 
-        Call this before `setup`: Lightning then restores the callbacks' states from a checkpoint.
+        Call this before the strategy's `setup`, so that Lightning restores the states of these callbacks from a
+        checkpoint.
 
         Args:
             gather: Returns the function that exchanges rows of numbers among all ranks. It is called only if shares
@@ -99,7 +100,7 @@ class Dealing:
         return by_shares(dataloader, module.trainer, self.deals)
 
     def panel_row(self) -> tuple[str, str]:
-        """Return the row about the shares for the start panel, as a pair of the row's name and its text."""
+        """Return the start panel's row about the shares, as a pair of a name and a text."""
         text = f"{self._initial} at first, then by each rank's own time" if self.shares == "auto" else str(self.shares)
         least = f"; at least {self.deals.least} samples for each rank" if self.deals.least > 1 else ""
         most = f"; at most {self._most} samples for each rank" if self._most is not None else ""

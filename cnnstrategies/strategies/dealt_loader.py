@@ -15,16 +15,16 @@ from cnnstrategies.shares import Deals
 class OrderBatches(DealtBatches):
     """Batch sampler that takes the order of the samples from a distributed sampler, and divides batches by shares.
 
-    Each sample occurs once in an epoch. A distributed sampler repeats some samples, so that all ranks get the same
-    number of samples, but this class leaves the repetitions out. Lightning sets the number of the epoch on the
-    distributed sampler, and this class reads the number there. A run that is resumed within an epoch continues with the
-    next batch.
+    A distributed sampler repeats some samples, so that all ranks get the same number of samples. This class leaves the
+    repetitions out, so each sample occurs once in an epoch. Lightning sets the epoch's number only on the distributed
+    sampler, so this class reads the number from the distributed sampler. A run that is resumed within an epoch
+    continues with the next batch.
 
     Attributes:
         sampler: The distributed sampler that gives the order.
 
     Args:
-        batches: Batch sampler of the user's loader. Lightning has replaced its sampler by a distributed sampler.
+        batches: Batch sampler of the user's loader. Lightning has replaced the sampler in it by a distributed sampler.
         trainer: The trainer that trains with the loader.
         deals: The ranks' shares.
     """
@@ -54,7 +54,7 @@ class OrderBatches(DealtBatches):
 class OrderLoader(DataLoader[Any]):
     """A DataLoader that starts to load only when the first batch is requested.
 
-    In a run that is resumed within an epoch, the number of the next batch is not known earlier.
+    Before this request, a run that is resumed within an epoch does not know the number of the next batch.
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

@@ -14,9 +14,9 @@ RANDOM_DRAWS = "random draws (as in dropout) are each process's own"
 
 
 def has_mean_loss(module: nn.Module) -> bool:
-    """Return whether a module's ``loss_weight(targets)`` returns the divisor of the mean ``loss(outputs, targets)``.
+    """Return whether a module has a method ``loss_weight(targets)`` that fits its method ``loss``.
 
-    ``loss_weight`` counts only if it is defined in the same class as ``loss`` or in a subclass of that class. If a
+    The method ``loss(outputs, targets)`` returns a mean, and ``loss_weight`` returns the divisor of this mean. If a
     subclass overrides only ``loss``, the inherited ``loss_weight`` may not fit, so the result is False.
     """
     for kind in type(module).__mro__:
@@ -34,7 +34,7 @@ def differences_of_replicas(network: nn.Module, processes: int, batch_size: int 
         network: The network, or the module that contains it.
         processes: Number of processes. Each process trains the whole network on its part of the global batch.
         batch_size: Number of samples in a batch of one process; None if the number is not known.
-        statistics: Which running statistics of batch normalisation the run keeps, such as `RANK_ZERO`.
+        statistics: End of the sentence "BatchNorm's running statistics are ...", such as `RANK_ZERO`.
     """
     if processes == 1:
         return []

@@ -1,10 +1,11 @@
 """The interface between a strategy and the rest of this package.
 
 :class:`StrategyFacts` has a property or method for everything that callbacks, data modules, the cluster code and
-commands need to know about a strategy. This code calls :func:`facts_of`, which also works for Lightning's own
-strategies, and never checks the class of a strategy.
+commands need to know about a strategy. They call :func:`facts_of`, which also works for Lightning's own strategies, and
+never check the class of a strategy.
 
-All subpackages may import this module. At run time it imports only :mod:`cnnstrategies.strategies.differences`.
+All subpackages may import this module. To avoid circular imports, the module itself imports only
+:mod:`cnnstrategies.strategies.differences` from this package at run time.
 """
 
 from collections.abc import Sequence
@@ -47,8 +48,8 @@ class StrategyFacts:
     """Facts about a strategy that the rest of this package needs.
 
     Each fact is a property or a method. The defaults are correct for Lightning's own strategies. A strategy of this
-    package inherits from this class and from one of Lightning's strategies, in this order. It overrides the facts whose
-    defaults are wrong for it; a class attribute may override a property.
+    package inherits from this class and from one of Lightning's strategies, in this order, and overrides facts whose
+    defaults are not correct for the strategy. A class attribute may override a property.
     """
 
     @property
@@ -62,8 +63,9 @@ class StrategyFacts:
     def display_name(self) -> str:
         """Name of the strategy in the start panel.
 
-        By default this is the attribute ``strategy_name`` of the strategy or of its own class. Without this attribute,
-        the display name is the shortest name under which the class is registered, or else the name of the class.
+        By default this is the attribute ``strategy_name`` of the instance or of its class, but not of a base class. If
+        the attribute is missing, the display name is the shortest name under which the class is registered. If the
+        class is not registered, the display name is the name of the class.
         """
         kind = type(self._described)
         attributes = {**vars(kind), **vars(self._described)}
@@ -111,18 +113,18 @@ class StrategyFacts:
 
     @property
     def host_count(self) -> int:
-        """Number of hosts of the run. On one host, torch listens on the loopback interface only."""
+        """Number of hosts of the run. If the number is 1, the cluster code makes torch listen on loopback only."""
         return int(getattr(self._described, "num_nodes", 1))
 
     @property
     def connects_hosts(self) -> bool:
-        """Whether the strategy connects its hosts itself, so that the command line does not open a torch store."""
+        """Whether the strategy connects its hosts itself. If not, the cluster code connects them with a torch store."""
         return False
 
     def set_host_timeout(self, seconds: float) -> None:
-        """Set the time-out in seconds for other hosts at the start of a run.
+        """Set how long, in seconds, this host waits for the other hosts at the start of a run.
 
-        This method is called only if `connects_hosts` is True.
+        The cluster code calls this method only if `connects_hosts` is True.
         """
 
     # Checks by the command ``submit``
@@ -152,7 +154,7 @@ class StrategyFacts:
 
     @property
     def compiles_network(self) -> bool:
-        """Whether the strategy compiles the network or its parts, so that modules and callbacks must not compile it."""
+        """Whether the strategy compiles the network or its parts. If so, modules and callbacks must not compile it."""
         return False
 
     @property
@@ -183,9 +185,9 @@ class StrategyFacts:
     def gradient_weighting(self) -> GradientWeighting:
         """How the strategy combines the gradients of the ranks.
 
-        The callback ``SampleWeights`` scales each gradient so that the result is a mean over all samples. If the
-        weighting is "equal" and no callback weights the samples, data modules refuse to divide a global batch into
-        batches of different sizes.
+        The callback ``SampleWeights`` reads this value, and scales gradients so that the result is a mean over all
+        samples. If the value is "equal" and the run does not have this callback, data modules refuse to divide a global
+        batch into batches of different sizes.
         """
         return "equal"
 
@@ -195,7 +197,7 @@ class StrategyFacts:
     def step_kind(self) -> StepKind:
         """Kind of work of a process in a training step.
 
-        ``StepProfile`` and ``scaling`` divide the time of a step accordingly.
+        The kind determines the parts of a step for which ``StepProfile`` and ``scaling`` report times.
         """
         return "replica"
 
@@ -227,8 +229,8 @@ class StrategyFacts:
     def joined_late(self) -> bool:
         """Whether this process has joined a run that was training already, and has not begun its first batch.
 
-        Before the first batch the processes of a run compare their data. The processes that train already do not take
-        part, so a process that joins late must not wait for them.
+        The processes of a run compare their data before their first batch. The original processes have done this
+        already, so a process that joins late must not start the comparison.
         """
         return False
 

@@ -15,14 +15,14 @@ from cnnstrategies.strategies.protocol import facts_of
 class SampleWeights(Callback):
     """Callback that weights the gradient of each batch by the number of samples in the batch.
 
-    Without this callback all batches of a step count equally. Their sizes may differ: three ranks cannot divide a
-    global batch of 64 samples into equal parts, and accumulated batches may have different sizes. A batch gets weight 0
-    if it only repeats samples, which happens if a rank would otherwise have no batch. Logged losses do not change.
+    Without this callback all batches of a step count equally, although their sizes may differ: three ranks cannot
+    divide a global batch of 64 samples into equal parts, for example. If no samples of a global batch are left for a
+    rank, the rank repeats a sample of another rank, and its batch has weight 0. Logged losses do not change.
 
-    A module's loss may have a divisor that is not the number of samples, such as a sum of class weights. If
-    ``loss_weight(targets)`` of the module returns this divisor, batches are weighted by the divisor. With gradient
-    accumulation, batches are weighted by the number of samples, because the divisors of later batches are not known
-    yet.
+    A module's loss may be a mean with a divisor other than the number of samples, such as a sum of class weights. If
+    the module has a method ``loss_weight(targets)`` that returns this divisor, each batch is weighted by its divisor.
+    With gradient accumulation each batch is weighted by its number of samples, because the divisors of later batches
+    are not known yet.
 
     The callback works for batches that are divided by shares: the batches of this package's data modules, and all
     batches under ``ddp_balanced``. The strategy ``hybrid_pipeline`` weights its batches itself.

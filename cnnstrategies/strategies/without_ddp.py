@@ -17,7 +17,7 @@ DEVICE_OPTIONS = frozenset(
 
 
 def check_keywords(strategy: str, options: Mapping[str, Any]) -> None:
-    """Refuse options of DDP that would have no effect in a strategy.
+    """Refuse options of DDP that have no effect, because the strategy does not use DistributedDataParallel.
 
     Args:
         strategy: Name of the strategy's class.
@@ -60,7 +60,7 @@ def check_optimizer_states(saved: int, needed: int) -> None:
     """
     if saved != needed:
         raise ConfigurationError(
-            f"the checkpoint holds the states of {saved} optimizers, and this run has {needed} optimizers: a "
+            f"the checkpoint holds the states of {saved} optimizers, but this run has {needed} optimizers: a "
             "checkpoint that was saved after forked or spawned ranks had ended holds no states; resume from a "
             "checkpoint that was saved during fit, or load the weights alone"
         )

@@ -1,4 +1,4 @@
-"""Tests whether a strategy trains a user's module to the same result as one device."""
+"""Test whether a strategy trains a user's module to the same result as one device."""
 
 from cnnstrategies.verifying.runs import verify
 from cnnstrategies.verifying.verdict import Verdict

@@ -1,4 +1,4 @@
-"""Saving the batches that the ranks load, and joining them to the global batches for a run on one device."""
+"""Save the batches that the ranks load, and join them to global batches for a run on one device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,9 +20,9 @@ class BatchKeeper(Precision):
     every rank and under every strategy.
     """
 
-    folder: Path | None = None  # Folder of the files; None if batches are not saved.
+    folder: Path | None = None  # Folder in which batches are saved; None if they are not saved.
     count = 0  # Number of saved batches.
-    generator = torch.empty(0, dtype=torch.uint8)  # State of torch's random generator when the last batch arrived.
+    generator = torch.empty(0, dtype=torch.uint8)  # State of torch's CPU random generator when the last batch arrived.
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -38,13 +38,12 @@ class DoubleBatchKeeper(BatchKeeper, DoublePrecision):
 
 
 class GlobalBatches:
-    """Loader of a run's global batches, each of which is joined from the batches of all ranks in rank order.
+    """Data loader of global batches. A global batch is joined from the saved batches of all ranks, in rank order.
 
     Args:
         folders: Folder of each rank's batches, in rank order.
-        ends: For each epoch except the last: number of batches that a rank has loaded from the start of the run to the
-            end of this epoch.
-        length: Number of batches in an epoch, on which schedules may depend; None if the number is not known.
+        ends: For each epoch, the number of batches that a rank has loaded from the start of the run to the epoch's end.
+        length: Number of batches in an epoch; None if the number is not known. Learning rate schedules may need it.
     """
 
     def __init__(self, folders: Sequence[Path], ends: Sequence[int], length: int | None) -> None:
@@ -104,8 +103,8 @@ def _joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
 def _count(batch: Any) -> int:
     """Return the number of samples of a batch.
 
-    If the batch contains a list of mappings, such as the boxes of each image, this is the length of the list, and
-    otherwise the size of the first dimension of the first tensor.
+    If the batch contains a list of mappings, such as the boxes of each image, return the length of this list. Otherwise
+    return the size of the first tensor's first dimension.
     """
     for listed in _lists(batch):
         if listed and all(isinstance(item, Mapping) for item in listed):
@@ -114,10 +113,10 @@ def _count(batch: Any) -> int:
 
 
 def _have_items(lists: Sequence[Any], counts: Sequence[int]) -> bool:
-    """Whether lists contain one item for each sample, rather than tensors with all samples.
+    """Whether lists contain one item for each sample. If not, each item contains data of all samples.
 
     Args:
-        lists: Corresponding lists of the ranks' batches.
+        lists: Corresponding lists or tuples from the ranks' batches.
         counts: Number of samples of each rank's batch.
     """
     if all(isinstance(item, (str, int, float)) for item in lists[0]):
@@ -137,9 +136,9 @@ def _lists(batch: Any) -> Iterator[Any]:
 
 
 def samples(folder: Path) -> tuple[int, set[bytes]]:
-    """Return the number of samples that a rank has loaded, and the set of distinct samples.
+    """Return the number of samples that a rank has loaded, and the set of distinct samples among them.
 
-    A sample is represented by the bytes of its row in the batch's first tensor.
+    In the set, a sample is represented by the bytes of its row in the batch's first tensor.
 
     Args:
         folder: Folder of the rank's batches.

@@ -1,4 +1,4 @@
-"""Recording of a run for the comparison: batches, checkpoints at the end or after each step, and logged values."""
+"""Record a run for the comparison: its batches, its logged values, and checkpoints at the end or after each step."""
 
 import json
 import math
@@ -33,8 +33,8 @@ class RunRole:
 
     Attributes:
         folder: Folder of the run's files.
-        of: For the run on one device: folder of the run under the strategy, whose batches it trains on. None for the
-            run under the strategy.
+        of: Folder of the run under the strategy. The run on one device reads its batches from this folder. None if this
+            is the run under the strategy.
         single: Whether the run trains in float32 (single precision) instead of float64.
         every_step: Whether the run also saves a checkpoint after each step.
     """
@@ -46,7 +46,7 @@ class RunRole:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Values that the recorder has saved. The keys are the values' names.
+        """Notes that the recorder saved at the end of the run, such as the number of steps. Keys are their names.
 
         The mapping is empty if the run has not reached its end.
         """
@@ -54,7 +54,7 @@ class RunRole:
         return dict(json.loads(file.read_text())) if file.exists() else {}
 
     def batches(self) -> GlobalBatches:
-        """Return the global batches of the run under the strategy."""
+        """Return the loader of global batches for the run on one device."""
         assert self.of is not None, "the run under the strategy loads its own batches"
         folders = sorted((file.parent for file in self.of.glob("*/0.pt")), key=lambda folder: int(folder.name))
         notes = RunRole(self.of).notes
@@ -68,7 +68,7 @@ class Recorder(Checkpoint):
 
     Args:
         role: The run to record.
-        turned_off: Result of :func:`settle`.
+        turned_off: Result of :func:`settle`: lines that describe the changed layers.
     """
 
     def __init__(self, role: RunRole, turned_off: Sequence[str]) -> None:
@@ -106,7 +106,7 @@ class Recorder(Checkpoint):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save a checkpoint and the notes. When Lightning calls this, all other hooks of the last step have run."""
+        """Save a checkpoint and the notes. Lightning calls this hook after all other hooks of the last step."""
         trainer.save_checkpoint(self._role.folder / END)
         if not trainer.is_global_zero:
             return
@@ -162,5 +162,5 @@ def settle(module: nn.Module) -> list[str]:
 
 
 def _keep_mode(layer: nn.Module, mode: bool = True) -> nn.Module:
-    """Replace ``nn.Module.train`` of a layer by a method that does not change the layer's mode."""
+    """Return the layer without changing its mode. :func:`settle` replaces the layer's ``train`` by this function."""
     return layer

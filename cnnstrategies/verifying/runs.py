@@ -24,7 +24,7 @@ from cnnstrategies.verifying.batches import BatchKeeper, DoubleBatchKeeper, samp
 from cnnstrategies.verifying.recorder import END, Recorder, RunRole, settle
 from cnnstrategies.verifying.verdict import ComparedRow, Verdict, compared, differences, row_of
 
-# Pattern for the error message of a ConfigurationError or NotHereError in a run's output, up to an empty line.
+# Pattern for a ConfigurationError or NotHereError in a run's output. The error message ends at an empty line.
 REFUSAL = re.compile(r"^cnnstrategies\.[\w.]+\.(?:ConfigurationError|NotHereError): (.*?)(?=\n\n|\Z)", re.M | re.S)
 EXCEPTION = re.compile(r"^[\w.]+(?:Error|Exception)\w*: .*", re.MULTILINE)
 LAST_LINES = 30  # Number of lines of a failed run's output that the error message contains.
@@ -63,11 +63,12 @@ def verify(
 ) -> Verdict:
     """Train a module for some steps under a strategy and on one device, with the same batches, and compare the results.
 
-    Both runs start from the module's current weights, in forked processes, and use the module's own hooks, optimizers
-    and schedules. They train in float64, or in float32 if the module cannot be trained in float64. Dropout is turned
-    off, and batch normalisation uses its running statistics. The run on one device trains on the global batches, which
-    are joined from the batches that the ranks have loaded. Call this function before the process has trained a network
-    or used a GPU, because it forks.
+    Both runs start from the module's current weights, and use the module's own hooks, optimizers and schedules. They
+    train in float64, or in float32 if the module cannot be trained in float64. Dropout is turned off, and batch
+    normalisation uses its running statistics. The run on one device trains on global batches, which are joined from the
+    batches that the ranks have loaded.
+
+    Both runs are forked from this process. Call this function before this process trains a network or uses a GPU.
 
     Args:
         module: The module, as you would pass it to ``Trainer.fit``. It is not changed.
@@ -76,7 +77,7 @@ def verify(
         devices: Number of the strategy's processes.
         steps: Number of optimizer steps.
         callbacks: The user's callbacks. Callbacks that save checkpoints are left out.
-        plugins: Plugins of the trainer. A precision plugin is not allowed.
+        plugins: Plugins of the trainer. A precision plugin is not allowed, because ``verify`` uses its own.
         **trainer: Other arguments of ``Trainer`` for both runs, such as ``gradient_clip_val``.
 
     Returns:
@@ -178,7 +179,7 @@ def _runs(
     """Train under the strategy, and then on one device with the same batches.
 
     Returns:
-        The run on one device and the run under the strategy.
+        First the run on one device, and second the run under the strategy.
     """
     tested = RunRole(folder / "tested", None, single, every_step)
     reference = RunRole(folder / "reference", tested.folder, single, every_step)
@@ -197,14 +198,16 @@ def _runs(
 
 
 def _run(train: Callable[[RunRole], None], role: RunRole) -> None:
-    """Train in the forked process of a run, and redirect its output to the file ``printed``."""
+    """Train in the forked process of a run, and write the output to the file ``printed`` in the run's folder."""
     file = os.open(role.folder / "printed", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(file, stream)
     try:
         train(role)
     except Exception:
-        os.write(2, traceback.format_exc().encode())  # In a notebook, `sys.stderr` is not file descriptor 2.
+        # In a notebook, `sys.stderr` does not write to file descriptor 2. The traceback must be written to this
+        # descriptor, because only the descriptor is redirected to the file.
+        os.write(2, traceback.format_exc().encode())
         os._exit(1)
 
 
@@ -233,8 +236,8 @@ def _steps(reference: dict[str, Any], tested: dict[str, Any], run: RunRole) -> C
 def _logged(reference: dict[str, Any], tested: dict[str, Any]) -> ComparedRow:
     """Return the verdict's row for the logged values.
 
-    Values that are logged without a reduction over the ranks cover only the batches of rank 0. The row lists the names
-    of such values, and does not compare them.
+    Values that are logged without a reduction over the ranks cover only the batches of rank 0, so they may differ from
+    the values of the run on one device. The row lists the names of such values, but they do not make the runs unequal.
     """
     dtype = torch.float32  # The dtype of Lightning's logged values and of torchmetrics.
     unreduced = {name for name in tested["unreduced"] if name in reference["logged"] and tested["devices"] > 1}
@@ -257,7 +260,7 @@ def _explanation(
     reference_notes: dict[str, Any],
     tested_notes: dict[str, Any],
 ) -> list[str]:
-    """Make both runs again with a checkpoint after each step, to find the first step after which they differ.
+    """Repeat both runs with a checkpoint after each step, to find the first step after which the runs differ.
 
     Returns:
         Lines for the user: the first difference, and possible causes.

@@ -1,4 +1,4 @@
-"""Comparison of the results of two runs."""
+"""Comparison of the results of two runs: checkpoints and logged values."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Tolerances; the keys are the dtypes of the runs. A difference up to the sum of both tolerances counts as a rounding
-# error.
+# Tolerances. Keys are the dtypes of the runs. A difference counts as a rounding error up to the sum of the relative and
+# the absolute tolerance.
 RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-4}  # Relative to the largest absolute value of the tensor.
-ABSOLUTE = {torch.float64: 1e-11, torch.float32: 1e-6}  # Absolute difference between two elements.
+ABSOLUTE = {torch.float64: 1e-11, torch.float32: 1e-6}  # Absolute tolerance of the difference between two elements.
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """Row of a verdict for one kind of value: name of the kind, a text for the user, and whether the runs agree."""
+    """Row of a verdict for one kind of value, such as the weights.
+
+    Attributes:
+        name: Name of the kind of value.
+        text: Result of the comparison as a text for the user.
+        equal: Whether the two runs agree.
+    """
 
     name: str
     text: str
@@ -51,7 +57,8 @@ class Verdict:
 
     Attributes:
         rows: A row for each kind of value that was compared.
-        notes: Lines on layers that were turned off for the comparison, and on possible causes of a difference.
+        notes: Lines of text for the user: layers that were turned off for the comparison, and possible causes of a
+            difference.
     """
 
     rows: tuple[ComparedRow, ...]
@@ -95,8 +102,8 @@ def compared(reference: Path, tested: Path, parameters: Sequence[str], dtype: to
 def row_of(kind: str, values: Sequence[Difference]) -> ComparedRow:
     """Return the row for all values of a kind, such as the weights.
 
-    If all values are equal, the row's text has the largest difference. Otherwise it has the difference that exceeds the
-    allowed difference by the largest factor.
+    If all values are equal up to rounding errors, the row's text shows the largest difference. Otherwise it shows the
+    difference that exceeds its allowed size by the largest factor.
     """
     unequal = [difference for difference in values if not difference.is_equal]
     if not unequal:

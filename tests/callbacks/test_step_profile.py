@@ -238,8 +238,8 @@ def test_visible_communication_is_separated_from_hidden_communication(monkeypatc
 
 def test_refusals_name_the_value_and_the_remedy():
     for options, words in (
-        ({"skip_first": 0}, "skip_first=0: .* 10 is usual"),
-        ({"steps": 0}, "steps=0: .* 50 is usual"),
+        ({"skip_first": 0}, "skip_first=0: .* for example 10"),
+        ({"steps": 0}, "steps=0: .* for example 50"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             StepProfile(**options)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,11 @@ PYTHON = sys.executable
 def environment(**extra: str) -> dict[str, str]:
     """Return the environment for a program that runs this checkout's package with one thread."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
+
+
+def dropped(output: str) -> list[str]:
+    """Return the reasons for which servers of a run have reported dropped messages. A correct run has none."""
+    return re.findall(r"server \d+ dropped a message: ([^;\n]+)", output)
 
 
 def fit(*arguments: str) -> list[str]:
@@ -53,11 +59,13 @@ class Program:
 
     def wait(self, seconds: float = 200) -> int:
         try:
-            return self.process.wait(seconds)
+            code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             raise AssertionError(f"no end in {seconds} s:\n{self.output()}") from None
+        assert not dropped(self.output()), self.output()
+        return code
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         wait_until(lambda: condition() or self.process.poll() is not None, self.output)

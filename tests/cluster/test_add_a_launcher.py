@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import ROOT
 from lightning.pytorch import Trainer
 
@@ -14,6 +15,7 @@ from cnnstrategies.cluster import launchers
 from cnnstrategies.cluster.environment import DoctorPlace, check_world, environment_plugins, find_place, local_rank
 from cnnstrategies.cluster.launchers import registry
 from cnnstrategies.cluster.run_folder import find_run
+from cnnstrategies.cluster.submission import Submission
 from cnnstrategies.errors import ConfigurationError
 
 PAGE = ROOT / "docs/development/add-a-launcher.md"
@@ -96,11 +98,35 @@ def test_a_submission_is_shown_and_queued(capsys):
     assert queued.startswith("Submitted job 17: 2 nodes x 2 tasks\n")
     (folder,) = Path("toy").iterdir()
     assert {file.name for file in folder.iterdir()} == {"config.yaml", "job.sh"}
+    queues_again_in_the_same_folder(folder, capsys)
     program.write_text("#!/bin/sh\necho Welcome to Toy\necho 18\n")
     with pytest.raises(SystemExit):
         cli.main([*RUN, *SIZE])
     assert r"returned 'Welcome to Toy\n18' instead of a job id on one line" in capsys.readouterr().err
     assert len(list(Path("toy").iterdir())) == 2, "the job may be in the queue"
+
+
+def queues_again_in_the_same_folder(folder, capsys):
+    """The run is submitted twice more under one name; another submission takes the files of the third at first."""
+    first = {file.name: file.read_text() for file in folder.iterdir()}
+    again = [*RUN, *SIZE, f"--run_name={folder.name}", "--trainer.max_epochs=7"]
+    cli.main(again)
+    assert "\nThis job uses config-2.yaml and job-2.sh, and continues the run " in capsys.readouterr().out
+    assert f" --config {folder.resolve()}/config-2.yaml\n" in (folder / "job-2.sh").read_text()
+    assert yaml.safe_load((folder / "config-2.yaml").read_text())["trainer"]["max_epochs"] == 7
+    prepare = Submission.prepare_data
+
+    def other_submission(self):
+        (folder / "job-3.sh").touch()
+        prepare(self)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Submission, "prepare_data", other_submission)
+        cli.main(again)
+    capsys.readouterr()
+    third = {"job-3.sh", "config-4.yaml", "job-4.sh"}
+    assert {file.name for file in folder.iterdir()} == {*first, "config-2.yaml", "job-2.sh", *third}
+    assert first == {name: (folder / name).read_text() for name in first}, "the files of the queued job have changed"
 
 
 def test_the_help_and_a_refusal_name_the_launcher(capsys):

@@ -26,7 +26,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (partial(ClusterOptions, job_name="bash"), "assumes an interactive shell"),
     (partial(ClusterOptions, job_name="a b"), "letters, digits"),
     (partial(ClusterOptions, cpus_per_task=0), "cpus_per_task=0"),
-    (partial(ClusterOptions, sbatch=["exclusive"]), "is not an option of sbatch"),
+    (partial(ClusterOptions, sbatch=["exclusive"]), "must be one option of sbatch"),
     (partial(ClusterOptions, sbatch=["--nodes=3"]), "according to trainer.num_nodes: leave"),
     (partial(ClusterOptions, sbatch=["-N 3"]), "according to trainer.num_nodes: leave"),
     (partial(ClusterOptions, sbatch=["-N2"]), "according to trainer.num_nodes: leave"),

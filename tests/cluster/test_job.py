@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 from cnnstrategies.cluster.job import Size, job_size, sbatch_script
+from cnnstrategies.cluster.job_files import JobFiles
 from cnnstrategies.cluster.options import ClusterOptions
 
 FOLDER = Path("/shared/runs of ann/100%done")
@@ -13,7 +14,9 @@ SMALL = Size(nodes=1, tasks_per_node=2, gpus_per_node=0)
 
 
 def script(options: ClusterOptions, size: Size = SMALL, goes_on: bool = False) -> str:
-    text = sbatch_script(options, size, FOLDER, "/opt/python", "cnnstrategies submit fit --config a.yaml", goes_on)
+    text = sbatch_script(
+        options, size, JobFiles(FOLDER), "/opt/python", "cnnstrategies submit fit --config a.yaml", goes_on
+    )
     checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
     assert checked.returncode == 0, checked.stderr
     return text
@@ -86,7 +89,7 @@ def test_server_nodes_are_a_second_part_of_the_job() -> None:
     # If an option appears twice, sbatch uses its last value.
     assert second == ["--nodes=2", "--ntasks-per-node=1", "--partition=gpu", "--time=60", "--partition=cpu"]
     assert text.index("--het-group=1") < text.index("cnnstrategies.commands.server") < text.index("--het-group=0")
-    assert text.count('--config "$run/servers.yaml"') == 2
+    assert text.count('--config "$run/servers-$SLURM_JOB_ID.yaml"') == 2
 
 
 def test_a_container_starts_its_own_interpreter() -> None:
@@ -113,7 +116,7 @@ def is_requeued(folder: Path, code: int, restarts: int = 0, preempted: str = "No
     for name, text in STUBS.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
-    text = sbatch_script(ClusterOptions(max_requeues=3), Size(1, 1, 0), folder, "python", "command")
+    text = sbatch_script(ClusterOptions(max_requeues=3), Size(1, 1, 0), JobFiles(folder), "python", "command")
     job = {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": str(restarts), "CODE": str(code), "PREEMPTED": preempted}
     path = f"{folder}:{os.environ['PATH']}"
     ended = subprocess.run(["bash", "-c", text], cwd=folder, env={"PATH": path, **job})

@@ -109,7 +109,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(ray: FakeRay, capsys: pytest.CaptureFixture[str], script: str, probe: str = "true") -> tuple[int, str]:
     """Run the driver, and return its exit code and its output."""
     made = Driver(
-        *(2, {"CPU": 1.0}, script, probe, Path("digits").absolute(), ".", {"OMP_NUM_THREADS": "3"}),
+        *(2, {"CPU": 1.0}, script, probe, Path("digits").absolute(), "digits/config.yaml", "."),
+        {"OMP_NUM_THREADS": "3"},
         *(("SLURM_*", "WORLD_SIZE"), 1, 0.0, 10.0, False),
     )
     try:

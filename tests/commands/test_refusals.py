@@ -78,7 +78,7 @@ REFUSED = {
         "weights: these weights are for 1000 classes, but num_classes=10: to keep them and replace the last layer, use "
         "class_path: cnnstrategies.pretrained.pretrained with the network's name"
     ],
-    "fit --model.init_args.num_classes=7": ["", "num_classes=7", "DigitsDataModule has 10"],
+    "fit --model.init_args.num_classes=7": ["", "num_classes=7", "DigitsDataModule has num_classes=10"],
     "fit --model.init_args.num_classes=${trainer.nope}": ["", "trainer.nope", "does not exist"],
     "fit --model.init_args.label_smoothing=3": ["", "label_smoothing=3.0", "[0, 1)"],
     "fit --model.init_args.optimizer.init_args.lrr=3": ["", "optimizer.init_args.lrr", "did you mean 'lr'", "momentum"],

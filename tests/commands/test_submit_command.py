@@ -11,6 +11,7 @@ import yaml
 from conftest import ROOT
 
 from cnnstrategies import cli
+from cnnstrategies.cluster.job_files import JobFiles
 from cnnstrategies.cluster.launchers import launcher_named
 from cnnstrategies.cluster.options import KubernetesOptions
 from cnnstrategies.cluster.run_folder import write_record
@@ -36,7 +37,7 @@ def test_one_file_serves_fit_and_submit(run_cli):
     """The job's configuration is complete, names the job's folder, and is accepted by `fit`."""
     submission = check([QUICKSTART, *TWO_NODES, "--cluster.account=biology", "--trainer.max_epochs=7"])
     folder = Path("cnn-1").resolve()
-    replace(submission.job(launcher_named("slurm"), "submit"), folder=folder).write()
+    replace(submission.job(launcher_named("slurm"), "submit"), files=JobFiles(folder)).write()
     code, output = run_cli("fit", f"--config={folder / 'config.yaml'}", "--print_config")
     assert code == 0, output
     config = yaml.safe_load(output)

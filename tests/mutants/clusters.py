@@ -4,6 +4,7 @@ import contextlib
 from dataclasses import replace
 
 import test_job
+import test_job_files
 import test_loopback
 import test_run_folder
 import test_torchrun
@@ -11,6 +12,7 @@ from mutants.faulty import removes, replaces
 from torch.distributed import TCPStore
 
 from cnnstrategies.cluster.job import sbatch_script
+from cnnstrategies.cluster.job_files import JobFiles
 from cnnstrategies.cluster.rendezvous import ranks_meet
 from cnnstrategies.cluster.run_folder import refuse_anothers
 from cnnstrategies.cluster.stores import LOOPBACK, serve_on_loopback
@@ -18,10 +20,10 @@ from cnnstrategies.cluster.stores import LOOPBACK, serve_on_loopback
 
 @replaces(sbatch_script, killed_by=test_job.test_warned_and_preempted_jobs_are_requeued_and_failed_jobs_are_not)
 def a_job_is_requeued_more_often_than_max_requeues_allows(
-    original, options, size, folder, python, command, goes_on=False
+    original, options, size, files, python, command, goes_on=False
 ):
     options = replace(options, max_requeues=options.max_requeues + 1)
-    return original(options, size, folder, python, command, goes_on)
+    return original(options, size, files, python, command, goes_on)
 
 
 removes(
@@ -42,3 +44,10 @@ removes(
 @replaces(serve_on_loopback, killed_by=test_torchrun.test_each_start_has_its_own_store_instead_of_the_agents)
 def the_store_of_one_machine_listens_on_all_interfaces(original, address=LOOPBACK, port=0):
     return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+
+
+@replaces(JobFiles.write, killed_by=test_job_files.test_a_submission_does_not_change_the_files_of_an_earlier_one)
+def a_second_submission_overwrites_the_files_of_the_first(original, self, configuration, script=None):
+    self.folder.mkdir(parents=True, exist_ok=True)
+    self.configuration.write_text(configuration)
+    self.script.write_text(str(script))

@@ -16,6 +16,7 @@ import test_quiet
 import test_race
 import test_refusals
 import test_tune_command
+import test_whole_file
 from mutants.faulty import removes, replaces
 
 from cnnstrategies.commands.arguments.command import Command
@@ -27,7 +28,7 @@ from cnnstrategies.commands.run.quiet import show_unless_kept
 from cnnstrategies.commands.tune.command import choices
 from cnnstrategies.planning.tune.race import MARGIN, verdict
 from cnnstrategies.runtime.processes import is_stopped, spawned_by_a_thread
-from cnnstrategies.runtime.whole_file import whole_file, writing
+from cnnstrategies.runtime.whole_file import remove_abandoned, temporary_name, whole_file, writing
 
 
 @replaces(fail, killed_by=test_refusals.test_invalid_runs_are_refused_in_one_line)
@@ -103,3 +104,18 @@ removes(
 def a_file_is_overwritten_in_place(original, path, remedy):
     with writing(path, remedy), open(path, "wb") as file:
         yield file
+
+
+@replaces(
+    temporary_name,
+    killed_by=test_whole_file.test_two_processes_that_write_one_file_do_not_disturb_each_other,
+)
+def two_processes_write_one_partial_file(original, path):
+    return path.with_name(f".{path.name}.partial")
+
+
+removes(
+    remove_abandoned,
+    "partial files of killed processes stay",
+    killed_by=test_whole_file.test_only_partial_files_without_a_writer_are_removed,
+)

@@ -9,6 +9,7 @@ from simulation.faults import Fault, Moment, Network
 from simulation.toys import MemoryJournal, newer_view
 from simulation.world import Program, Sleep, Tell, World
 
+from cnnstrategies.paramserver.coordinator.contributions import unpack
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.journal import Journaled
 from cnnstrategies.paramserver.coordinator.participant import Participant, Reporter
@@ -50,6 +51,12 @@ class Answer:
     def fields(self) -> Any:
         assert isinstance(self.value, Message), self.value
         return self.value.fields
+
+    @property
+    def workers(self) -> list[int]:
+        """Ids of the workers whose contributions the result of a collective contains."""
+        assert isinstance(self.value, Message), self.value
+        return list(unpack(self.value.frames))
 
 
 class Run:

@@ -20,6 +20,8 @@ from cnnstrategies.paramserver.membership import Views
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 
+INVALID_FIELDS = "missing or invalid fields"  # end of the reason for which a server drops a malformed message
+
 
 class Roles:
     """Servers and workers that receive their views from the test.
@@ -196,11 +198,15 @@ class Roles:
     def __enter__(self) -> "Roles":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        roles = [server.role for server in self.servers.values()]
         for number in list(self.servers):
             self.kill(number)
         for worker in self._workers:
             worker.close()
+        # No correct member sends a message with invalid fields. Tests that forge messages read `dropped` themselves.
+        refused = [reason for role in roles for reason in role.dropped if reason.endswith(INVALID_FIELDS)]
+        assert kind is not None or not refused, refused
 
 
 class PlainRoles(Roles):

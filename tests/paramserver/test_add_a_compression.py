@@ -117,7 +117,7 @@ def test_a_class_that_does_not_say_whether_it_is_lossy_is_refused() -> None:
     whole = type(COMPRESSIONS["onebit"])
     for changed, message in (
         ({}, "already"),
-        ({"name": "other", "pull_level": None}, "Again: encoding=5 is already the number of OneBit: .* 0, 1, 2, 3, 4"),
+        ({"name": "other", "pull_level": None}, "Again: encoding=5 is already in use for OneBit: .* 0, 1, 2, 3, 4"),
         (
             {"name": "other", "pull_level": None, "encoding": Encoding.KEYS},
             "encoding=6 .* with keys of slices",

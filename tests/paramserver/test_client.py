@@ -43,7 +43,7 @@ def test_a_push_that_servers_would_drop_is_an_error_at_the_worker(tmp_path: Path
         run.step(worker)
         for rate in (float("nan"), float("inf"), 1e300):
             run.optimizer.param_groups[0]["lr"] = rate
-            with pytest.raises(ConfigurationError, match=r"step 1: .* lr=.* of parameter group 0"):
+            with pytest.raises(ConfigurationError, match=r"step 1: .* lr=.* in parameter group 0"):
                 run.step(worker)
         run.optimizer.param_groups[0]["lr"] = 0.1
         worker.begin_step(run.options, 1)

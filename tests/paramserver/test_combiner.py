@@ -32,12 +32,12 @@ def test_workers_notice_their_own_removal_and_a_leader_that_went_back() -> None:
         worker.begin_step((), 1)
     alive.symmetric_difference_update({0, 2})
     shared_states[1].lead(5)
-    with pytest.raises(ServersUnreachableError, match="gone back to step 5, and this node has already begun step 7"):
+    with pytest.raises(ServersUnreachableError, match="gone back to step 5, but this node has already begun step 7"):
         worker.begin_step((), 1)
 
 
 def test_memory_of_another_nodes_process_is_refused_by_name() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"combine_per_node: true: the shared memory of worker 3 \(process 1 on other\)"
+        ConfigurationError, match=r"`combine_per_node: true` needs the shared memory of worker 3 \(process 1 on other\)"
     ):
         open_shared([3], {3: ["other", 1, 99]}, 64)

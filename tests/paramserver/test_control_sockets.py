@@ -10,17 +10,21 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from ports import free_port
 from roles import PlainRoles, until
 
+from cnnstrategies.codec import encode
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver import membership
 from cnnstrategies.paramserver.collectives import Collectives
+from cnnstrategies.paramserver.coordinator.contributions import pack
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.drivers.sockets import allow_threads
@@ -94,6 +98,8 @@ def every_collective(collectives: Collectives) -> dict[str, Any]:
     for how in ("sum", "mean", "max", "min", "product"):
         results[how] = collectives.reduce(tensor, how).tolist()
     results["integer"] = collectives.reduce(torch.tensor(rank), "sum").item()
+    large = torch.arange(2000.0) * (rank + 1)
+    results["large"] = [collectives.reduce(large, how)[-1].item() for how in ("sum", "mean", "max")]
     results["start"] = collectives.start().joined
     results["view"] = [worker.id for worker in collectives.membership.views.current().workers]
     collectives.barrier()  # No worker leaves before the other workers have read the view.
@@ -113,10 +119,50 @@ def test_collectives_give_every_worker_the_same_results(tmp_path: Path) -> None:
         "min": [1.0, 2.0],
         "product": [6.0, 8.0],
         "integer": 3,
+        "large": [6 * 1999.0, 2 * 1999.0, 3 * 1999.0],
         "start": False,
         "view": [0, 1, 2],
     }
     assert results == [expected] * 3
+
+
+class Replies:
+    """A membership that returns prepared replies.
+
+    Attributes:
+        requests: The requests that were made.
+    """
+
+    def __init__(self, rank: int, *replies: dict[int, Any]) -> None:
+        self.address = SimpleNamespace(id=rank)
+        self.requests: list[dict[str, Any]] = []
+        self._replies = iter(replies)
+
+    def wait_registered(self) -> None:
+        """Return at once."""
+
+    def ask(self, kind: str, fields: dict[str, Any], frames: Any) -> Message:
+        """Record a request and return the next reply."""
+        self.requests.append(fields)
+        values = {number: [] if value is None else encode(value) for number, value in next(self._replies).items()}
+        return Message("done", {"admitted": []}, pack(values))
+
+
+def test_a_reduction_of_a_large_tensor_is_repeated_if_the_worker_that_reduces_dies() -> None:
+    tensors = {rank: torch.full((1000,), float(rank)) for rank in range(3)}
+    waits = Replies(
+        2, {0: None, 1: None, 2: None}, {1: "none", 2: "none"}, {1: None, 2: None}, {1: tensors[1] * 3, 2: 0}
+    )
+    assert Collectives(cast(Any, waits)).reduce(tensors[2], "sum").tolist() == [3.0] * 1000
+    leads = Replies(
+        1,
+        {0: None, 1: None, 2: None},
+        {1: "none", 2: "none"},
+        {1: tensors[1], 2: tensors[2]},
+        {1: tensors[1] * 3, 2: 0},
+    )
+    assert Collectives(cast(Any, leads)).reduce(tensors[1], "sum").tolist() == [3.0] * 1000
+    assert [request.get("leader_only", False) for request in leads.requests] == [True, False] * 2
 
 
 def test_a_worker_of_a_later_session_waits_until_its_coordinator_listens() -> None:

@@ -154,7 +154,7 @@ def test_an_observer_sees_members_waits_and_deaths() -> None:
     assert other["figures"] == {}
     (died_at, death), (replaced_at, replacement) = answer["faults"]
     assert death == "server 0 (process 4711 on here) was killed"
-    assert replacement == "server 0 (process 4711 on here) has taken the place of the process before it"
+    assert replacement == "server 0 (process 4711 on here) has replaced the earlier process of server 0"
     assert 2.0 < died_at - replaced_at < 2.1
     assert answer["losses"] == 1
 

@@ -46,7 +46,7 @@ def test_a_joiner_is_let_in_after_a_boundary_with_the_boundarys_result():
     run.passes(3.0)
     result = started.fields
     assert (result["sequence"], result["midway"], result["joined"]) == (1, 1, True)
-    assert (result["ids"], result["admitted"]) == ([0, 1], [2])
+    assert (started.workers, result["admitted"]) == ([0, 1], [2])
     run.call(peer, "epoch", epoch=0, samples=10, chunk=1)
     chunk = run.call(peer, "take", epoch=0, processed=0).fields
     assert (chunk["start"], chunk["stop"]) == (2, 3)
@@ -55,7 +55,7 @@ def test_a_joiner_is_let_in_after_a_boundary_with_the_boundarys_result():
     run.passes(2.0)
     assert not any(answer.value for answer in gathered)
     run.call(peer, "leave", epoch=0, processed=1)
-    assert [answer.fields["ids"] for answer in gathered] == [[0, 1]] * 2
+    assert [answer.workers for answer in gathered] == [[0, 1]] * 2
 
 
 def test_a_joiner_is_not_let_in_after_a_later_collective():

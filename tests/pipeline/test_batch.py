@@ -64,7 +64,8 @@ def test_a_batch_that_cannot_be_sent_is_refused_with_its_class_name() -> None:
     link: Any = SimpleNamespace(check_peers=lambda: None, place=RankPlace(0, 0))
     form = ("same", SimpleNamespace(crs=4326))
     with pytest.raises(
-        ConfigurationError, match=r"an object of type types.SimpleNamespace cannot be sent .* the value in collate_fn"
+        ConfigurationError,
+        match=r"collate_fn returns a batch .*: an object of type types.SimpleNamespace cannot be sent",
     ):
         share_batch(torch.zeros(4, 1, 2, 2), [], form, link)
 

@@ -59,11 +59,11 @@ MISTAKES = [
     (
         "server: {gbyte_per_s: 2, us: 80}",
         "server: 2",
-        "server: a mapping is needed, with some of the keys gbyte_per_s, us",
+        "server: give a mapping; the possible keys are gbyte_per_s, us",
     ),
     (FILE, "server: {us: 3}", "nodes is missing"),
-    (FILE, "nodes: []", "nodes: a list is needed, with at least one machine"),
-    (FILE, "", "a mapping is needed, with some of the keys nodes, server"),
+    (FILE, "nodes: []", "nodes: give a list of at least one machine"),
+    (FILE, "", "give a mapping; the possible keys are nodes, server"),
 ]
 
 

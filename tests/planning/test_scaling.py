@@ -93,7 +93,7 @@ PLANTED = {
     ),
     "host reads": (
         measurements(*both(forward=0.05), accelerator=True, reads={"module.py:7": 1.0}, read_seconds=0.05),
-        "makes the host wait",
+        "makes the process wait",
         {},
     ),
     "callback": (measurements(*both(**{"callback Sleeper": 0.05})), "Sleeper takes long", {}),

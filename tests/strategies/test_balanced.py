@@ -218,7 +218,7 @@ def test_impossible_shares_are_refused_before_processes_start():
             BalancedDDPStrategy(**options)
     with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] has length 2, but there are 3 processes"):
         quiet_trainer(BalancedDDPStrategy([3, 1]), 3).strategy.launcher.launch(print)
-    with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] are for mode: sync, not mode: local"):
+    with pytest.raises(ConfigurationError, match=r"shares=\[3, 1\] are for `mode: sync`, not `mode: local`"):
         ParameterServerStrategy("local", shares=[3, 1])
     with pytest.raises(ConfigurationError, match=r"initial_shares=\[3, 1\] has no effect with shares=equal"):
         ParameterServerStrategy(initial_shares=[3, 1])

@@ -160,7 +160,7 @@ def coordinator(tmp_path):
 
 
 def test_a_refused_joiner_gets_the_reason(coordinator, tmp_path):
-    with pytest.raises(ConfigurationError, match=r"accepts no joiners: .* start it with max_joiners: N"):
+    with pytest.raises(ConfigurationError, match=r"accepts no joiners: .* start the run with `max_joiners: N`"):
         find_place(coordinator())
     address = coordinator(max_joiners=1)
     place = find_place(address)

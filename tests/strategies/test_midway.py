@@ -111,4 +111,4 @@ def test_a_run_stopped_within_an_epoch_resumes_with_the_remaining_samples(run_cl
     assert done == Counter((epoch, sample) for epoch in range(3) for sample in whole)
     code, output = run_cli("fit", *common, f"--ckpt_path={path.resolve()}", *DIVIDED)
     assert code == 2, output
-    assert "was saved within an epoch with data_dispatch: dynamic, and this run does not use it" in output
+    assert "was saved within an epoch with `data_dispatch: dynamic`, but this run does not use this option" in output

@@ -39,7 +39,7 @@ def accuracy():
 
 LEFT_OUT = ["worker 1 (process", "was killed by SIGKILL; it is not replaced"]
 LOST = [f"Rank {rank} ends: server 0 (process" for rank in range(2)]
-LOST += ["its parameters are lost; with replication: 2 a run survives this"]
+LOST += ["its parameters are lost; with `replication: 2` a run survives this"]
 WRONG = "AssertionError: no process nobody"
 # By case: options of the fault, options of the run, whether the run continues, and parts of the output.
 ENDS: dict[str, tuple[dict, dict, bool, list[str]]] = {

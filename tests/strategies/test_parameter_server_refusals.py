@@ -17,9 +17,9 @@ from cnnstrategies.strategies.parameter_server.options import ParameterServerOpt
 
 ARGUMENTS = [
     ({"staleness": 3}, "staleness=3 has no effect with mode='sync'"),
-    ({"sync_every": 3}, "is for mode: local"),
-    ({"data_dispatch": "dynamic"}, "dynamic is for mode: async and ssp"),
-    ({"mode": "local", "data_dispatch": "dynamic"}, "in mode: local every worker makes the same number of steps"),
+    ({"sync_every": 3}, "is for `mode: local`"),
+    ({"data_dispatch": "dynamic"}, "dynamic` is for the modes async and ssp"),
+    ({"mode": "local", "data_dispatch": "dynamic"}, "in mode local every worker makes the same number of steps"),
     ({"timeout": 0.0}, "timeout=0.0 is too short: it must be above 0 seconds"),
     ({"security": "some"}, "security='some': use one of auto, curve, none"),
     ({"max_restarts": -1}, "max_restarts=-1: use at least 0"),
@@ -31,21 +31,21 @@ ARGUMENTS = [
     ({"coordinator": "tcp://[::1]:80"}, r"endpoint 'tcp://\[::1\]:80': the parameter server supports only IPv4"),
     (
         {"endpoints": ["tcp://fe80::1:80"], "coordinator": "tcp://10.0.0.1:80", "security": "none"},
-        r"endpoint 'tcp://fe80::1:80': the .* \(MASTER_ADDR\)",
+        r"endpoint 'tcp://fe80::1:80': the .* in MASTER_ADDR",
     ),
     ({"key_file": "nowhere"}, "does not exist; make it with"),
-    ({"combine_per_node": True, "mode": "async"}, "combine_per_node: true is for mode: sync"),
+    ({"combine_per_node": True, "mode": "async"}, "`combine_per_node: true` is for `mode: sync`"),
     ({"combine_per_node": True, "max_restarts": 1}, "a restarted worker cannot share the node's memory"),
-    ({"outer_lr": 0.7}, "are for mode: local, not mode: sync"),
+    ({"outer_lr": 0.7}, "are for `mode: local`, not `mode: sync`"),
     ({"mode": "local", "outer_lr": 0.0}, "outer_lr=0.0: use a finite value above 0"),
     ({"mode": "local", "outer_lr": float("nan")}, "outer_lr=nan: use a finite value above 0"),
     ({"mode": "local", "outer_momentum": 1.0}, "outer_momentum=1.0: use 0 or more and less than 1"),
     (
         {"max_joiners": 2, "mode": "sync"},
-        "max_joiners=2 is for mode: async, and ssp with a staleness above 0: in mode: sync",
+        "max_joiners=2 is for mode async, and for mode ssp with a staleness above 0. In mode sync",
     ),
-    ({"max_joiners": 2, "mode": "ssp", "staleness": 0}, "in mode: ssp with staleness 0 all workers step together"),
-    ({"max_joiners": 2, "mode": "async"}, "max_joiners=2 with data_dispatch: static"),
+    ({"max_joiners": 2, "mode": "ssp", "staleness": 0}, "In mode ssp with staleness 0 all workers step together"),
+    ({"max_joiners": 2, "mode": "async"}, "max_joiners=2 cannot be used with `data_dispatch: static`"),
     ({"max_joiners": -1, "mode": "async"}, "max_joiners=-1: use at least 0"),
 ]
 
@@ -97,10 +97,10 @@ GATHERS = Module(loss=nn.Module())
 GATHERS.loss.sinkhorn_gather_distributed = True
 BY_HAND = Module(automatic_optimization=False)
 USES: dict[str, Callable[[], Any]] = {
-    "SGD has growth_rate=inf in parameter group 0.* local or strategy ddp": lambda: check_optimizers(
+    "SGD has growth_rate=inf in parameter group 0.* `mode: local` or strategy ddp": lambda: check_optimizers(
         [with_option(math.inf)], servers()
     ),
-    "WithModes keeps separate weights .* mode: local": lambda: check_optimizers(
+    "WithModes keeps separate weights .* `mode: local`": lambda: check_optimizers(
         [WithModes(Module().parameters(), 0.1)], servers(mode="async")
     ),
     r"loss.sinkhorn_gather_distributed=True would gather nothing.* or use strategy ddp": lambda: check_module(

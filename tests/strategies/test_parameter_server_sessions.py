@@ -67,7 +67,7 @@ def test_dedicated_servers_serve_only_the_first_session(monkeypatch):
     rank = Sessions()
     rank.open(options(**DEDICATED), layout, True)
     rank.open(options(**DEDICATED), layout, False)  # This function needs no servers.
-    with pytest.raises(ConfigurationError, match="endpoints: dedicated servers end with the first function"):
+    with pytest.raises(ConfigurationError, match="endpoints: dedicated servers end with a script's first trainer"):
         rank.open(options(**DEDICATED), layout, True)
 
 

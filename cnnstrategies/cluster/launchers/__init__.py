@@ -1,7 +1,7 @@
 """Launchers, which are the programs and platforms that start the processes of a run.
 
 Each launcher is a class with the decorator :func:`register` in its own module. This package imports all its modules.
-The modules must import neither torch nor Lightning, because the help of a command lists the launchers.
+The modules must import neither torch nor Lightning, because a command's help lists the launchers and must appear fast.
 """
 
 import importlib

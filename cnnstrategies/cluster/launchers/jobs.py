@@ -10,6 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from cnnstrategies.cluster.job_files import JobFiles
 from cnnstrategies.errors import ConfigurationError
 
 TYPE_CHECKING = False
@@ -39,15 +40,15 @@ class ScriptJob(ClusterJob):
 
     Attributes:
         submission: The configuration of the run.
-        folder: The run folder, on a file system that all nodes share. :meth:`submit` writes the script ``job.sh`` and
-            ``config.yaml`` to it.
-        script: Text of the script, which runs ``fit`` with this ``config.yaml``.
+        files: Paths of the script and the configuration in the run folder, on a file system that all nodes share.
+            :meth:`submit` writes them.
+        script: Text of the script, which runs ``fit`` with this configuration.
         queue: Function that submits the script at a path and returns only the job id, without a line break.
-        changes: Values that the launcher sets in the configuration; keys are keys of the configuration.
+        changes: Settings that the launcher makes in the configuration, such as ``{"stop.grace": 60.0}``.
     """
 
     submission: "Submission"
-    folder: Path
+    files: JobFiles
     script: str
     queue: Callable[[Path], str]
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -58,32 +59,34 @@ class ScriptJob(ClusterJob):
 
     @override
     def submit(self) -> str:
-        is_new = not self.folder.exists()
         self.write()
         try:
-            job = self.queue(self.folder / "job.sh")
+            job = self.queue(self.files.script)
         except ConfigurationError:
-            if is_new:
-                shutil.rmtree(self.folder)
+            self.files.remove()
             raise
-        if len(job.splitlines()) != 1:  # The job may be in the queue, so the run folder is kept.
+        if len(job.splitlines()) != 1:  # The job may be in the queue and need the run folder, so the folder is kept.
             raise ConfigurationError(
                 f"the launcher's function `queue` returned {job!r} instead of a job id on one line: the job may have "
                 "been submitted; correct the function, which must return only the job id"
             )
         size, server_nodes = self.submission.size, self.submission.options.server_nodes
         servers = f", and {server_nodes} server nodes" if server_nodes else ""
-        return (
+        text = (
             f"Submitted job {job}: {size.nodes} nodes x {size.tasks_per_node} tasks{servers}\n"
-            f"Logs, checkpoints and script: {self.folder} ({job}.log)"
+            f"Logs, checkpoints and script: {self.files.folder} ({job}.log)"
         )
+        if self.files.number > 1:
+            text += (
+                f"\nThis job uses {self.files.configuration.name} and {self.files.script.name}, and continues the run "
+                f"{self.files.folder.name} after its earlier jobs: if an earlier job is still running when this job "
+                "starts, this job is refused"
+            )
+        return text
 
     def write(self) -> None:
         """Write the job script and the run's configuration to the run folder."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        configuration = self.submission.text(self.folder, self.changes)
-        (self.folder / "config.yaml").write_text(configuration, encoding="utf-8")
-        (self.folder / "job.sh").write_text(self.script, encoding="utf-8")
+        self.files.write(self.submission.text(self.files.folder, self.changes), self.script)
 
 
 def hand_over(cluster: str, *command: str) -> str:

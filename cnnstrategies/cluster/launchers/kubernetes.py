@@ -25,7 +25,7 @@ SECTION = "cluster.kubernetes"
 # Largest number of characters in cluster.job_name. A pod's name has at most 63 characters, and the timestamp, the role,
 # the index and Kubernetes' random suffix need 35 of them.
 LONGEST_NAME = 28
-WAIT = 1800.0  # Seconds to wait for all pods to start, which includes the download of their images.
+WAIT = 1800.0  # Seconds to wait until all pods have downloaded their images and have started.
 
 
 @register
@@ -43,9 +43,10 @@ class Kubernetes(Launcher):
 
     @override
     def run_name(self, environ: Environ, configuration: str) -> str | None:
-        """Return the name of the Indexed Job or TrainJob.
+        """Return a run name that contains the name of the Indexed Job or TrainJob, from the host name of this pod.
 
-        The host name of a pod is the name of its Job followed by the pod's index.
+        The host name of a pod is the name of its Job followed by the pod's index. The result is None if the pod does
+        not belong to an Indexed Job.
         """
         host_name, number = environ.get("HOSTNAME", ""), environ.get("JOB_COMPLETION_INDEX")
         if number is None or not host_name.endswith(f"-{number}"):
@@ -85,7 +86,7 @@ class Kubernetes(Launcher):
             raise ConfigurationError(
                 f"checkpoint.dirpath={checkpoints} is not in a volume, so a restarted pod would not find its "
                 f"checkpoints: set a directory in one of {SECTION}.volumes "
-                f"({', '.join(options.kubernetes.volumes)}), or leave it out"
+                f"({', '.join(options.kubernetes.volumes)}), or leave checkpoint.dirpath out"
             )
         run = PodRun(
             name=name,
@@ -141,23 +142,22 @@ def _check_keys(submission: "Submission") -> None:
     servers, secret = submission.server_options, submission.options.kubernetes.key_secret
     if servers is None and secret is not None:
         raise ConfigurationError(
-            f"{SECTION}.key_secret={secret} has no effect without a ParameterServerStrategy; leave it out"
+            f"{SECTION}.key_secret={secret} has no effect without a ParameterServerStrategy; leave key_secret out"
         )
     several = submission.size.nodes + submission.options.server_nodes > 1
     if servers is None or not several or secret is not None or servers.security == "none":
         return
     raise ConfigurationError(
         f"{SECTION}.key_secret is not set, but the connections between the pods are encrypted: run "
-        "cnnstrategies-server --make-keys run.key and kubectl create secret generic run-key "
-        "--from-file=run.key, and set key_secret: "
-        "run-key; or, on a trusted network, set security: none for the strategy"
+        "`cnnstrategies-server --make-keys run.key` and `kubectl create secret generic run-key --from-file=run.key`, "
+        "and set `key_secret: run-key`; or, on a trusted network, set `security: none` for the strategy"
     )
 
 
 def _folder(options: ClusterOptions) -> PurePosixPath:
-    """Return the path, in the pods, of the parent directory of run folders.
+    """Return the directory for run folders, as a path in the pods.
 
-    This is ``cluster.folder``, or the only volume if ``cluster.folder`` is a relative path.
+    This is ``cluster.folder``. If ``cluster.folder`` is a relative path and there is only one volume, it is the volume.
 
     Raises:
         ConfigurationError: The directory is not in a volume.
@@ -183,7 +183,7 @@ def _is_in_volume(path: PurePosixPath, options: ClusterOptions) -> bool:
 
 
 def _changes(submission: "Submission", name: str) -> dict[str, Any]:
-    """Return the values that submit sets in the pods' configuration. The keys are keys of the configuration."""
+    """Return the settings that ``submit`` makes in the pods' configuration, such as ``{"stop.grace": 60.0}``."""
     options = submission.options
     changes: dict[str, Any] = {
         "stop.grace": float(options.kubernetes.grace),
@@ -223,7 +223,7 @@ def _kubectl(run: PodRun, *words: str, manifest: str | None = None) -> subproces
     except FileNotFoundError as error:
         raise ConfigurationError(
             "kubectl is not installed: run submit on a machine with kubectl and access to the cluster, or print the "
-            "objects with --dry_run for kubectl create -f -"
+            "objects with --dry_run and pass them there to `kubectl create -f -`"
         ) from error
 
 
@@ -233,6 +233,6 @@ def _check(process: subprocess.CompletedProcess[str]) -> None:
         # Lines such as "E1129 ..." are log messages of kubectl about failed attempts. The other lines give the reason.
         reasons = [line for line in process.stderr.splitlines() if not re.match(r"E\d{4} ", line)]
         raise ConfigurationError(
-            f"Kubernetes refuses the run ({' '.join(reasons)}): check kubectl config get-contexts and kubectl "
-            "cluster-info, or print the objects with --dry_run, which does not need a cluster"
+            f"Kubernetes refuses the run ({' '.join(reasons)}): check `kubectl config get-contexts` and `kubectl "
+            "cluster-info`, or print the objects with --dry_run, which does not need a cluster"
         )

@@ -43,8 +43,8 @@ class Launcher(ABC):
         name: Short name for options and run names, such as ``slurm``. If the launcher accepts submissions,
             ``submit --to`` takes this name.
         title: Name for error messages, such as ``SLURM``.
-        precedence: Number by which the launchers are sorted; the lowest number comes first. Each launcher has a
-            different number: 10 torchrun, 20 and 30 mpirun, 40 Kubernetes, 50 Ray, 60 SLURM, 100 none.
+        precedence: Number by which the launchers are sorted; the lowest number comes first. No two launchers have the
+            same number: torchrun has 10, mpirun 20 and 30, Kubernetes 40, Ray 50, SLURM 60, and none 100.
         program: Name of the program that starts the ranks, such as ``srun``; None if Lightning starts the ranks.
         rank_variable: Name of the environment variable with the global rank.
         size_variable: Name of the environment variable with the world size.
@@ -100,9 +100,7 @@ class Launcher(ABC):
         return LaunchedEnvironment(self)
 
     def script_environment(self, environ: Environ, num_nodes: int) -> "ClusterEnvironment | None":
-        """Return the cluster environment for a run that a job's script has started without starting the ranks.
-
-        Lightning then starts the ranks.
+        """Return the cluster environment for a run in a job's script, where Lightning starts the ranks.
 
         If the result is None, which is the default, Lightning chooses the environment.
 
@@ -139,7 +137,7 @@ class Launcher(ABC):
 
     @property
     def address_remedy(self) -> str:
-        """Remedy in the error message of a rank on another node that does not know the address of rank 0."""
+        """Remedy in the error message for a rank that is not on rank 0's node and does not know rank 0's address."""
         return "set MASTER_ADDR to the first machine's address on every machine"
 
     def run_name(self, environ: Environ, configuration: str) -> str | None:
@@ -155,23 +153,24 @@ class Launcher(ABC):
         return None
 
     def is_temporary(self, run_name: str) -> bool:
-        """Whether a name from :meth:`run_name` is random, so that it changes when the launcher itself is started again.
+        """Whether a name from :meth:`run_name` is random, and so changes when the launcher itself is started again.
 
-        A name from an outer launcher is then preferred. By default this is false.
+        Names from outer launchers are preferred to a random name. By default this is false.
         """
         return False
 
     def lacks_name(self, environ: Environ) -> str | None:
-        """Return an error message if this launcher may restart a run that has no name. The default is None.
+        """Return an error message for a run that has no name, if this launcher could restart the run's processes.
 
-        A restarted process could not find the checkpoints of such a run.
+        A restarted process could not find the checkpoints of such a run. By default, return None.
         """
         return None
 
     def restart(self, options: ClusterOptions) -> Restart | None:
-        """Return parts of an error message if the launcher may restart a run with these options. The default is None.
+        """Return parts of an error message if the launcher may restart a run with these options; otherwise None.
 
-        A run that may be restarted is refused with this error message if it does not save checkpoints.
+        A run without checkpoints would start from the beginning after a restart, so it is refused with this error
+        message. By default, return None.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""Launchers for mpirun of Open MPI and of MPICH, which starts ranks on several machines by SSH or in a SLURM job."""
+"""Launchers for the mpirun of Open MPI and that of MPICH. mpirun starts ranks on several machines, by SSH or SLURM."""
 
 import os
 import sys
@@ -74,12 +74,10 @@ class MPICH(Mpirun):
 
     @override
     def launch_id(self, environ: Environ) -> str:
-        """Return an id from the user id, the working directory and the command-line arguments.
+        """Return an id made of the user id, the working directory and the command-line arguments.
 
-        Hydra itself does not set a job id.
-
-        On a single machine, a Hydra process is the parent of all ranks. Its process id is then added to the id, so that
-        two launches with equal arguments have different ids.
+        Hydra itself does not set a job id. On a single machine, a Hydra process is the parent of all ranks. The result
+        then also contains the process id of this parent, so that two launches with equal arguments have different ids.
         """
         alone = environ.get(self.local_size_variable) == environ.get(self.size_variable)
         parent = os.getppid() if alone and _is_hydra(os.getppid()) else ""

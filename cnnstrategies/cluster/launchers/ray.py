@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from cnnstrategies.cluster.job import setup_lines
+from cnnstrategies.cluster.job_files import JobFiles
 from cnnstrategies.cluster.launchers.jobs import ClusterJob
 from cnnstrategies.cluster.launchers.launcher import RUN_NAME, Environ, Launcher, Restart
 from cnnstrategies.cluster.launchers.registry import launchers, register
@@ -67,29 +68,30 @@ class Ray(Launcher):
                 f"cluster.server_nodes={options.server_nodes} cannot be used with --to ray, but only with SLURM and "
                 "Kubernetes: leave it out, so that the servers run on the trainer's nodes"
             )
-        folder = submission.run_folder(submission.parent_folder(self))
+        files = submission.job_files(submission.parent_folder(self))
         python = options.python or ("python" if options.venv else None)
         interpreter = f'"${PYTHON}"' if python is None else shlex.quote(python)
         setup = setup_lines(options)
-        config = str(folder / "config.yaml")
+        config = str(files.configuration)
         find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('cnnstrategies') is None)"
         driver = Driver(
             nodes=size.nodes,
             needed=demand(options, size),
             script=f"{setup}exec {interpreter} -m cnnstrategies fit --config {shlex.quote(config)}",
             probe=f"{setup}exec {interpreter} -c {shlex.quote(find)}",
-            folder=folder,
+            folder=files.folder,
+            configuration=config,
             directory=os.getcwd(),
             # Ray would set OMP_NUM_THREADS to the number of CPUs of the actor, but all processes of the node share
             # these CPUs.
-            variables={"OMP_NUM_THREADS": str(options.cpus_per_task or 1), RUN_NAME: folder.name},
+            variables={"OMP_NUM_THREADS": str(options.cpus_per_task or 1), RUN_NAME: files.folder.name},
             foreign=tuple(pattern for launcher in launchers() for pattern in launcher.variables),
             max_restarts=options.ray.max_restarts,
             wait=options.ray.wait_seconds,
             grace=seconds(submission.config.stop.grace, "stop.grace", least=0),
             goes_on=submission.server_options is not None,
         )
-        return RayJob(submission, driver, command)
+        return RayJob(submission, files, driver, command)
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,13 @@ class RayJob(ClusterJob):
 
     Attributes:
         submission: The configuration of the run.
+        files: Paths of the run folder and of the configuration in it.
         driver: The driver, which starts the actors.
         command: The command line of ``submit``.
     """
 
     submission: "Submission"
+    files: JobFiles
     driver: Driver
     command: str
 
@@ -119,11 +123,10 @@ class RayJob(ClusterJob):
     @override
     def submit(self) -> str:
         """Run the job until it ends. If it fails, exit this process with the job's exit code."""
-        options, folder = self.submission.options, self.driver.folder
+        options, folder = self.submission.options, self.files.folder
         with connected(options.ray.address) as ray:
             self.submission.prepare_data()
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.yaml").write_text(self.submission.text(folder, {}), encoding="utf-8")
+            self.files.write(self.submission.text(folder, {}))
             code = self.driver.run(ray)
         message = f"Logs and checkpoints: {folder}"
         if code:

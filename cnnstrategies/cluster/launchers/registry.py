@@ -1,4 +1,4 @@
-"""Registry of launchers, and functions that consider all registered launchers."""
+"""Registry of launchers, and functions that search it, for example for the launcher that has started this process."""
 
 from typing import TypeVar
 
@@ -86,6 +86,9 @@ def local_rank(environ: Environ) -> int:
 
 
 def process_number(environ: Environ) -> int:
-    """Return the global rank that the innermost launcher has set. Without a launcher the global rank is 0."""
+    """Return the global rank that the innermost launcher has set, for example mpirun inside a SLURM job.
+
+    Without a launcher the global rank is 0.
+    """
     numbers = (launcher.number(environ) for launcher in launchers())
     return next((number for number in numbers if number is not None), 0)

@@ -115,7 +115,7 @@ class Slurm(Launcher):
     def run_name(self, environ: Environ, configuration: str) -> str | None:
         """Return a name from the job id and the step id, which stay the same when the job is requeued.
 
-        A job script without srun may train several configurations, so that the name has the hash of the configuration
+        A job script without srun may train several configurations, so the name has the hash of the configuration
         instead of a step id. Runs in an interactive shell do not get a name, because SLURM does not restart them.
         """
         interactive = "SLURM_PTY_PORT" in environ or environ.get("SLURM_JOB_NAME") in INTERACTIVE
@@ -130,12 +130,12 @@ class Slurm(Launcher):
     @override
     def job(self, submission: "Submission", command: str) -> ScriptJob:
         options = submission.options
-        folder = submission.run_folder(submission.parent_folder(self))
+        files = submission.job_files(submission.parent_folder(self))
         submission.prepare_data()
         goes_on = submission.server_options is not None
-        script = sbatch_script(options, submission.size, folder, sys.executable, command, goes_on)
+        script = sbatch_script(options, submission.size, files, sys.executable, command, goes_on)
         warning = {"stop.warning_signal": options.signal, "stop.warning_grace": float(options.grace)}
-        return ScriptJob(submission, folder, script, queue, warning if options.requeue else {})
+        return ScriptJob(submission, files, script, queue, warning if options.requeue else {})
 
 
 def tasks_per_node(environ: Environ) -> int | None:

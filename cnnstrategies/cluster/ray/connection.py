@@ -15,8 +15,8 @@ from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.errors import ConfigurationError
 
 SECONDS = 10.0  # Time-out, in seconds, for connecting to the address of a Ray cluster.
-# File with the address of this machine's Ray cluster. ray.init reads the file, which may have the address of a cluster
-# that no longer runs.
+# File from which ray.init reads the address of this machine's Ray cluster. It may have the address of a cluster that no
+# longer runs, so `knock` tests the address first.
 LAST = Path("/tmp/ray/ray_current_cluster")
 BYTES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -70,8 +70,8 @@ def connected(address: str | None) -> Iterator[Any]:
         importlib.import_module("ray.util.scheduling_strategies")
     except ImportError as error:
         raise ConfigurationError(
-            f"--to ray needs Ray ({error}): run pip install '.[ray]' in a clone of the repository, with the version of "
-            "Ray that the cluster has"
+            f"--to ray needs Ray ({error}): run `pip install '.[ray]' 'ray==VERSION'` in a clone of the repository, "
+            "with the cluster's version of Ray as VERSION"
         ) from error
     if ray.is_initialized():
         yield ray
@@ -79,7 +79,7 @@ def connected(address: str | None) -> Iterator[Any]:
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
         knock(address)
-        # Ray does not print the output of the actors, because the driver prints the programs' output in complete lines.
+        # The driver prints the output of the nodes' programs itself, in complete lines, so Ray's own printing is off.
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
         place = "on this machine" if address == "auto" else f"at {address}"

@@ -1,4 +1,4 @@
-"""Driver of a run on a Ray cluster. It starts an actor on each node, which runs ``fit`` as a program."""
+"""Driver of a run on a Ray cluster. It starts an actor on each node, and the actor runs ``fit`` as a program."""
 
 import contextlib
 import itertools
@@ -43,7 +43,7 @@ class Ends:
     def code(self) -> int:
         """The run's exit code."""
         if self.lost:
-            return LOST  # The other programs may end with REFUSED, because they have waited for the lost node.
+            return LOST  # Other codes are ignored: programs that wait for the lost node in vain may end with REFUSED.
         codes = [code if code > 0 else 128 - code for code in self.codes.values() if code]
         return REFUSED if REFUSED in codes else next(iter(codes), 0)
 
@@ -64,8 +64,9 @@ class Driver:
         needed: Resources to request on each node, by the names that Ray uses for resources.
         script: Shell script that runs a node's program.
         probe: Shell script that fails if the package is not installed on a node.
-        folder: The run folder, which contains the configuration. The programs' output is written to it.
-        directory: Working directory of the programs.
+        folder: The run folder. The programs' output is written to it.
+        configuration: Path of the run's configuration, which every node must see.
+        directory: Working directory of the programs, on every node that has this directory.
         variables: Environment variables for the programs. One of the variables has the run's name, which a restarted
             program needs to find the last checkpoint.
         foreign: Patterns for names of environment variables that the programs must not inherit from Ray's processes.
@@ -80,6 +81,7 @@ class Driver:
     script: str
     probe: str
     folder: Path
+    configuration: str
     directory: str
     variables: dict[str, str]
     foreign: tuple[str, ...]
@@ -99,8 +101,8 @@ class Driver:
         """
         self._ray = ray
         self._logs = [self.folder / f"node{number}.log" for number in range(self.nodes)]
-        # For each log: number of bytes at its start that must not be printed again. They are the output of an earlier
-        # run, and the output that the driver has already printed.
+        # For each log, the number of bytes at the beginning that must not be printed again: output of an earlier run,
+        # and output that the driver has already printed.
         self._printed = [log.stat().st_size if log.exists() else 0 for log in self._logs]
         self._signal: int | None = None
         most = self.max_restarts
@@ -119,7 +121,7 @@ class Driver:
         raise AssertionError
 
     def _start(self) -> Ends:
-        """Run the programs once on all nodes until they have ended."""
+        """Run the programs once on all nodes until they have ended, and return their results."""
         group = self._place()
         if group is None:
             return Ends()
@@ -182,7 +184,7 @@ class Driver:
         )
 
     def _look(self, actors: list[Any]) -> list[RayNode]:
-        references = [actor.look.remote(str(self.folder / "config.yaml"), self.probe) for actor in actors]
+        references = [actor.look.remote(self.configuration, self.probe) for actor in actors]
         places: list[RayNode] = self._ray.get(references)
         for place in places:
             if place.missing is not None:
@@ -206,7 +208,8 @@ class Driver:
     def _follow(self, actors: list[Any], places: list[RayNode], running: dict[Any, int]) -> Ends:
         """Print the programs' output until all programs have ended, and return their results.
 
-        When a program has ended, the other programs must end within a limited time.
+        When a program has failed, the other programs must end within a limited time. The same applies when a program
+        has ended without an error, unless the run can continue without this program.
         """
         ends, until, asked_to_stop = Ends(), math.inf, False
         while running and not ends.lost and time.monotonic() < until:
@@ -249,7 +252,7 @@ class Driver:
         """Print new lines of the programs' output. Lines from nodes other than node 0 begin with the node's number.
 
         Args:
-            ended: Whether the programs have ended, so that an incomplete last line is also printed.
+            ended: Whether the programs have ended. If so, an incomplete last line is also printed.
         """
         for node, log in enumerate(self._logs):
             with contextlib.suppress(FileNotFoundError), log.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Actor on a node of a Ray cluster, which runs the node's program.
+"""Actor that runs a program on a node of a Ray cluster.
 
 Ray pickles the actor's class by value, and this module does not import the package. A node on which the package is not
 installed can therefore run the actor, which reports that the package is missing.
@@ -12,8 +12,8 @@ import sys
 from dataclasses import dataclass
 
 PYTHON = "CNNSTRATEGIES_PYTHON"  # Environment variable for the program: path of the interpreter that runs Ray.
-# Program that replaces itself with the node's program. When the actor's process dies, the kernel kills the node's
-# program, because the driver may restart the run.
+# Program that asks the kernel to kill it when the actor's process dies, and then becomes the node's program. Otherwise
+# the node's program could still run when the driver restarts the run.
 LEASH = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -46,14 +46,14 @@ class Node:
 
     Args:
         foreign: Patterns for names of environment variables that the program must not inherit. If a launcher such as
-            SLURM has started Ray, its variables describe ranks that have nothing to do with this run.
+            SLURM has started Ray, the launcher's variables describe ranks that do not belong to this run.
     """
 
     def __init__(self, foreign: tuple[str, ...]) -> None:
         self.foreign = foreign
 
     def look(self, config: str, probe: str) -> RayNode:
-        """Check whether the run can start on this node, and return the node.
+        """Check whether the run can start on this node, and return a description of the node.
 
         Args:
             config: Path of the run's configuration, which must exist on every node.

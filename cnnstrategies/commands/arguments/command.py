@@ -29,9 +29,9 @@ from cnnstrategies.quantities import Duration, Size
 Kind = TypeVar("Kind", bound=type[Any])
 # Names of LightningCLI's options that contain no dot.
 CONFIGURATION_OPTIONS = ("config", "print_config", *ROOTS)
-# By type of an option's value: the name of the value in the help.
+# Maps the type of an option's value to the name that the help shows for the value, as in `--minutes NUMBER`.
 VALUE_NAMES = {bool: "", int: "N", float: "NUMBER", Path: "FILE", Duration: "TIME", Size: "BYTES"}
-TRUTH = {"true": True, "false": False}  # By the text that the user types: the value of a switch.
+TRUTH = {"true": True, "false": False}  # Maps the text that the user types to the value of a bool option.
 # Pattern of a command-line argument that begins with an option: `--name`, `--name=value` or `--name+=value`.
 _OPTION = re.compile(r"--([A-Za-z][\w-]*)\+?(?:=(.*))?", re.DOTALL)
 
@@ -39,10 +39,11 @@ _OPTION = re.compile(r"--([A-Za-z][\w-]*)\+?(?:=(.*))?", re.DOTALL)
 class Configuration(Enum):
     """Whether and how a command reads a training configuration."""
 
-    NONE = "none"  # The command has only its own options, and `main` gets these options.
-    # `main` gets the command's own options, and separately the command-line arguments of the configuration.
+    NONE = "none"  # The command reads no configuration. `main` gets the command's own options.
+    # `main` gets two arguments: the command's own options, and the command-line arguments of the configuration.
     BESIDE = "beside"
-    LIGHTNING = "lightning"  # LightningCLI parses the options and the configuration. `main` gets all arguments.
+    # `main` gets all command-line arguments. LightningCLI parses both the command's own options and the configuration.
+    LIGHTNING = "lightning"
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class Option:
         many: Whether the option takes a list. The user writes ``1,2,4`` or ``[1, 2, 4]``, or repeats the option.
         required: Whether the user must give the option.
         default: Value if the user does not give the option.
-        text: The field's entry in the docstring, in one line.
-        metavar: Name of the value in the help; empty for a switch.
+        text: Description of the option: the field's entry in the dataclass's docstring, in one line.
+        metavar: Name of the value in the help, such as ``FILE``; empty for a bool option.
         positional: Whether the user types the value without the option's name.
     """
 
@@ -73,19 +74,25 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The option as the user types it, such as ``--minutes``. For a positional argument, the name of the value."""
+        """The option as the user types it, such as ``--minutes``.
+
+        For a positional argument, this is the name of the value, such as ``FOLDER``.
+        """
         # The field of the option --try is named `try_`, because `try` is a keyword of Python. The option has no
         # underscore.
         return self.metavar if self.positional else f"--{self.name.removesuffix('_')}"
 
     @property
     def meaning(self) -> str:
-        """The option's documentation without the full stop, as a part of an error message."""
+        """The option's description without its full stop, for use inside an error message."""
         return self.text.removesuffix(".")
 
     @property
     def row(self) -> tuple[str, str]:
-        """The option's line in the help, as a pair of the option with the name of its value, and the documentation."""
+        """The two columns of the option's line in the help.
+
+        For example, the first column is ``--minutes NUMBER``. The second column is the option's description.
+        """
         has_default = self.default not in (None, False, [], dataclasses.MISSING) and "default" not in self.text
         shown = f"{self.default:g}" if isinstance(self.default, float) else self.default
         text = f"{self.text.removesuffix('.')} (default: {shown})" if has_default else self.text
@@ -135,7 +142,8 @@ def option(
 
     Args:
         default: Value if the user does not give the option.
-        metavar: Name of the value in the help, such as ``FOLDER``. By default the name depends on the type.
+        metavar: Name of the value in the help, such as ``FOLDER``. By default the name depends on the type: ``N`` for
+            int, for example.
         choices: Function that returns the accepted values, called when the options are parsed. It may import a
             registry, which the declaration itself cannot import.
         arguments: Other arguments of :func:`dataclasses.field`.
@@ -231,7 +239,7 @@ class Command:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """The lines of the help about the command's options, keys and sections: pairs of a name and a description."""
+        """The lines of the help for the command's options, keys and sections, as pairs of a name and a description."""
         rows = [option.row for option in self.options]
         rows += self.keys
         for section, declaration in self.sections:
@@ -254,8 +262,8 @@ class Command:
             arguments: Command-line arguments after the command's name.
 
         Returns:
-            An instance of the declaration with the values of the command's options, and the other arguments, which
-            belong to the configuration.
+            A pair. The first element is an instance of the declaration, with the values of the command's options. The
+            second element is the list of all other arguments, which belong to the configuration.
 
         Raises:
             ConfigurationError: An option is unknown, is missing, or has no value or a wrong value.
@@ -339,7 +347,8 @@ class Command:
         gc.disable()
         module = self._import_module()
         gc.freeze()
-        # Some extension modules, such as triton's, would otherwise report the frozen objects as leaks.
+        # Some extension modules, such as triton's, would report frozen objects as leaks when the process ends, so the
+        # objects are unfrozen before.
         atexit.register(gc.unfreeze)
         gc.enable()
         module.main(*main_arguments)
@@ -399,17 +408,11 @@ def declare(
 ) -> Callable[[Kind], Kind]:
     """Return a decorator that registers a dataclass as the declaration of a command.
 
-    The arguments after `registry` are the attributes of :class:`Command`, which describes them.
+    All arguments except `registry` become attributes of the new :class:`Command`.
 
     Args:
         registry: Dictionary of commands by name, to which the decorator adds the command.
-        name: Name of the command.
-        summary: Description of the command in the list of commands.
-        example: Command-line arguments of an example call.
         module: Module that runs the command; by default the module with the command's name.
-        configuration: Whether and how the command reads a training configuration.
-        keys: Keys of the configuration that the help lists.
-        sections: Sections of the configuration that only this command reads.
     """
 
     def enter(declaration: Kind) -> Kind:

@@ -16,8 +16,8 @@ import yaml
 from cnnstrategies.commands.arguments.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 
-# By each key at the root of a configuration: the class whose parameters are below the key. The value is None if the
-# configuration itself names the class, or if the key has a plain value.
+# Maps each top-level key of a configuration to the class whose parameters are the keys below it. The class is None for
+# `model` and `data`, because the configuration names their classes, and for keys with a plain value.
 ROOTS: dict[str, str | None] = {
     "trainer": "lightning.pytorch.Trainer",
     "model": None,
@@ -31,7 +31,7 @@ ROOTS: dict[str, str | None] = {
     "ckpt_path": None,
     "run_name": None,
 }
-# By the path of a key below the root: the class whose parameters are below the key.
+# Maps the path of a nested key to the class whose parameters are the keys below the nested key.
 NESTED = {
     "cluster.kubernetes": "cnnstrategies.cluster.options.KubernetesOptions",
     "cluster.ray": "cnnstrategies.cluster.options.RayOptions",
@@ -74,7 +74,8 @@ class ConfiguredKey:
     Attributes:
         path: The key with all keys above it, joined by dots, such as ``trainer.max_epochs``.
         value: The value from YAML, or the text from the command line.
-        owner: Name, as in the configuration, of the class that has the key as a parameter; None if it is not known.
+        owner: Name of the class whose parameter the key is, spelled as in the configuration; None if the class is not
+            known.
     """
 
     path: str
@@ -125,7 +126,7 @@ def read_yaml(text: str) -> Any:
     """Return the content of a YAML text.
 
     The function uses libyaml, which is ten times as fast as PyYAML's own parser. If libyaml finds an error, PyYAML's
-    parser reads the text again, because its error messages are more exact.
+    own parser reads the text again, because PyYAML's error messages are more exact than libyaml's.
     """
     try:
         return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -133,7 +134,7 @@ def read_yaml(text: str) -> Any:
         return yaml.safe_load(text)
 
 
-_read_cached = functools.cache(read_yaml)  # While a command starts, it reads the same files several times.
+_read_cached = functools.cache(read_yaml)  # Cached, because a command reads the same files several times at its start.
 
 
 def accepted(value: str, names: Sequence[str]) -> str:
@@ -176,7 +177,7 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             base = old if isinstance(old, dict) else _as_class(old)
             if "class_path" in value and value["class_path"] != base.get("class_path"):
-                base = {}  # The earlier arguments belong to a different class, so they are dropped.
+                base = {}  # The new class replaces another class, whose arguments are dropped.
             into[key] = _merge(base, value)
         elif isinstance(old, dict) and "class_path" in old and isinstance(value, str):
             into[key] = old if old["class_path"] == value else _as_class(value)
@@ -197,7 +198,8 @@ def _walk(tree: Any, path: str, owner: str | None) -> Iterator[ConfiguredKey]:
         return
     for key, value in tree.items():
         inner = f"{path}.{key}" if path else str(key)
-        # A key at the same level as class_path, instead of below init_args, counts as an argument of the class.
+        # A key that is beside class_path by mistake, and not below init_args, also counts as an argument of the class,
+        # so that error messages can name the class.
         yield ConfiguredKey(inner, value, owner if key in OF_CLASS else tree.get("class_path", owner))
         below = tree.get("class_path") if key == "init_args" else {**ROOTS, **NESTED}.get(inner)
         yield from _walk(value, inner, below)

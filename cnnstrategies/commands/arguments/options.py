@@ -51,7 +51,8 @@ class FitOptions:
 
     Attributes:
         ckpt_path: Checkpoint to continue from: a file, or `last` or `best` for a checkpoint of the newest run in the
-            logger's folder. If the run that `--run_name` names has a checkpoint, that run's last checkpoint is used.
+            logger's folder. This option is ignored if `--run_name` names a run that already has a checkpoint. Training
+            then continues from that run's last checkpoint.
     """
 
     ckpt_path: str | None = option(None, metavar="FILE")
@@ -73,14 +74,14 @@ class FitOptions:
 )
 @command(
     "test",
-    "measure on the test data",
+    "evaluate a checkpoint on the test data",
     "--config run.yaml --ckpt_path best",
     "run.lightning_cli",
     Configuration.LIGHTNING,
 )
 @command(
     "validate",
-    "measure on the validation data",
+    "evaluate a checkpoint on the validation data",
     "--config run.yaml --ckpt_path best",
     "run.lightning_cli",
     Configuration.LIGHTNING,
@@ -106,12 +107,12 @@ class EvaluationOptions:
 )
 @dataclass
 class QuantizeOptions:
-    """Quantise a trained network to int8, and print quality, size and time before and after quantisation.
+    """Quantise a trained network to int8, and print its quality, size and inference time before and after quantisation.
 
     Attributes:
         ckpt_path: Checkpoint of the trained network: a file, `best` or `last`.
         output: File to write. ``cnnstrategies.deploy.quantize.load_quantized`` loads it.
-        calibration_batches: Number of training batches from which the ranges of the activations are measured.
+        calibration_batches: Number of training batches with which the ranges of the activations are measured.
     """
 
     ckpt_path: Path
@@ -128,7 +129,9 @@ class QuantizeOptions:
 )
 @dataclass
 class ExportOptions:
-    """Export a trained network for use without this package, and print the largest difference of its logits.
+    """Export a trained network for use without this package.
+
+    The command also prints the largest difference between the logits of the exported and the original network.
 
     Attributes:
         ckpt_path: Checkpoint of the trained network: a file, `best` or `last`.
@@ -157,20 +160,20 @@ class PlanOptions:
     Attributes:
         profile: CSV file with the costs of the network's layers. With this option no configuration is needed.
         profile_batch: Number of samples in the batch with which the profile was measured.
-        cluster: YAML file that describes the machines. By default all ``trainer.devices`` on ``trainer.num_nodes``
-            machines have the same speed, and all connections between them are equal.
-        bandwidth: Bandwidth of the connections in Mbit/s, without ``--cluster``. By default it is measured between two
-            processes on this machine.
-        latency: Latency of the connections in ms, used with ``--bandwidth``.
-        batch_size: Number of samples in a step, added up over all devices. By default the data module's
-            global_batch_size is used, or else its batch_size for each device.
+        cluster: YAML file that describes the machines. By default there are ``trainer.devices`` x ``trainer.num_nodes``
+            devices of the same speed, with equal connections between all devices.
+        bandwidth: Bandwidth of the connections in Mbit/s, if ``--cluster`` is not given. By default the bandwidth
+            between two processes on this machine is measured.
+        latency: Latency of the connections in ms. It is used only with ``--bandwidth``.
+        batch_size: Number of samples in a step over all devices. By default it is the data module's global_batch_size,
+            or else the data module's batch_size times the number of devices.
         batch_per_device: Number of samples in a step on each device, instead of ``--batch_size``.
-        search: Choose the stages, replicas and microbatches of the hybrid pipeline, even if the configuration sets
-            them.
+        search: Choose the stages, replicas and microbatches of the hybrid pipeline, even if the configuration already
+            sets them.
         optimizer_states: Number of values that the optimizer stores for each parameter: 2 for Adam, 1 for SGD with
-            momentum. The default is read from the configuration's optimizer; without a configuration it is 2.
-        write: YAML file to write the best strategy to. Pass it to ``fit`` as an additional ``--config``.
-        timetable: PNG file to draw the predicted timetable of the hybrid pipeline to.
+            momentum. By default it is read from the configuration's optimizer. Without a configuration it is 2.
+        write: YAML file for the best strategy. Pass the file to ``fit`` as an additional ``--config``.
+        timetable: PNG file for a drawing of the hybrid pipeline's predicted timetable.
     """
 
     profile: Path | None = None
@@ -227,7 +230,7 @@ class TuneOptions:
     Attributes:
         allow: Kinds of settings to try although they change the trained weights: ``precision`` tries bf16 and TF32.
         minutes: Largest duration of the command.
-        output: YAML file to write the settings to. Use it as in ``fit --config X --config tuned.yaml``.
+        output: YAML file for the fastest settings. Use the file as in ``fit --config X --config tuned.yaml``.
     """
 
     allow: list[Literal["precision"]] = field(default_factory=list)
@@ -251,9 +254,9 @@ class ScalingOptions:
     Attributes:
         devices: Numbers of devices to train on. By default they are 1, and the larger of 2 and ``trainer.devices``.
         minutes: Largest duration of the measurement. With ``--try`` it is also the largest duration of the trials.
-        picture: PNG file to draw the samples/s and the parts of a step to.
+        picture: PNG file for a drawing of the samples/s, and of the times that the parts of a step take.
         try_: Measure the proposed settings, and write the settings that are faster to a file.
-        output: YAML file to write the faster settings to. Use it as in ``fit --config X --config scaling.yaml``.
+        output: YAML file for the faster settings. Use the file as in ``fit --config X --config scaling.yaml``.
     """
 
     devices: list[int] = option(default_factory=list, metavar="1,2,4")
@@ -282,7 +285,7 @@ class SubmitOptions:
     """Check a configuration, and submit its run to a cluster.
 
     Attributes:
-        command: The command that the job runs. Always write ``fit``.
+        command: The command that the job runs. Only ``fit`` is possible.
         to: Launcher to which the run is submitted.
         dry_run: Print the job instead of submitting it.
     """
@@ -318,7 +321,9 @@ class WatchOptions:
 )
 @dataclass
 class JoinOptions:
-    """Join a running run with a parameter server as an additional worker, with the run's own configuration.
+    """Add this process as a worker to a parameter server's run that is in progress.
+
+    The configuration must be the run's own configuration.
 
     Attributes:
         run: Folder of the run, or address of its coordinator: tcp://HOST:PORT or ipc://PATH.
@@ -340,7 +345,7 @@ class DoctorOptions:
     Attributes:
         shared: Directory on shared storage where checkpoints will be saved; by default the working directory.
         interface: Name or subnet of the network interface; by default the interface on the route to the other hosts.
-        wait: Time to wait for the other hosts, in seconds or as 1:30.
+        wait: Longest time to wait for the other hosts, in seconds or as 1:30 (minutes and seconds).
     """
 
     shared: Path = option(Path(), metavar="FOLDER")
@@ -358,13 +363,13 @@ class PackOptions:
     Attributes:
         source: Folder of images, with the subfolders that ImageFolderDataModule needs.
         out: Folder to create for the shards and the index.
-        size: Shrink larger images so that their shorter side has this number of pixels, and encode them as JPEG. By
-            default images do not change.
+        size: Largest length of an image's shorter side, in pixels. Larger images are shrunk to this length and encoded
+            as JPEG. By default images do not change.
         quality: Encode all images as JPEG with this quality, from 1 to 95. With ``--size`` it is 90 by default.
-        shard_size: Approximate size of the images in a shard before they are shrunk: a number of bytes, or a size such
-            as 256MB or 1GiB.
-        workers: Number of processes that write shards at the same time; by default one for each core.
-        check: Folder of shards whose contents are compared with their checksums. Nothing is packed.
+        shard_size: Approximate size of all images in a shard, before the images are shrunk: a number of bytes, or a
+            size such as 256MB or 1GiB.
+        workers: Number of threads that write shards at the same time; by default one for each core.
+        check: Folder of shards to check. Each shard is compared with its checksum in the index, and nothing is packed.
     """
 
     source: Path | None = positional(None, metavar="SOURCE")
@@ -394,11 +399,11 @@ class ServerOptions:
     """Start a dedicated server for the strategy ``parameter_server``.
 
     Attributes:
-        config: The run's configuration file, whose strategy has ``endpoints`` and ``coordinator``. The option may be
+        config: The run's configuration file. Its strategy must set ``endpoints`` and ``coordinator``. The option may be
             repeated; later files override earlier files.
         index: Position of this server's address in ``endpoints``, from 0. By default it is the process number from srun
             or mpirun, or else 0.
-        make_keys: File to write the keys of a new run to. No server is started.
+        make_keys: File for the keys of a new run. The command writes this file, and starts no server.
     """
 
     config: list[Path] = field(default_factory=list)

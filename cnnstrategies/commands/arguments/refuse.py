@@ -31,7 +31,7 @@ def in_one_line(text: str) -> str:
 
 
 def shows_tracebacks() -> bool:
-    """Return whether errors are shown with their tracebacks, because the user has set ``CNNSTRATEGIES_DEBUG``."""
+    """Return whether the user has set ``CNNSTRATEGIES_DEBUG``. Errors are then shown with their tracebacks."""
     return bool(os.environ.get(DEBUG))
 
 

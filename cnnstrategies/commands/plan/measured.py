@@ -91,8 +91,8 @@ def _samples(
 
     Return None if neither the options nor the data module set this number.
 
-    This function also sets the data module's batch size to the batch size of one process. In a training, the trainer
-    divides the global batch among the processes, but this command has no trainer.
+    If the data module has a ``global_batch_size``, the function replaces this number by the batch size of one process.
+    In a training, the trainer divides the global batch among the processes, but this command has no trainer.
 
     Args:
         data: The data module.
@@ -104,7 +104,7 @@ def _samples(
     samples = options.samples_of_a_step(devices)
     if isinstance(data, ImageDataModule) and data.global_batch_size is not None:
         global_batch = data.global_batch_size
-        # `share` raises an error for a global batch that the configuration's strategy would refuse.
+        # As in a training, `share` raises an error if there is less than one sample for each process.
         batch = share(global_batch, loading, accumulated) if samples is None else samples // loading
         data.global_batch_size = max(1, batch)
         return samples if samples is not None else global_batch // accumulated
@@ -125,14 +125,14 @@ def _measure(
 def _states(model: LightningModule, options: PlanOptions) -> int:
     """Return the number of values that the optimizer stores for each parameter.
 
-    The number comes from the options, or else from the module's optimizer.
+    The number comes from the option ``optimizer_states``, or else from the module's optimizer.
     """
     if options.optimizer_states is not None:
         return options.optimizer_states
     try:
         configured: Any = model.configure_optimizers()
-    # The user's `configure_optimizers` may read `self.trainer` and fail, because this command has no trainer. The
-    # result is then the usual number, which is the number for Adam.
+    # The user's `configure_optimizers` may fail, for example because it reads `self.trainer` and this command has no
+    # trainer. `_states` then assumes Adam's number of values for each parameter.
     except Exception:
         return USUAL_STATES
     optimizer = configured.get("optimizer") if isinstance(configured, dict) else configured
@@ -145,7 +145,7 @@ def _request(strategy: Any) -> LayoutRequest | None:
     Return None for all other strategies.
 
     Args:
-        strategy: The configuration's value of ``trainer.strategy``. Options that it leaves out have their defaults.
+        strategy: The configuration's value of ``trainer.strategy``: a registered name, or a class with its options.
     """
     if isinstance(strategy, str):
         if strategy not in StrategyRegistry:

@@ -19,21 +19,22 @@ from cnnstrategies.commands.run.strategy_names import KEY, explain_nested, unkno
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import ROOT, is_now, renamed
 
-# Pattern of the start of the lines in which jsonargparse says why a value does not fit the other types of a key,
-# usually null. This package's error messages omit these lines.
+# If a key accepts several types, jsonargparse gives a reason for each type that the value does not fit. This pattern
+# matches the start of reasons that do not help the user, for example that the value is not null. Error messages of this
+# package leave these reasons out.
 _OTHER_TYPES = re.compile(r"\n\s*-? ?(?:Expected an? <class|Given value)")
 SECTIONS = {"model", "data"}  # Names of the two sections that most configurations need.
 OF_LIGHTNING = " (of lightning.pytorch, and not of pytorch_lightning)"
 SHARDED = (".metadata", "meta.pt", "checkpoint")  # A folder that contains one of these files is a sharded checkpoint.
 CHECKPOINT_KEYWORDS = ("best", "last", "hpc")  # Values of ckpt_path that are keywords and not paths.
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
-# Modules whose classes a configuration may name without the module.
+# Modules whose classes a configuration may name without the module, as in `class_path: Adam`.
 HOMES = (
     *("cnnstrategies", "cnnstrategies.data", "cnnstrategies.callbacks", "cnnstrategies.strategies"),
     *("lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lightning.pytorch.strategies"),
     *("torch.optim", "torch.optim.lr_scheduler"),
 )
-# Arguments of optimizers and schedules that a configuration must not contain, because the module passes them.
+# Arguments that a configuration must not set, because the module itself passes them to its optimizers and schedules.
 FROM_ELSEWHERE = ("params", "optimizer")
 
 
@@ -55,7 +56,8 @@ def check_trainer_names(trainer: Any) -> None:
 def check_strategy_class(keys: Sequence[ConfiguredKey]) -> None:
     """Raise a ConfigurationError if the import path of a strategy does not name a strategy.
 
-    jsonargparse would take such an import path for a registered name, because ``trainer.strategy`` also accepts names.
+    jsonargparse itself would accept such an import path as a registered name, because ``trainer.strategy`` also accepts
+    registered names.
 
     Args:
         keys: The keys of the configuration.
@@ -111,7 +113,7 @@ def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
             continue
         try:
             signature = inspect.signature(function).parameters
-        except ValueError:  # Functions that are written in C may have no signature.
+        except ValueError:  # Python does not know the parameters of some functions that are written in C.
             break
         parameters = {**signature, **parameters}
         if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.values()):
@@ -161,7 +163,7 @@ def check_checkpoint(path: Any, keywords: Sequence[str] = CHECKPOINT_KEYWORDS) -
     """
     if path is None or str(path) in keywords:
         return
-    if "://" in str(path):  # If the file at a URL is missing, an error is raised later, when the checkpoint is loaded.
+    if "://" in str(path):  # A URL is not checked here. If its file is missing, loading the checkpoint fails later.
         return
     if Path(path).is_dir() and not any((Path(path) / name).exists() for name in SHARDED):
         raise ConfigurationError(f"ckpt_path: {str(path)!r} is a folder; give a file, such as last.ckpt in this folder")
@@ -200,8 +202,8 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
         reason = in_one_line(_OTHER_TYPES.split(match[2])[0])
         return f"{where}cannot use {match[1]!r}: {reason}"
     match = re.search(r"Expected a dot import path string: (\S+)", message)
-    # If the key also accepts plain values, such as numbers, the value need not be the name of a class, so this error
-    # message is not used.
+    # Use this error message only for a key that needs a class. A key that also accepts plain values, such as numbers,
+    # gets the error message below, which lists the accepted types.
     if match and not re.search(r"Expected an? <class '(?!NoneType)", message):
         strategies = StrategyRegistry.available_strategies() if key == "trainer.strategy" else []
         meant = _meant(match[1], strategies)
@@ -209,7 +211,7 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
     if match := re.search(r"Given value: (.*)$", message, re.DOTALL):
         types = re.search(r"Subtypes: \[(.*)\]\s*\n", message)
         value, expected = in_one_line(match[1]), _types(types[1] if types else "")
-        # jsonargparse gives the reason why it could not import a module or convert a value.
+        # If a module could not be imported or a value could not be converted, show jsonargparse's reason to the user.
         if raised := re.search(r"Errors:\n\s*- (?!Expected|Does not|Import path)(.*)", message):
             why = raised[1].removeprefix("Not of type timedelta: ")
             return f"{where}cannot use {value!r}: {why}"
@@ -246,11 +248,12 @@ def _explain_unknown(key: str, args: Sequence[str]) -> str:
     """Return the error message for an unknown key.
 
     Args:
-        key: The key as in jsonargparse's error message, which may leave out the keys above it.
+        key: The key from jsonargparse's error message, which may be without the keys above it: ``lr`` instead of
+            ``model.init_args.lr``.
         args: Command-line arguments.
     """
     keys = configured_keys(args)
-    if key == "class_path":  # jsonargparse names class_path, but the mistake is another key at the same level.
+    if key == "class_path":  # jsonargparse reports class_path, but the mistake is another key beside class_path.
         parents = {configured.path.removesuffix(key) for configured in keys if configured.path.endswith(key)}
         beside = (configured.path.rpartition(".") for configured in keys)
         parent, _, name = next(
@@ -271,7 +274,7 @@ def _unknown_key(path: str, owner: str | None, args: Sequence[str]) -> str:
 
     Args:
         path: The key with all keys above it.
-        owner: Name of the class that should have the key as a parameter; None if it is not known.
+        owner: Name of the class that should have the key as a parameter; None if the class is not known.
         args: Command-line arguments.
     """
     parts = path.split(".")
@@ -303,7 +306,8 @@ def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
     needs = f"needs {missing}"
     takers = [taker for taker in keys if set(names) <= parameters_of(located(taker.value)).keys()]
     functions = [taker for taker in takers if inspect.isfunction(located(taker.value))]
-    # The module passes these arguments to a class, but cannot pass them to a function, so the function is the mistake.
+    # The module passes these arguments to an optimizer's or schedule's class. If they are missing, the configuration
+    # names a function in place of the class, so the error message is about the function.
     if functions and set(names) <= {*FROM_ELSEWHERE}:
         return _of_function(functions[0].path.removesuffix(".class_path"), functions[0].value)
     for taker in takers:
@@ -313,7 +317,7 @@ def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
 
 
 def none_given(sections: Set[str]) -> str:
-    """Return the error message for a configuration without some of its sections."""
+    """Return the error message for sections that a configuration needs and does not have, such as ``data``."""
     missing = " and ".join(sorted(sections))
     classes = " and ".join(f"--{name} CLASS" for name in sorted(sections))
     subject = f"the section {missing} is" if len(sections) == 1 else f"the sections {missing} are"
@@ -323,7 +327,7 @@ def none_given(sections: Set[str]) -> str:
 def check_functions(model: Any) -> None:
     """Raise a ConfigurationError if the ``class_path`` of a model's optimizer or schedule names a function.
 
-    jsonargparse needs a class there.
+    jsonargparse accepts only a class in ``class_path``.
 
     Args:
         model: The configuration's section ``model``.
@@ -342,7 +346,10 @@ def _of_function(key: str, name: str) -> str:
 
 
 def _full_key(key: str, args: Sequence[str]) -> str:
-    """Return the path of a key from the root, because jsonargparse's error messages may leave out the keys above it."""
+    """Return a key with all keys above it, such as ``trainer.max_epochs`` for ``max_epochs``.
+
+    jsonargparse's error messages may contain only the last part of the path.
+    """
     return next(
         (
             configured.path

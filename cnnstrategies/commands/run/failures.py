@@ -21,8 +21,8 @@ ELSEWHERE = (
     "change its permissions, or choose another folder with --trainer.logger.init_args.save_dir or "
     "--trainer.default_root_dir"
 )
-# Pairs of a pattern for an error message of torch, Lightning or jsonargparse, and a text that replaces the message. The
-# groups of the pattern are inserted into the text.
+# Pairs of a pattern and a text. If the pattern matches an error message of torch, Lightning or jsonargparse, the text
+# replaces the error message. The pattern's groups are inserted into the text.
 IN_OTHER_WORDS = tuple(
     (re.compile(pattern, re.DOTALL), text)
     for pattern, text in (
@@ -45,11 +45,11 @@ IN_OTHER_WORDS = tuple(
 )
 _NOT_FOUND = re.compile(r"Interpolation key '([^']*)' not found(?: \(resolved to '([^']*)'\))?")
 _CLASS = re.compile(r"Problem with given class_path '([^']+)'")
-# Packages that contain no code of the user. If possible, an error message names a line outside of these packages,
-# because the user can change this line.
+# Packages whose code the user does not change. If possible, an error message names a line of code outside of these
+# packages.
 OF_OTHERS = ("cnnstrategies", "lightning", "torch", "jsonargparse")
-# Errors that usually mean a mistake in code. Their text alone does not help a user who wrote a configuration, so the
-# class of the error and a line of code are added.
+# Errors that usually mean a mistake in code. The text of such an error does not help the user enough, so the error
+# message also has the class of the error, and the file and the line number in the code.
 OF_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError)
 
 
@@ -79,9 +79,9 @@ def explain_build_error(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Return a text with the class and the message of an error, and with a line of code from the traceback.
+    """Return a text with the class and the message of an error, and the function, file and line number in the code.
 
-    The line is the innermost line of the user's own code, or else the line that has raised the error.
+    The text names the innermost line of the user's own code, or else the line that has raised the error.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]

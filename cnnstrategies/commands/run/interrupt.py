@@ -20,13 +20,13 @@ _parents_descriptor = -1
 def heeds_signals(end: Callable[[], None], seconds: float = 2.0) -> Iterator[None]:
     """Make sure that a signal ends this process, even if the main thread runs C++ code inside this context.
 
-    A rank that waits for other ranks to start is in torch's C++ code until the other ranks have finished their imports.
-    If Python's signal handler has not run after `seconds`, a second thread calls `end` and ends the process. The second
-    thread does nothing if another handler was installed inside the context, as in training.
+    For example, a rank that waits for the other ranks to start runs torch's C++ code. If Python's signal handler has
+    not run `seconds` after the signal, a second thread calls `end` and ends the process. During training another
+    handler is installed. The second thread does nothing then.
 
     Args:
         end: Function that is called before the process ends.
-        seconds: Time in seconds that the main thread has to run the signal handler.
+        seconds: Time in seconds within which the main thread must run the signal handler.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -51,11 +51,12 @@ def heeds_signals(end: Callable[[], None], seconds: float = 2.0) -> Iterator[Non
     with reader, writer:
         writer.setblocking(False)
         for signum, handler in before.items():
-            # Without a Python handler the system handles a signal at once, and the process need not be ended here.
+            # If no Python function handles a signal, the operating system handles the signal at once, even during C++
+            # code. Nothing is changed for such a signal.
             if callable(handler):
                 signal.signal(signum, heed)
-        # When a signal arrives, the interpreter writes the signal's number to this socket at once, even if no handler
-        # can run.
+        # When a signal arrives, the interpreter writes the signal's number to this socket at once, even if the main
+        # thread cannot run a handler. The second thread reads the number.
         previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         watcher = threading.Thread(target=watch, args=(reader,), daemon=True)
         watcher.start()
@@ -71,11 +72,10 @@ def heeds_signals(end: Callable[[], None], seconds: float = 2.0) -> Iterator[Non
 
 
 def _detach_socket() -> None:
-    """Stop writing signals to the socket before a fork.
+    """Before a fork, make the interpreter stop writing the numbers of signals to the socket.
 
-    Otherwise the child process would write its signals to the socket of the parent process.
-
-    After the fork the parent writes signals to the socket again; see `_attach_socket`.
+    Otherwise the child process would write its signals to the socket of the parent process. After the fork,
+    `_attach_socket` makes the parent process write signals to the socket again.
     """
     global _parents_descriptor
     if threading.current_thread() is threading.main_thread():

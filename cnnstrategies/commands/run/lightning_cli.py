@@ -61,9 +61,9 @@ FROM_WEIGHTS = ("quantize", "export")
 
 
 class SavedConfiguration(SaveConfigCallback):
-    """Lightning's callback that saves the configuration, but without an error if there is no log directory.
+    """Callback that saves the configuration in the log directory, or does nothing without a log directory.
 
-    A logger that sends runs to an MLflow server, for example, has no log directory. Lightning's callback would fail.
+    Lightning's own callback fails without a log directory, for example if the logger sends runs to an MLflow server.
     """
 
     @override
@@ -73,7 +73,7 @@ class SavedConfiguration(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
 
-# By subcommand: the name of the module's method that loads data, if there is no data module.
+# Maps a subcommand to the method with which a module loads its own data if there is no data module.
 LOADERS = {
     "fit": "train_dataloader",
     "validate": "val_dataloader",
@@ -100,7 +100,7 @@ class CLI(LightningCLI):
 
     def __init__(self, run: bool = True) -> None:
         super().__init__(
-            LightningModule,  # There is no class for the data module, because a module may load its own data.
+            LightningModule,  # No class of data modules is given, because a module may load its own data.
             subclass_mode_model=True,
             auto_configure_optimizers=False,
             parser_class=ArgumentParser,
@@ -128,8 +128,9 @@ class CLI(LightningCLI):
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Return the parser of a subcommand, with the options from the command's declaration.
 
-        The values of these options are passed to the trainer's method with the name of the subcommand. This method's
-        name is private in Lightning. If Lightning renames it, mypy reports an error.
+        Lightning passes the values of these options to the trainer's method for the subcommand, such as
+        :meth:`Trainer.quantize`. This method is private in Lightning. If Lightning renames the method, mypy reports an
+        error.
         """
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         added = parser.add_class_arguments(COMMANDS[subcommand].declaration, None, instantiate=False)
@@ -138,7 +139,8 @@ class CLI(LightningCLI):
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        # With allow_abbrev, argparse would accept --trainer.max_epoch as an abbreviation of --trainer.max_epochs.
+        # With allow_abbrev, argparse would accept the misspelt option --trainer.max_epoch as an abbreviation of
+        # --trainer.max_epochs.
         return super().init_parser(**{**kwargs, "parser_mode": "omegaconf+", "allow_abbrev": False})
 
     @override
@@ -167,7 +169,8 @@ class CLI(LightningCLI):
         check_trainer_names(config.trainer)
         kind: Any = type(self.config)
         if isinstance(config.trainer.strategy, str) and "." in config.trainer.strategy:
-            # jsonargparse keeps an import path without options as a text, and Lightning accepts only registered names.
+            # jsonargparse leaves an import path without options as a text, but Lightning accepts only registered names
+            # as texts. The text is therefore replaced by a class_path.
             config.trainer.strategy = kind(class_path=config.trainer.strategy, init_args=kind())
         check_functions(config.get("model"))
 
@@ -189,9 +192,9 @@ class CLI(LightningCLI):
 
     @override
     def _dump_config(self) -> None:
-        """Store the configuration that Lightning saves with the module, and do not validate it a second time.
+        """Store the configuration that Lightning saves with the module, without validating it a second time.
 
-        This method's name is private in Lightning. If Lightning renames it, mypy reports an error.
+        This method is private in Lightning. If Lightning renames the method, mypy reports an error.
         """
         if not hasattr(self, "config_dump"):
             text = self.parser.dump(
@@ -219,7 +222,7 @@ class CLI(LightningCLI):
     @override
     def after_instantiate_classes(self) -> None:
         self._prepare_as_trained()
-        # Each rank repeats these checks in `setup`. Here they fail before any process is started.
+        # Each rank repeats these checks in `setup`. The checks are also made here, to fail before any process starts.
         if self.trainer is not None:
             check_world(self.trainer)
         if self.datamodule is None and not is_overridden(self._own_loader(), self.model):
@@ -261,7 +264,7 @@ class CLI(LightningCLI):
         return trainer
 
     def fit(self, **kwargs: Any) -> None:
-        """Train the model. The trainer's method gets the options of the configuration."""
+        """Train the model."""
         self._run(self.trainer.fit, **kwargs)
 
     def validate(self, **kwargs: Any) -> None:
@@ -276,18 +279,19 @@ class CLI(LightningCLI):
         """Write the model's predictions to a file, without keeping them in memory."""
         give_predict_step(self.model)
         if (folder := self.config_init[self.subcommand].predictions.images) is not None:
-            # Each rank searches for the images again. Here the search fails before any process is started.
+            # If the folder has no usable images, this search raises the error before any process starts. Each rank
+            # searches again later.
             images_of_folder(self.datamodule, folder)
         self._run(self.trainer.predict, **{**kwargs, "return_predictions": False})
 
     def _run(self, function: Callable[..., Any], **kwargs: Any) -> None:
-        """Run a function of the trainer from the configured checkpoint.
+        """Run a method of the trainer, such as ``fit``, from the configured checkpoint.
 
-        If the function fails, end all processes that the function has started.
+        If the method fails, end all processes that the method has started.
 
         Args:
-            function: The trainer's function, such as ``fit``.
-            **kwargs: The arguments of the function from the configuration.
+            function: The trainer's method.
+            **kwargs: Arguments of the method, from the configuration.
         """
         training = self.subcommand == "fit"
         ckpt_path = kwargs["ckpt_path"]
@@ -301,7 +305,8 @@ class CLI(LightningCLI):
         elif local_rank() == 0 and not training:
             check_trained(str(self.subcommand), self.model, partial(self._built_alone, "model"))
         if local_rank() == 0 and self.datamodule is not None:
-            # This call raises an error for missing data before any process starts. Lightning calls the method again.
+            # If data is missing, this call raises the error before any process starts. Lightning calls the method again
+            # later.
             self.datamodule.prepare_data()
         with ends_together(self.trainer, self.config_init[self.subcommand].interconnect):
             function(**kwargs)
@@ -318,15 +323,18 @@ def _explains_failure() -> Iterator[None]:
 def leaves_out_classes(arguments: Sequence[str]) -> bool:
     """Return whether the model's number of classes must come from the data module.
 
-    The result is True if the configuration does not set the number, and if both the module and the data module are
-    classes of this package or subclasses. The data module's own number of classes must not be a reference (`${...}`),
-    such as in a recipe for segmentation.
+    The result is True if all of these conditions hold:
+
+    - The configuration does not set the model's number of classes.
+    - The configuration does not set the data module's number of classes to a reference (`${...}`).
+    - The module and the data module are classes of this package, or subclasses.
+    - The command-line arguments do not contain ``--print_config``.
 
     Args:
         arguments: Command-line arguments of the command.
     """
-    # Each file and option is read separately, because a number of classes in an earlier file counts even if a later
-    # file replaces the model's class.
+    # Each file and option is read separately. If they were merged, a later file that replaces the model's class would
+    # hide the number of classes in an earlier file.
     alone = [key.path for place in range(len(arguments)) for key in configured_keys(arguments[place : place + 2])]
     if {NUM_CLASSES, "model.num_classes"} & {*alone} or any(
         argument.startswith("--print_config") for argument in arguments
@@ -353,7 +361,7 @@ def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
     try:
         kind()
     except (RunEnded, ServersUnreachableError, RemovedError, ProcessExitedException) as ended:
-        # The run ended without an error before this restarted worker could join again.
+        # `clean` means that the run ended without an error. A worker that was restarted too late has nothing to do.
         if getattr(ended, "clean", False):
             print(f"Nothing is left to do: {ended}", file=sys.stderr)
             sys.exit(0)
@@ -380,7 +388,7 @@ def _with_notes(error: Exception, text: str) -> str:
 
 
 class ModelAndData(CLI):
-    """Command line that parses a configuration like ``fit``, and builds the model and the data module but no trainer.
+    """Command line that parses a configuration as ``fit`` does, and builds the model and data module but no trainer.
 
     Args:
         command: Name of the command, for error messages.

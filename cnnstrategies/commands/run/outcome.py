@@ -1,4 +1,4 @@
-"""The start and the end of a run's processes: after a failure, one rank reports the failure, and all ranks end."""
+"""The start and the end of a run's processes. After a failure, one rank reports the failure, and all ranks end."""
 
 import contextlib
 import os
@@ -42,12 +42,13 @@ PATIENCE = 20.0  # Time in seconds within which a rank should notice another ran
 
 @contextlib.contextmanager
 def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]:
-    """Return a context for a trainer function. If the function fails, all ranks end, and one rank reports the failure.
+    """Return a context in which a method of the trainer runs.
 
-    Inside the context, the ranks can also find each other on several hosts.
+    If the method fails, all ranks end, and one rank reports the failure. Inside the context, ranks on different hosts
+    can also connect to each other.
 
     Args:
-        trainer: The trainer that runs the function.
+        trainer: The trainer that runs the method.
         interconnect: The configuration's settings for connections between hosts.
 
     Raises:
@@ -74,8 +75,8 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
             code = failed_elsewhere(launcher) if silent else 0
             if launcher is not None:
                 launcher.kill(signal.SIGKILL)
-            # This error names the killed rank. A rank that has reported a lost connection may not know about the kill.
-            # An abort (SIGABRT) after such a report is not the cause, because torch aborts ranks that have lost a
+            # Report the killed rank, even if another rank has reported a lost connection: that rank may not know about
+            # the kill. After such a report SIGABRT is not the cause, because torch aborts ranks that have lost a
             # connection.
             if killed is not None and not (silent and "SIGABRT" in killed):
                 raise RunEnded(killed) from error
@@ -87,7 +88,7 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
                     f"them: {error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
                 ) from error
             if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
-                # Lightning has replaced the KeyboardInterrupt by a SystemExit, so raise it again.
+                # Lightning has replaced the KeyboardInterrupt by a SystemExit, so raise a KeyboardInterrupt again.
                 raise KeyboardInterrupt from None
             raise
 
@@ -96,8 +97,8 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
 def own_temporary_folder(launcher: Any) -> Iterator[None]:
     """Make spawned and forked ranks use a separate temporary folder inside this context, and then remove the folder.
 
-    Ranks that are killed leave files in the temporary folder. If this process is also killed, the next run removes the
-    folder.
+    A rank that is killed leaves its files in the temporary folder. If this process is also killed, the next run removes
+    the folder.
 
     Args:
         launcher: The strategy's launcher.
@@ -110,7 +111,7 @@ def own_temporary_folder(launcher: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        # A rank that is being killed may still write to the folder, so wait until it has ended.
+        # A rank that is being killed may still write to the folder, so wait until the rank has ended.
         for rank in launcher.procs:
             rank.join(PATIENCE)
         tempfile.tempdir = None  # With None, the module `tempfile` determines its folder again.
@@ -144,8 +145,9 @@ class FirstToFail(Callback):
 def end_all_after_one(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     """Wait until a rank fails, and `PATIENCE` seconds later kill all ranks and this process.
 
-    This process usually notices the failure and ends earlier. It can miss the failure, for example while it waits for
-    the failed rank in a torch store. If the rank was killed, a line of output says so.
+    A thread runs this function. The main thread usually notices the failure and ends the process earlier. The main
+    thread does not notice the failure while it waits for the failed rank, for example in a torch store. If the rank was
+    killed, the function prints this fact.
 
     Args:
         ranks: The processes of the ranks that this process has started.
@@ -172,13 +174,13 @@ def _end_others(trainer: Trainer) -> None:
 
 
 def _names_the_cause(error: Exception) -> bool:
-    """Return whether torch's error about a forked or spawned rank describes the cause of the failure.
+    """Return whether torch's error about a forked or spawned rank describes the cause of the run's failure.
 
-    Otherwise the error describes a consequence: after a failure torch kills other ranks, and ranks fail because they
-    lose their connection.
+    Other errors describe a consequence. After a failure torch ends the other ranks, or these ranks lose their
+    connections to the failed rank.
     """
     if isinstance(error, ProcessExitedException):
-        return error.exit_code == -signal.SIGKILL  # This error names the rank that was killed.
+        return error.exit_code == -signal.SIGKILL  # torch ends ranks by SIGTERM, so SIGKILL came from outside the run.
     return isinstance(error, ProcessRaisedException) and "by peer" not in str(error)
 
 

@@ -25,10 +25,10 @@ from cnnstrategies.quantities import as_timedelta
 class Instantiator:
     """Function object that builds the model or the data module, and whose copies do not refer to the command line.
 
-    jsonargparse calls such a function an instantiator, and stores the instantiators in every factory that it creates.
-    A model with an optimizer factory therefore refers to Lightning's command-line object, and so to the trainer, its
-    processes and locks. Without this class the callback WeightAveraging could not copy the model, and each spawned
-    process would get a copy of the whole command-line object.
+    jsonargparse calls such a function an instantiator, and stores the instantiators in every factory that it creates,
+    such as a model's optimizer factory. Lightning's instantiator is a method of its command-line object, which refers
+    to the trainer, processes and locks. Without this class the model would refer to all these objects. The callback
+    WeightAveraging could not copy the model, and each spawned process would get a copy of the command-line object.
 
     Args:
         build: The instantiator of Lightning's command line.
@@ -45,7 +45,7 @@ class Instantiator:
         return self._build(class_type, *args, applied_instantiation_links=applied_instantiation_links, **kwargs)
 
     def __reduce__(self) -> tuple[type["Instantiator"], tuple[Callable[..., Any]]]:
-        """Return the class and the arguments for making a copy. The copy uses `_build` as its instantiator."""
+        """Return the class and the argument for a copy, which uses `_build` in place of Lightning's instantiator."""
         return type(self), (_build,)
 
 
@@ -65,8 +65,7 @@ def _timedelta(value: Any) -> timedelta:
         raise ValueError(f"it {str(error).partition(' ')[2]}") from None
 
 
-# After this call, the time-outs of Lightning's classes may be written in the same forms as the time-outs of this
-# package.
+# After this call, a configuration may write the time-outs of Lightning's classes as 90 or 1:30, like this package's.
 register_type(timedelta, deserializer=_timedelta)
 # This setting lets references (`${...}`) refer to keys of other --config files and to keys of the command line.
 set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
@@ -75,9 +74,13 @@ accept_names()
 
 
 class _ConfigurationDumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """YAML writer that quotes texts such as 1e3, because OmegaConf and other readers would read a number otherwise."""
+    """YAML writer that quotes texts such as 1e3.
 
-    yaml_representers = yaml.SafeDumper.yaml_representers  # jsonargparse registers its own classes in this dictionary.
+    Without the quotes, OmegaConf and other readers would read a number instead of a text.
+    """
+
+    # jsonargparse adds its own classes to SafeDumper's dictionary, so this class uses the same dictionary.
+    yaml_representers = yaml.SafeDumper.yaml_representers
 
 
 _ConfigurationDumper.add_implicit_resolver(
@@ -115,8 +118,8 @@ class ArgumentParser(LightningArgumentParser):
 
     @override
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        # If a class is an argument of another class, jsonargparse calls this method with a single argument, to parse a
-        # value again. It writes null as None in this argument, so None is changed back to null.
+        # To parse a value of a nested class again, jsonargparse calls this method with a single argument, such as
+        # `--key=None`. It writes the value null as None, so None is changed back to null here.
         if args is not None and len(args) == 1 and args[0].startswith("--") and args[0].endswith("=None"):
             args = [f"{args[0].removesuffix('None')}null"]
         return super().parse_args(args, *rest, **kwargs)
@@ -154,10 +157,10 @@ class ArgumentParser(LightningArgumentParser):
     def _check_value_key(self, action: argparse.Action, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Check whether a key accepts a value, but accept every value that contains a reference (`${...}`).
 
-        jsonargparse also calls this method when a configuration replaces a class by another class: it drops the
-        arguments that the new class does not accept. Without this method, jsonargparse would drop a number of classes
-        that is written as a reference. The method's name is private, and `tests/commands/test_parser.py` tests that
-        jsonargparse has the method.
+        If a configuration replaces a class by another class, jsonargparse calls this method and drops the arguments
+        that the new class does not accept. Without the exception for references, jsonargparse would drop
+        ``num_classes: ${...}``, for example. The method is private in jsonargparse, and
+        `tests/commands/test_parser.py` tests that jsonargparse has the method.
         """
         try:
             return super()._check_value_key(action, value, *args, **kwargs)
@@ -168,11 +171,14 @@ class ArgumentParser(LightningArgumentParser):
 
     @override
     def _dump_cleanup_actions(self, cfg: Namespace, *args: Any, **kwargs: Any) -> None:
-        """Remove the values that cannot be written as YAML. These values are defaults of a class's parameters.
+        """Remove the values that cannot be written as YAML, such as devices and members of enumerations.
 
-        jsonargparse writes a configuration as YAML to resolve references and to save it. It replaces a device, and a
-        text that may be the name of a function, by a text that begins with `UNWRITABLE`, and fails for a member of an
-        enumeration. The method's name is private, and `tests/commands/test_parser.py` tests that jsonargparse has the
+        jsonargparse calls this method before it writes a configuration as YAML. The removed values are defaults of
+        parameters, so the YAML is complete without them. jsonargparse itself fails for such a value, or replaces the
+        value by a text that begins with `UNWRITABLE`. jsonargparse also replaces a string that may be the name of a
+        function. This method restores the original string.
+
+        The method is private in jsonargparse, and `tests/commands/test_parser.py` tests that jsonargparse has the
         method.
         """
         original = cfg.clone()
@@ -191,7 +197,8 @@ class ArgumentParser(LightningArgumentParser):
 def _is_of_yaml(value: Any) -> bool:
     """Return whether a value can be written as YAML.
 
-    The result is False for a text that jsonargparse has put in the place of a value; see `UNWRITABLE`.
+    The result is also False for a text that begins with `UNWRITABLE`, because jsonargparse writes such a text in place
+    of a value that cannot be written.
     """
     if isinstance(value, Namespace | dict | list):
         inner = value if isinstance(value, list) else (value if isinstance(value, dict) else vars(value)).values()

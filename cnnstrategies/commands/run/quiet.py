@@ -56,7 +56,7 @@ def quieten() -> None:
     """
     for name in LOGGERS:
         logging.getLogger(name).addFilter(is_news)
-    # After a rank was killed, this logger would list all other ranks that torch ends.
+    # After a rank was killed, this logger would print a line for each other rank that torch ends as a consequence.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)

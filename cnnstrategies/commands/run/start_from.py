@@ -33,18 +33,18 @@ def checkpoint_of(
 ) -> Path | str | None:
     """Return the checkpoint to load, or None if no checkpoint is to be loaded.
 
-    ``last`` and ``best`` are replaced by a file. A restarted run uses its own last checkpoint. A rank that another rank
-    has started as a program uses the checkpoint that the starting rank has chosen, because the started rank may be
-    restarted later, when newer checkpoints exist.
+    If `ckpt_path` is ``last`` or ``best``, the function searches for the file. A restarted run uses its own last
+    checkpoint. If a rank starts other ranks as programs, these ranks use the checkpoint that the starting rank has
+    chosen. If each rank chose for itself, a single restarted rank could choose a newer checkpoint than the other ranks.
 
-    The function adds callbacks to the trainer: a :class:`SameCheckpoint` if a rank must search for the checkpoint,
-    and a :class:`RunRecord` if the run has a name.
+    The function adds callbacks to the trainer: a :class:`SameCheckpoint` if a checkpoint is searched for, and a
+    :class:`RunRecord` if the run has a name.
 
     Args:
         trainer: Trainer of the run.
         ckpt_path: The configuration's ``ckpt_path``.
         training: Whether the command trains.
-        name: Name of the run, which makes it possible to restart the run; None without a name.
+        name: Name of the run; None without a name. Only a run with a name can be restarted.
     """
     path = ckpt_path
     starters_path = starter_variable(FOUND)
@@ -100,9 +100,10 @@ def find_checkpoint(word: str, trainer: Trainer) -> Path:
 
 
 def _places(trainer: Trainer) -> list[tuple[str, str]]:
-    """Return where runs with this run's name write checkpoints, as pairs of a folder and a pattern.
+    """Return the folders in which runs with this run's name write checkpoints, as pairs of a folder and a glob pattern.
 
-    The pattern describes the subfolders that contain checkpoints. Lightning's ModelCheckpoint chooses the same folders.
+    The pattern matches the subfolders that contain checkpoints, such as ``*/checkpoints/``. Lightning's ModelCheckpoint
+    writes to these subfolders.
     """
     # With fast_dev_run, the trainer has a DummyLogger, which has no folder.
     if trainer.loggers and not isinstance(trainer.loggers[0], DummyLogger):
@@ -164,7 +165,8 @@ class RunRecord(Callback):
         ids = {}
         for number, logger in enumerate(trainer.loggers):
             if type(logger).__name__ in IDS:
-                # This read starts the logger's run, which then has an id.
+                # A logger starts its run when `experiment` is read for the first time. Only then does the run have an
+                # id.
                 _ = logger.experiment  # type: ignore[attr-defined]
                 ids[str(number)] = str(logger.version)
         for folder in dict.fromkeys(folders):
@@ -179,7 +181,8 @@ class RunRecord(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning logs the means of an epoch after it has saved the epoch's checkpoint, so flush the logs again.
+        # Lightning logs the means of an epoch only after the epoch's checkpoint was saved and the logs were flushed, so
+        # flush the logs again.
         _flush(trainer)
 
     @override
@@ -194,7 +197,7 @@ def _flush(trainer: Trainer) -> None:
 
 
 def check_trained(command: str, model: LightningModule, again: Callable[[], LightningModule]) -> None:
-    """Refuse to evaluate a module whose weights are random, because no checkpoint was given.
+    """Refuse to evaluate a module whose weights are random. Call this if no checkpoint was given.
 
     To find random weights, the module is built a second time. Pretrained weights are equal in both modules, and random
     weights differ.

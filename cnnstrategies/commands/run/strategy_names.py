@@ -1,7 +1,8 @@
-"""Support for registered names of strategies with options, such as ``class_path: hybrid_pipeline``, in configurations.
+"""Support for registered names of strategies in ``class_path``, as in ``class_path: hybrid_pipeline``.
 
-Lightning's Trainer itself accepts a registered name without options. If there are options, this module replaces the
-name by the registered class, and adds the registered arguments. The configuration that a run saves contains the class.
+Lightning's Trainer itself accepts a registered name only if the configuration sets no options of the strategy. If a
+configuration sets options, this module replaces the name by the registered class, and adds the registered arguments.
+The configuration that a run saves contains the class.
 """
 
 import re
@@ -31,8 +32,8 @@ def is_registered(name: Any) -> bool:
 def unknown(name: str) -> str:
     """Return the error message for a strategy's name that is not registered.
 
-    The message suggests the most similar of all names. If no name is similar, it lists the names of this package and
-    the common names of Lightning, without the variants for other start methods.
+    The message suggests the most similar registered name. If no name is similar, the message lists the strategies of
+    this package and the common strategies of Lightning, without the variants ``_spawn`` and ``_fork``.
     """
     guess = closest(name, ["auto", *StrategyRegistry.available_strategies()])
     own_names = [
@@ -53,8 +54,8 @@ def _with_class(value: Any, previous: Any) -> tuple[Any, Any]:
     """Replace registered names in two values of ``trainer.strategy`` by their classes.
 
     Args:
-        value: The value that the parser reads.
-        previous: The earlier value, which the new value changes.
+        value: The value that the parser reads now.
+        previous: The value that the parser has read before, from an earlier file or argument.
 
     Returns:
         The two values after the replacement.
@@ -107,7 +108,7 @@ def with_help_of_class(arguments: Sequence[str]) -> list[str]:
 
 
 def check_recipe_names(keys: Sequence[ConfiguredKey]) -> None:
-    """Raise a ConfigurationError if ``trainer.strategy`` is not a strategy's name but the name of a configuration."""
+    """Raise a ConfigurationError if ``trainer.strategy`` is the name of a configuration, and not of a strategy."""
     for key in keys:
         if key.path in (KEY, f"{KEY}.class_path") and not is_registered(key.value):
             configuration = f"strategy/{key.value}"
@@ -119,7 +120,7 @@ def check_recipe_names(keys: Sequence[ConfiguredKey]) -> None:
 
 
 def explain_nested(message: str, keys: Sequence[ConfiguredKey]) -> str | None:
-    """Return the error message for an option of a strategy that has no options or that does not exist.
+    """Return the error message for an option whose strategy has no options or does not exist.
 
     Args:
         message: jsonargparse's error message.

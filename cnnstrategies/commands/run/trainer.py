@@ -63,14 +63,14 @@ class Trainer(LightningTrainer):
         output: Path,
         calibration_batches: int,
     ) -> None:
-        """Quantise a trained network to int8, and print its quality, size and time before and after quantisation.
-
-        :class:`cnnstrategies.commands.arguments.options.QuantizeOptions` describes the other arguments.
+        """Quantise a network to int8, and print its quality, size and inference time before and after quantisation.
 
         Args:
             model: Module with the network.
             datamodule: Data module with training data for the calibration, and validation data for the quality.
             ckpt_path: Checkpoint of the trained network, or ``best`` or ``last``.
+            output: File to write.
+            calibration_batches: Number of training batches with which the ranges of the activations are measured.
         """
         self._load(model, ckpt_path)
         report = quantize(model, datamodule, output, calibration_batches)
@@ -101,15 +101,15 @@ class Trainer(LightningTrainer):
     ) -> None:
         """Export a trained network for use without this package.
 
-        The command also prints the largest difference between the logits of the exported and the original network.
-
-        :class:`cnnstrategies.commands.arguments.options.ExportOptions` describes the other arguments.
+        Also print the largest difference between the logits of the exported and the original network.
 
         Args:
             model: Module with the network.
-            datamodule: Data module with validation data for the comparison. Its preprocessing and its class names are
-                exported with the network.
+            datamodule: Data module with validation data for the comparison. The data module's preprocessing and class
+                names are exported with the network.
             ckpt_path: Checkpoint of the trained network, or ``best`` or ``last``.
+            output: Folder to create.
+            format: File format of the exported network.
         """
         self._load(model, ckpt_path)
         report = export(model, datamodule, output, format)
@@ -136,7 +136,7 @@ def add_sections(parser: LightningArgumentParser) -> None:
     )
     parser.add_class_arguments(PredictionWriter, "predictions")
     parser.add_class_arguments(GracefulStop, "stop")
-    # Only `submit` reads this section. `fit` accepts and ignores it, so that both commands can use the same file.
+    # Only `submit` reads the section `cluster`. `fit` ignores it, so that both commands can use the same file.
     parser.add_class_arguments(ClusterOptions, "cluster")
     parser.add_class_arguments(Interconnect, "interconnect")
     parser.add_argument(
@@ -144,7 +144,8 @@ def add_sections(parser: LightningArgumentParser) -> None:
         type=str | None,
         default=None,
         help="Name of the run and of its folder. If a run with this name exists, training continues from its last "
-        "checkpoint. By default the launcher gives the name.",
+        "checkpoint. By default the launcher (SLURM, Kubernetes, Ray or torchrun) gives the name. Without a name, the "
+        "run gets a folder with a number and cannot be restarted.",
     )
 
 
@@ -177,8 +178,8 @@ def all_callbacks(config: Namespace) -> list[Callback]:
     if config.trainer.logger is not False and not config.trainer.fast_dev_run:
         defaults.append(LearningRateMonitor())
     if config.trainer.enable_checkpointing is not False and not _has(callbacks, ModelCheckpoint):
-        # This callback writes last.ckpt in every epoch. The option `save_last` of the other callback would write it
-        # only when there is a new best checkpoint.
+        # A second callback writes last.ckpt in every epoch. The option `save_last` of `config.checkpoint` would write
+        # last.ckpt only when there is a new best checkpoint.
         last = ModelCheckpoint(config.checkpoint.dirpath, filename="last", enable_version_counter=False)
         defaults += [config.checkpoint, last]
     if config.trainer.enable_progress_bar is not False and not any(

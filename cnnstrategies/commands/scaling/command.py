@@ -27,7 +27,7 @@ from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, TrialError
 
 KEYS = ("num_workers", "batch_size", "global_batch_size")  # Arguments of the data module that remedies may change.
 TRIED = 3  # Largest number of remedies that `--try` measures.
-# Key of a remedy that makes validations rarer. Trials measure training steps only, so they cannot measure this remedy.
+# Key of the remedy "validate less often". Trials measure training steps only, so they cannot measure this remedy.
 BETWEEN_STEPS = "trainer.check_val_every_n_epoch"
 
 
@@ -41,8 +41,8 @@ def main(options: ScalingOptions, arguments: Sequence[str]) -> None:
     config = ModelAndData("scaling", arguments).config
     if int(config.trainer.num_nodes) > 1:
         raise ConfigurationError(
-            f"trainer.num_nodes={config.trainer.num_nodes}: scaling measures on this machine only; set it to 1, and "
-            "measure the connections to other machines with `cnnstrategies doctor`"
+            f"trainer.num_nodes={config.trainer.num_nodes}: scaling measures on this machine only; set "
+            "trainer.num_nodes=1, and measure the connections to other machines with `cnnstrategies doctor`"
         )
     device = device_of(config.trainer.accelerator)
     for name in ("picture", "output"):
@@ -109,8 +109,8 @@ def _faster_settings(contest: Callable[[int], Contest], causes: Sequence[Reason]
     Only remedies that are settings and do not change the trained weights are measured.
 
     Args:
-        contest: Function that returns a contest, which measures one setting. Its argument is the number of settings
-            that are not measured yet; the remaining time is divided by this number.
+        contest: Function that returns a contest, which measures one setting. The function's argument is the number of
+            settings that are not measured yet. The contest may use the remaining time divided by this number.
         causes: The causes of lost speed with their remedies, largest possible gain first.
         console: The console to print to.
     """
@@ -149,9 +149,9 @@ def _outcome(contest: Contest, setting: Setting) -> tuple[str, bool]:
 
 
 def _devices(devices: Any, device: torch.device) -> int:
-    """Return the number of devices of the configuration, but at least 2.
+    """Return the configured number of devices, or 2 if the number is smaller.
 
-    If the configuration does not give a number, all available devices count.
+    If the configuration does not give a number, use the number of available devices.
 
     Args:
         devices: The configuration's value of ``trainer.devices``.
@@ -168,9 +168,10 @@ def _name(strategy: Any) -> str:
 
 
 def _overlay(folder: Path, count: int, strategy: str) -> Path:
-    """Write a configuration file that sets the number of devices, and return its path.
+    """Write a configuration file that sets the number of devices, and return the file's path.
 
-    On one device the strategy is ``auto``. On several devices ``ddp`` replaces the strategy ``auto``.
+    For one device, the file also sets the strategy ``auto``. For several devices, the file replaces the strategy
+    ``auto`` by ``ddp``.
 
     Args:
         folder: Folder to write to.

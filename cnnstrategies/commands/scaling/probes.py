@@ -15,7 +15,8 @@ from torch.utils.data import IterableDataset
 
 from cnnstrategies.models.samples import count_samples
 
-# Largest size in bytes of a measured all-reduce. A larger all-reduce would take seconds on a slow network.
+# Largest size in bytes of a measured all-reduce, because a larger one would take seconds on a slow network. For larger
+# gradients, the measured time is multiplied by the ratio of the sizes.
 SUMMED = 1 << 22
 SUMS = 3  # Number of measured all-reduces.
 SAMPLE_SECONDS = 0.4  # Duration of one measurement of the dataset, in seconds.
@@ -30,7 +31,7 @@ def sum_alone(module: nn.Module, accumulated: int) -> dict[str, Any]:
         accumulated: Number of batches whose gradients are accumulated before an all-reduce.
 
     Returns:
-        A dictionary with two keys. ``seconds`` is the duration of the all-reduce divided by `accumulated`; it is None
+        A dictionary with two keys. ``seconds`` is the duration of the all-reduce divided by `accumulated`, or None
         without a process group. ``bytes`` is the size of the gradients divided by `accumulated`.
     """
     size = sum(
@@ -59,15 +60,20 @@ def one_sample(loader: Any) -> dict[str, Any]:
         loader: The DataLoader of the dataset.
 
     Returns:
-        A dictionary with three times per sample, in seconds. ``seconds`` is the elapsed time and ``processor`` the CPU
-        time while one thread reads samples. ``two`` is the elapsed time in each of two threads that read samples at the
-        same time. The dictionary is empty if the dataset has no indices, or too few samples.
+        A dictionary with three durations, each in seconds per sample that a thread reads:
+
+        - ``seconds``: elapsed time if one thread reads samples
+        - ``processor``: CPU time if one thread reads samples
+        - ``two``: elapsed time of each thread if two threads read samples at the same time
+
+        The dictionary is empty if the dataset is an IterableDataset or has too few samples.
     """
     makers = _makers(loader)
     if len(makers) < 5:
         return {}
     makers[0]()  # The first sample is not measured, because reading it may open files.
-    # One thread is measured both before and after the two threads, because the speed of a machine varies.
+    # One thread is measured before and after the two threads. The mean of these two measurements is compared with the
+    # two threads, so that a slow change of the machine's speed does not matter.
     before, *threads, after = (makers[place::4] for place in range(1, 5))
     without_threads = [_make(before)]
     with ThreadPoolExecutor(2) as pool:
@@ -85,9 +91,9 @@ def one_sample(loader: Any) -> dict[str, Any]:
 
 
 def _cpu_seconds() -> float:
-    """Return the CPU time of this process plus the time that its main thread was waiting for a core, in seconds.
+    """Return the CPU time of this process plus the time for which its main thread has waited for a core, in seconds.
 
-    The waiting for a core is included, so that the difference from the elapsed time is only the waiting for data.
+    The rest of the elapsed time is then the time of waiting for data, for example for a disk.
     """
     try:
         queued = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
@@ -97,7 +103,7 @@ def _cpu_seconds() -> float:
 
 
 def _make(makers: Sequence[Callable[[], int]]) -> tuple[int, float, float]:
-    """Read samples for :data:`SAMPLE_SECONDS`.
+    """Call functions that read samples, one after another, until all are called or ``SAMPLE_SECONDS`` have passed.
 
     Return the number of samples, the elapsed time in seconds and the CPU time in seconds.
     """
@@ -110,10 +116,10 @@ def _make(makers: Sequence[Callable[[], int]]) -> tuple[int, float, float]:
 
 
 def _makers(loader: Any) -> list[Callable[[], int]]:
-    """Return functions that each read a sample or a batch from the dataset, and return the number of samples read.
+    """Return functions that the measurement calls. Each function reads a sample of the dataset, and returns 1.
 
-    A function reads a whole batch if the sampler yields batches. Each function reads different samples, because the
-    operating system caches the files of samples that have been read.
+    If the sampler yields batches, each function reads a batch, and returns the batch's number of samples. The functions
+    read different samples, because a sample that is read again comes from the operating system's file cache.
     """
     dataset = getattr(loader, "dataset", None)
     if dataset is None or isinstance(dataset, IterableDataset):
@@ -154,7 +160,7 @@ def load_alone(loader: Any, seconds: float) -> dict[str, Any]:
     for number, batch in enumerate(loader):
         if began is not None:
             samples += count_samples(batch)
-        elif number + 1 >= ready:  # The clock starts only now: this and the earlier batches were loaded in advance.
+        elif number + 1 >= ready:  # Start the clock after the batches that were loaded in advance.
             began = time.perf_counter()
             deadline = began + seconds
         if began is not None and time.perf_counter() > deadline:

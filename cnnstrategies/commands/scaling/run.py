@@ -1,6 +1,6 @@
-"""The program of a rank in a trial that trains like ``fit``, with new batches in each step.
+"""The program of a rank in a trial that loads a new batch in each step, as ``fit`` does.
 
-``scaling`` uses such trials, and ``tune`` uses them to measure loading. The measuring process sends a command to make a
+``scaling`` uses such trials, and ``tune`` uses them to measure the loading of data. The measuring process requests a
 number of steps, and each rank reports how long the parts of these steps took. Only
 :class:`cnnstrategies.planning.tune.trial.Trial` runs this module.
 """
@@ -36,7 +36,8 @@ from cnnstrategies.planning.tune.trial import TRIAL
 # Name of the part of a step in which the ranks agree whether to stop. In this part, fast ranks wait for slow ranks.
 STOPPING = "stopping"
 VALIDATED = 4  # Number of validation batches that are measured.
-MOST_READY = 32  # Largest number of batches that are skipped before a measurement, because they were loaded in advance.
+# A measurement skips the batches that were loaded in advance, but at most this number of batches.
+MOST_READY = 32
 # Class names of the loggers that send runs to a server, which a measured run leaves out.
 REMOTE = ("WandbLogger", "MLFlowLogger", "CometLogger", "NeptuneLogger")
 # Classes of callbacks that a measured run leaves out.
@@ -47,8 +48,8 @@ class ScalingControl(StepControl):
     """Callback that makes the requested number of steps, measures the parts of these steps, and reports the results.
 
     Args:
-        saving: The run's checkpoint callbacks. They do not run here. This callback reports how often they would save a
-            checkpoint in an epoch.
+        saving: The configured checkpoint callbacks. A trial does not run them, but this callback reports how often they
+            would save a checkpoint in an epoch.
         configured: Class names of the callbacks in the configuration.
     """
 
@@ -88,8 +89,8 @@ class ScalingControl(StepControl):
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's data connector sets it.
         self._usual = samples_of(loader, datamodule) or 1
         steps = trainer.num_training_batches
-        # The time of the first validation batch includes the start of the loader's workers, so this batch is left out
-        # if there are enough other batches.
+        # The time of the first validation batch includes the start of the loader's workers, so the first batch is left
+        # out if there is a second batch.
         end_times = self._validated[1:] if len(self._validated) > 2 else self._validated
         seconds = (end_times[-1] - end_times[0]) / (len(end_times) - 1) if len(end_times) > 1 else 0.0
         return {
@@ -110,7 +111,7 @@ class ScalingControl(StepControl):
         """Return the mean number of validation batches in a training epoch."""
         every, steps = trainer.val_check_batch, trainer.num_training_batches
         if every is None:
-            return 0.0  # The trainer validates after a duration, so the number of batches is not known.
+            return 0.0  # The trainer validates at intervals of time, so the number of batches in an epoch is not known.
         validations = 1 if float("inf") in (every, steps) else steps / every
         return (
             sum(batches for batches in trainer.num_val_batches if batches != float("inf")) * validations / self._epochs
@@ -151,8 +152,7 @@ class ScalingControl(StepControl):
     def _begin(self, command: Mapping[str, Any]) -> None:
         self._meter.remove(self._trainer)
         self._meter = StepMeter(self._trainer, self._part)
-        # The current batch, and the batches that were loaded in advance, are not measured, because they were loaded
-        # before the measurement began.
+        # Skip the current batch and the batches that were loaded in advance: the measured steps must include loading.
         self._left, self._skipped, self._larger = command["steps"], 1 + self._ready, command.get("larger", 1)
         self._samples, self._threads = 0.0, torch.get_num_threads()
         if "threads" in command:
@@ -231,16 +231,15 @@ def default_callbacks(callbacks: Sequence[Callback], configured: Set[str]) -> se
 
 
 def part_of_hook(action: str, default_callbacks: Set[str]) -> str | None:
-    """Return the part of a step to which the hook of a callback or of a module belongs.
-
-    Lightning's profiler reports each call of such a hook as an action.
+    """Return the part of a step to which a hook of a callback or of a module belongs.
 
     Args:
-        action: Name of the action, such as ``[Callback]Name.on_train_batch_end``.
+        action: Name of an action, which is a call that Lightning's profiler measures. The call of a hook has a name
+            such as ``[Callback]Name.on_train_batch_end``.
         default_callbacks: Class names of this package's default callbacks.
 
     Returns:
-        The name of the part; None for a default callback, and for all other actions.
+        The name of the part. None for a hook of a default callback, and for an action that is not a hook.
     """
     owner, _, hook = action.rpartition(".")
     if owner.startswith("[Callback]GracefulStop"):
@@ -254,10 +253,12 @@ def part_of_hook(action: str, default_callbacks: Set[str]) -> str | None:
 
 
 class HostReads(OperationMode):  # type: ignore[no-untyped-call]
-    """Mode of torch that counts how often the CPU reads the value of a tensor, because each read waits for the device.
+    """Mode of torch that counts how often the CPU reads the value of a tensor.
+
+    On a GPU each such read waits until the GPU has computed the value.
 
     Attributes:
-        places: By line of code, as ``file:line``: number of reads in this line.
+        places: Maps a line of code, as ``file:line``, to the number of reads in this line.
         seconds: Total duration of the reads, in seconds.
     """
 
@@ -304,8 +305,8 @@ class ScalingCLI(TrialCLI):
         trainer.num_sanity_val_steps = VALIDATED
         arguments = getattr(trainer.strategy, "init_args", None) or {}
         if arguments.get("data_dispatch") == "dynamic":
-            # All ranks must make the requested number of steps. With dynamic dispatch a rank may get no more batches at
-            # the end of an epoch, and could not make the rest of these steps.
+            # All ranks must make the requested number of steps. With dynamic dispatch, a rank may get no more batches
+            # at the end of an epoch, so it could make too few steps.
             arguments["data_dispatch"], arguments["max_joiners"] = "static", 0
         if not isinstance(trainer.logger, bool):
             kept = [logger for logger in as_list(trainer.logger) if logger.class_path.rpartition(".")[2] not in REMOTE]

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
 from cnnstrategies.cluster.job import Size, job_size
+from cnnstrategies.cluster.job_files import FilesTakenError
 from cnnstrategies.cluster.launchers import launcher_named
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_folder import checked
@@ -34,7 +35,7 @@ class SubmitCLI(ModelAndData):
 
 
 def check(args: Sequence[str]) -> Submission:
-    """Parse a configuration like ``fit``, and check whether it can run as a job.
+    """Parse a configuration as ``fit`` does, and check whether it can run as a job.
 
     Args:
         args: Command-line arguments of the configuration.
@@ -51,7 +52,7 @@ def check(args: Sequence[str]) -> Submission:
 
 
 def _dump(cli: SubmitCLI) -> Callable[[Namespace], str]:
-    """Return a function that converts a configuration of this command to YAML, with all keys of the configuration."""
+    """Return a function that converts a parsed configuration to YAML. The YAML contains all keys with their values."""
     return lambda config: str(cli.parser.dump(config, skip_none=False))
 
 
@@ -80,7 +81,7 @@ def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterS
         raise ConfigurationError(
             f"trainer.strategy={name}: the strategy starts its processes itself ({start_method}), but in a job the "
             "launcher starts all processes: use the strategy's name without _spawn, _fork or _notebook, or "
-            "start_method: popen"
+            "`start_method: popen`"
         )
     strategy = cli.config_init.trainer.strategy
     if isinstance(strategy, str) and strategy in StrategyRegistry:
@@ -106,7 +107,7 @@ def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterS
 
 
 def main(options: SubmitOptions, arguments: Sequence[str]) -> None:
-    """Check a configuration, submit its run, and print the job's id and where the job's logs are.
+    """Check a configuration, submit its run, and print the job's id and the location of the job's logs.
 
     Args:
         options: The options of the command.
@@ -125,4 +126,9 @@ def main(options: SubmitOptions, arguments: Sequence[str]) -> None:
     if options.dry_run:
         print(job.show(), end="")
         return
-    print(job.submit())
+    while True:
+        try:
+            print(job.submit())
+            return
+        except FilesTakenError:
+            job = submission.job(launcher, call)

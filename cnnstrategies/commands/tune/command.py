@@ -23,8 +23,8 @@ from cnnstrategies.planning.tune.settings import Setting, factorial, joined, nes
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, ONE_BATCH, TrialError
 
 MOST_WORKERS = 4  # Largest number of worker processes of a DataLoader that ``tune`` tries for each rank.
-# Name of the phase that tries settings of the DataLoader. Its trials load new batches like a training. The trials of
-# other phases use the same batch in all steps.
+# Name of the phase that tries settings of the DataLoader. The trials of this phase load a new batch in each step. The
+# trials of other phases use the same batch in all steps.
 LOADING = "loading"
 
 
@@ -61,15 +61,15 @@ def main(options: TuneOptions, arguments: Sequence[str]) -> None:
 def choices(config: Any, model: type, device: torch.device, allow: Collection[str]) -> list[list[Setting]]:
     """Return the groups of settings that ``tune`` combines.
 
-    A combination has at most one setting of each group, because the settings of a group exclude each other. If the
-    module's class has an argument for a setting, the setting changes this argument. Otherwise the setting adds the
-    callback ComputeSettings.
+    A combination has at most one setting of each group, because the settings of a group exclude each other: bf16 and
+    TF32, for example. A setting changes an argument of the module if the module's class has this argument, or else adds
+    the callback ComputeSettings.
 
     Args:
         config: The configuration.
         model: The module's class.
         device: The device that trains.
-        allow: Kinds of settings that may change the trained weights, such as ``precision``.
+        allow: Kinds of settings to include although they change the trained weights, such as ``precision``.
     """
     settings, arguments = _arguments(config, model)
     if "channels_last" in arguments:
@@ -94,10 +94,9 @@ def choices(config: Any, model: type, device: torch.device, allow: Collection[st
 
 
 def compilers(config: Any, model: type) -> list[Setting]:
-    """Return the settings of compilation that ``tune`` tries.
+    """Return the settings that ``tune`` tries for compiling the module.
 
-    ``tune`` tries these settings only together with the fastest combination of other settings, because compilation
-    takes much time.
+    Compilation takes much time, so ``tune`` tries these settings only together with the fastest other settings.
 
     Args:
         config: The configuration.
@@ -144,7 +143,7 @@ class Search:
 
     Attributes:
         contests: The results of each phase, by the name of the phase.
-        chosen: Combination of settings that is faster than the configuration; None if there is none so far.
+        chosen: The fastest settings so far, combined; None if no setting is faster than the configuration.
         notes: Lines of output about phases that were left out, with the reason.
 
     Args:
@@ -222,7 +221,7 @@ class Search:
     def _has_spare_cores(self) -> bool:
         ranks = str(self.config.trainer.devices)
         threads = os.environ.get("OMP_NUM_THREADS", "")
-        # If OMP_NUM_THREADS is not set, Lightning gives all cores to the ranks, so no core is spare.
+        # If OMP_NUM_THREADS is not set, Lightning divides all cores among the ranks, so no core is spare.
         known = ranks.isdigit() and threads.isdigit()
         return known and (os.cpu_count() or 1) > int(ranks) * int(threads)
 

@@ -38,7 +38,7 @@ class StepControl(Callback):
         self._resting: list[nn.Module] = []  # Dropout modules, which are inactive during the first steps.
 
     def hello(self, trainer: Trainer) -> dict[str, Any]:
-        """Return entries to add to this rank's first report, which always has the rank and the world size."""
+        """Return the entries of this rank's first report in addition to the rank and the world size."""
         return {}
 
     @abstractmethod
@@ -57,8 +57,8 @@ class StepControl(Callback):
         for module in self._resting:
             module.eval()
         for schedule in trainer.strategy.lr_scheduler_configs:
-            # Learning-rate schedules must not run, because a schedule may end before the trial does, or may need a
-            # validation's result.
+            # A learning-rate schedule may end before the trial does, or may need the result of a validation. With this
+            # frequency a schedule never makes a step.
             schedule.frequency = sys.maxsize
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(os.environ[TRIAL])

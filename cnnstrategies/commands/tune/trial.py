@@ -74,8 +74,8 @@ class TrialControl(StepControl):
             return
         self._left -= 1
         if self.note_loss(outputs):
-            # With learning rate 0 the gradients do not shrink further. After many steps on one batch the gradients
-            # would be denormal numbers, and CPUs are slow at computing with denormal numbers.
+            # Learning rate 0 keeps the gradients from shrinking further. After many steps on one batch the gradients
+            # would otherwise be denormal numbers, with which CPUs compute slowly.
             for group in itertools.chain.from_iterable(optimizer.param_groups for optimizer in trainer.optimizers):
                 group["lr"] = 0.0
         if self._left:

@@ -17,9 +17,9 @@ class EncodingOptions:
     """Options of ``cnnstrategies pack``.
 
     Attributes:
-        size: Largest shorter side of a packed image, in pixels. Larger images are scaled down to it. None keeps the
-            sizes of all images.
-        quality: JPEG quality, if images are converted to JPEG; None keeps the source files without conversion.
+        size: Largest shorter side of a packed image, in pixels, if images are converted to JPEG. Larger images are
+            scaled down to this size. None keeps the sizes of all images.
+        quality: JPEG quality, if images are converted to JPEG; None if they are not converted.
         shard_bytes: Approximate total size of the source files in a shard, in bytes.
     """
 
@@ -51,13 +51,14 @@ class Encoded:
 def encode(data: bytes, size: int | None, quality: int | None) -> Encoded:
     """Convert an image file to the file to store in a shard.
 
-    Without a ``quality`` a JPEG, PNG or WebP file is kept as it is, and a file in another format becomes a PNG file.
-    The image is decoded in any case, to detect damaged files.
+    With a ``quality``, the image is converted to JPEG. Without it, a JPEG, PNG or WebP file is kept as it is, and a
+    file in another format becomes a PNG file. The image is decoded in any case, to detect damaged files.
 
     Args:
         data: Content of the file.
-        size: Largest shorter side, in pixels, to which the image is scaled down; None keeps the size.
-        quality: Quality of the JPEG file to which the image is converted; None does not convert it to JPEG.
+        size: Largest shorter side, in pixels, to which an image is scaled down before its conversion to JPEG; None
+            keeps the size.
+        quality: JPEG quality; None if the image is not converted to JPEG.
 
     Raises:
         BrokenImageError: The image cannot be decoded.

@@ -202,6 +202,6 @@ def _check_size(path: Path, shard: ShardFile) -> None:
         )
     if size > shard.size:
         raise ConfigurationError(
-            f"{path} has {size} bytes, but {INDEX} lists {shard.size}: they were not written together; copy all files "
-            "of the same `cnnstrategies pack` run, or pack again"
+            f"{path} has {size} bytes, but {INDEX} lists {shard.size}: the two files were not written together; "
+            "copy all files of the same `cnnstrategies pack` run, or pack again"
         )

@@ -117,9 +117,9 @@ def read_header(data: bytes) -> JpegHeader | None:
 
 
 def cut(data: bytes, header: JpegHeader, left: int, top: int, right: int, bottom: int) -> Cut:
-    """Return the smallest possible JPEG that contains a crop with exactly the same pixels as in the whole JPEG.
+    """Return the smallest JPEG that contains a crop, by copying compressed data without decoding it.
 
-    The compressed data is copied without decoding. The result usually contains more pixels than the crop.
+    The crop has exactly the same pixels as in the whole JPEG. The result usually contains more pixels than the crop.
 
     Args:
         data: Content of the whole JPEG file.
@@ -145,7 +145,7 @@ def cut(data: bytes, header: JpegHeader, left: int, top: int, right: int, bottom
     width, height = min(header.width, end * step) - x, height - y
     starts, ends = _intervals(data, header.data)
     if len(starts) != in_row * rows:
-        return Cut(data, 0, 0, header.width, header.height, True)  # The file is damaged. The decoder will report it.
+        return Cut(data, 0, 0, header.width, header.height, True)  # The file is damaged. The decoder reports the error.
     chosen = [place for row in range(first, last) for place in range(row * in_row + begin, row * in_row + end)]
     pieces = [_resized(data[: header.data], header, width, height)]
     for place, restart in zip(chosen, itertools.cycle(RESTARTS)):  # `strict` would fail, because the cycle is infinite.
@@ -155,10 +155,10 @@ def cut(data: bytes, header: JpegHeader, left: int, top: int, right: int, bottom
 
 
 def restart_interval(image: Image.Image) -> int:
-    """Return the number of units between restart markers to use for an image with 4:2:0 subsampling.
+    """Return the number of units between two restart markers, for packing an image with 4:2:0 subsampling.
 
-    The fewer units, the smaller the rectangles that can be copied from the file. The result divides the number of units
-    in a row: 2 or 3 if possible, otherwise 1. A marker takes about four bytes.
+    The result is 2 or 3 if this number divides the number of units in a row, and otherwise 1. With more markers,
+    smaller rectangles can be copied from the file, but each marker takes about four bytes.
     """
     columns = -(-image.width // 16)
     return next(count for count in (2, 3, 1) if columns % count == 0)

@@ -3,12 +3,10 @@
 import hashlib
 import os
 import secrets
-import shutil
 import tarfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +30,8 @@ from cnnstrategies.data.shards.index import (
     write_index,
 )
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.runtime.whole_file import writing
+from cnnstrategies.runtime.whole_file import whole_folder
 
-UNFINISHED = ".unfinished"  # Suffix of the output folder's name until all shards are written.
 TAR_END = b"\0" * (2 * TAR_BLOCK)
 ORDER_SEED = 0
 
@@ -89,13 +86,8 @@ def pack(source: Path, out: Path, options: EncodingOptions, workers: int) -> Ind
             f"{source} has masks, which cannot be packed: train with SegmentationFolderDataModule, which reads the "
             "image files"
         )
-    scratch = out.with_name(out.name + UNFINISHED)
     packing = secrets.token_hex(8)
-    shutil.rmtree(scratch, ignore_errors=True)  # A killed run may have left this folder.
-    with ExitStack() as stack:
-        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-        stack.enter_context(writing(scratch, REMEDY))
-        scratch.mkdir(parents=True)
+    with whole_folder(out, REMEDY) as scratch:
         shards: dict[str, list[list[Image]]] = {}
         for part, files in module.parts().items():
             images = [Image(name, target, number) for number, (name, target) in enumerate(zip(*files, strict=True))]
@@ -114,7 +106,6 @@ def pack(source: Path, out: Path, options: EncodingOptions, workers: int) -> Ind
             },
         )
         write_index(index)
-        scratch.rename(out)
     return replace(index, root=out)
 
 
@@ -178,7 +169,7 @@ def _write(
             }
             return {part: [future.result() for future in shards] for part, shards in futures.items()}
         finally:
-            stop.set()  # After an error or Ctrl-C, make the other threads stop.
+            stop.set()  # After an error or Ctrl-C, this event makes the other threads stop.
             pool.shutdown(cancel_futures=True)
 
 
@@ -227,7 +218,8 @@ def _joined(part: str, written: list[Written]) -> ShardedPart:
         )
     columns: dict[str, npt.NDArray[Any]] = {"shard": np.repeat(np.arange(len(counts), dtype=np.int32), counts)}
     for field in FIELDS[1:]:
-        # The empty columns of a shard without images are left out, because their dtype is arbitrary.
+        # A shard without images has empty columns of any dtype. They are left out, because they would change the dtype
+        # of the joined column.
         columns[field] = np.concatenate([shard.columns[field] for shard in written if shard.shard.images])
     return ShardedPart([shard.shard for shard in written], columns)
 
@@ -235,8 +227,8 @@ def _joined(part: str, written: list[Written]) -> ShardedPart:
 def tar_entry(name: str, content: bytes, packing: str) -> bytes:
     """Return a tar entry for a file, padded to whole tar blocks.
 
-    The owner name in the tar header is the packing id. A reader compares it with the index to check that the shard and
-    the index were written together.
+    The owner name in the tar header is the packing id. A reader compares this id with the index's packing id to check
+    that the shard and the index were written together.
     """
     info = tarfile.TarInfo(name)
     info.size, info.uname, info.mode = len(content), packing, 0o644

@@ -58,7 +58,7 @@ def random_crops(widths: Sizes, heights: Sizes) -> list[Crop]:
     width, height = np.rint(np.sqrt(area * ratio)).astype(int), np.rint(np.sqrt(area / ratio)).astype(int)
     fits = (width > 0) & (width <= widths) & (height > 0) & (height <= heights)
     chosen = fits.argmax(0), np.arange(count)
-    # If no attempt fits into an image, its crop is the largest centred rectangle with an allowed aspect ratio.
+    # If none of an image's random crops fits, take the largest centred crop with an allowed aspect ratio.
     fitting = fits[chosen]
     width = np.where(fitting, width[chosen], np.minimum(widths, np.rint(heights * RATIO[1]).astype(int)))
     height = np.where(fitting, height[chosen], np.minimum(heights, np.rint(widths / RATIO[0]).astype(int)))
@@ -86,7 +86,7 @@ def centre_crops(widths: Sizes, heights: Sizes, share: float) -> list[Crop]:
 class ShardSource:
     """Source of samples from the shards of one split. Each image is read by a single ``pread``, cropped and resized.
 
-    If the structure of a JPEG allows it, only the units around the crop are decoded.
+    If the structure of a JPEG file allows it, only the part of the image around the crop is decoded; see ``jpeg.py``.
 
     Args:
         index: Index of the packed images.
@@ -134,7 +134,7 @@ class ShardSource:
         """Read, decode, crop and resize the images at ``indices``.
 
         Returns:
-            uint8 (n, 3, size, size), with the channels innermost in memory, and the images' classes.
+            The images, uint8 (n, 3, size, size) in the memory format channels_last, and the images' classes.
 
         Raises:
             ConfigurationError: A shard cannot be read, or an image is damaged.
@@ -187,18 +187,18 @@ class ShardSource:
             pixels = self.decode_jpeg(shown, scale)
             left, top = left - shown.left, top - shown.top
             if pixels.shape[:2] == (shown.height, shown.width):
-                scale = 1  # The decoder has not scaled the image down.
+                scale = 1  # The decoder has ignored `scale` and returned the full size.
         left, top, width, height = (round(pixel / scale) for pixel in (left, top, width, height))
         part = pixels[top : top + height, left : left + width].permute(2, 0, 1)[None]
         if part.shape[2:] != out.shape[1:]:
             # torch has a fast kernel for uint8 tensors in channels_last format, but does not recognise this format in
-            # a slice.
+            # a slice. The slice is therefore copied.
             part = part.contiguous(memory_format=torch.channels_last)
             part = F.interpolate(part, out.shape[1:], mode=self.interpolation, antialias=True)
         out.copy_((part.flip(-1) if crop.mirrored else part)[0])
 
     def _place(self, number: int) -> tuple[int, int, int]:
-        """Return the index of an image's shard, and the offset and the length of its file in the shard, in bytes."""
+        """Return the index of an image's shard, and the image file's offset and length in the shard, in bytes."""
         shard, offset, length = (int(self.columns[name][number]) for name in ("shard", "offset", "length"))
         return shard, offset, length
 

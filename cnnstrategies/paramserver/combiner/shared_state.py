@@ -20,21 +20,22 @@ _lock = threading.Lock()
 
 
 class SharedState:
-    """One worker's shared memory: its gradients, values that it publishes as the node's leader, and marks.
+    """One worker's shared memory: the worker's gradients, the values that it publishes as the node's leader, and marks.
 
-    A mark is a number that shows which data is ready. It is the number of a step, or is computed from this number. The
-    writer writes the data first and the mark afterwards; a reader reads the mark first and the data afterwards. No
-    worker writes data while another worker may read them, because the order of a step is fixed: a worker writes its
-    gradients after it has taken the step's values, and the leader publishes values after it has added up the gradients
-    of the step before.
+    A mark is a number that shows for which step data is ready: the step's number, or a number computed from it. The
+    writer writes the data first and the mark afterwards. A reader reads the mark first and the data afterwards.
+
+    No lock is needed, because the order within a step is fixed. A worker writes its gradients after it has read the
+    step's values. The leader writes new values after it has added up the gradients of the step before. So no worker
+    writes data while another worker may read the data.
 
     Args:
         memory: Shared memory of :func:`size_of` bytes, filled with zeros when it is created.
         parameters: The run's parameters; only the shapes and dtypes are used.
 
     Attributes:
-        gradients: For each parameter, its last gradient, in the parameter's shape.
-        values: For each parameter, the last value from the servers, in the parameter's shape.
+        gradients: The last gradient of each parameter, in the parameter's shape.
+        values: The last value of each parameter that the servers have sent, in the parameter's shape.
     """
 
     def __init__(self, memory: memoryview, parameters: Sequence[Tensor]) -> None:
@@ -62,7 +63,10 @@ class SharedState:
 
     @property
     def ended(self) -> int:
-        """Number of the last step whose gradients are all published; :data:`NEVER` before the end of the first step."""
+        """Number of the last step that this worker has ended, so that the step's gradients are published.
+
+        :data:`NEVER` before the end of the worker's first step.
+        """
         return self._read(_ENDED)
 
     @property
@@ -85,8 +89,8 @@ class SharedState:
 
         Args:
             index: Index of the parameter.
-            gradient: The gradient.
-            step: Number of the step that was begun last.
+            gradient: The gradient, which is copied into the shared memory.
+            step: Number of the step to which the gradient belongs.
         """
         self.gradients[index].copy_(gradient)
         fence()
@@ -103,7 +107,7 @@ class SharedState:
         """End a step. Parameters whose gradients were not published have no gradient in this step."""
         self._write(_ENDED, step)
 
-    # Values, if this worker leads its node
+    # The leader's values
 
     @property
     def led(self) -> int:
@@ -131,7 +135,7 @@ class SharedState:
         self._value_marks[index] = mark + 1
 
     def has_value(self, index: int, mark: int) -> bool:
-        """Return whether a parameter's value is published with the mark `mark` or a larger mark."""
+        """Return whether this worker has published a parameter's value with the mark `mark` or a larger mark."""
         if self._value_marks[index] <= mark:
             return False
         fence()
@@ -164,8 +168,8 @@ def _padded(size: int) -> int:
 def fence() -> None:
     """Execute a memory barrier: no memory access is moved across this call.
 
-    CPUs such as ARM's reorder memory accesses otherwise. The lock is acquired and released twice, because only a
-    release that is followed by an acquisition is a barrier in both directions.
+    Without a barrier, CPUs such as ARM's may reorder memory accesses. The lock is acquired and released twice, because
+    only a release that is followed by an acquisition is a barrier in both directions.
     """
     for _ in range(2):
         with _lock:
@@ -175,8 +179,8 @@ def fence() -> None:
 class SharedMemory:
     """A worker's shared memory, in an anonymous file (``memfd_create``).
 
-    When a process is killed, the kernel frees the memory. The size is not limited by ``/dev/shm``, which is small in
-    containers.
+    The kernel frees the memory when all processes that use it have ended, even if they are killed. The size is not
+    limited by ``/dev/shm``, which is small in containers.
 
     Args:
         size: Size in bytes.
@@ -213,8 +217,8 @@ def open_shared(ranks: Collection[int], where: Mapping[int, list[object]], size:
         Each worker's memory, by rank.
 
     Raises:
-        ConfigurationError: The memory cannot be opened. The workers may be on different machines or in different
-            containers, or belong to different users.
+        ConfigurationError: A worker's memory cannot be opened, for example because this worker is in a different
+            container or belongs to a different user.
     """
     opened = {}
     for rank in ranks:
@@ -229,8 +233,8 @@ def open_shared(ranks: Collection[int], where: Mapping[int, list[object]], size:
                 os.close(file)
         except OSError as error:
             raise ConfigurationError(
-                f"combine_per_node: true: the shared memory of worker {rank} (process {process} on {host}) cannot be "
-                f"opened on this node ({socket.gethostname()}): {error}: run all workers of a node as the same user "
-                "and in the same container, or set combine_per_node: false"
+                f"`combine_per_node: true` needs the shared memory of worker {rank} (process {process} on {host}), but "
+                f"it cannot be opened on this node ({socket.gethostname()}): {error}; run all workers of a node as the "
+                "same user and in the same container, or set `combine_per_node: false`"
             ) from error
     return opened

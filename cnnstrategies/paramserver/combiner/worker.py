@@ -18,21 +18,23 @@ from cnnstrategies.paramserver.worker.connections import Counters
 class CombinedWorker:
     """A worker with the interface of a :class:`~cnnstrategies.paramserver.api.Worker`, for ``mode: sync``.
 
-    The node's leader is the live worker with the lowest rank. It pushes the mean of the node's gradients, and publishes
-    the new values in shared memory, so the servers see one worker per node (hierarchical aggregation, as in BytePS:
-    Jiang et al., OSDI 2020). If the leader dies, the live worker with the next higher rank becomes the leader. If the
-    servers have not finished the step, the new leader pushes the step's gradients again, which are still in shared
-    memory. If the servers have made steps without this node, the node's workers skip the batches of these steps.
+    The node's leader is the live worker with the lowest rank. The leader pushes the mean of the node's gradients, and
+    publishes the new values in shared memory, so the servers see one worker per node (hierarchical aggregation, as in
+    BytePS: Jiang et al., OSDI 2020).
+
+    If the leader dies, the live worker with the next higher rank becomes the leader. All gradients of the step are
+    still in shared memory, so the new leader pushes their mean again if the servers have not finished the step. If the
+    servers have made steps without this node, the node's workers skip the batches of these steps.
 
     Args:
         rank: Rank of this worker.
-        states: By rank, the shared state of all workers of the node, including this worker.
-        parameters: The parameters in the specification's order; new values are written into them in place.
-        connect: Function that connects to the servers and returns the connection. Its argument is a callback for each
-            parameter that arrives, with the parameter's index and value.
+        states: By rank: the shared state of each worker of the node, including this worker.
+        parameters: The parameters in the specification's order. New values are written into these tensors.
+        connect: Function that creates the node's connection to the servers. Its argument is a callback, which the
+            connection calls with the index and the new value of each parameter that arrives.
         alive: Function that returns the ranks of the live workers, as far as this process knows.
         pause: Called repeatedly while this worker waits for other workers of the node.
-        codecs: Compressions of pushes and pulls that :attr:`codecs` returns in workers that do not lead.
+        codecs: Value of the property :attr:`codecs` while this worker does not lead.
 
     Attributes:
         step: Number of the step that this worker works on, or will work on next.
@@ -58,11 +60,12 @@ class CombinedWorker:
         self._pause = pause
         self._codecs = codecs
         self._engine: Worker | None = None
-        # Rank of the leader whose published values this worker takes; None before a leader is known.
+        # Rank of the leader whose published values this worker uses; None before a leader is known.
         self._leader: int | None = None
         self._value_marks = [NEVER] * len(parameters)  # By parameter index: mark of the parameter's value.
         self._exact = False  # whether to wait for the servers' exact values, which no compression has rounded
         self._first_state: tuple[Mapping[str, Any] | None] | None = None
+        self._last_message = 0  # sequence number of the last message that this worker has sent before it leads
         self._batches_to_skip = 0  # number of batches to skip, because their steps were made without this node
         self._groups: Sequence[Mapping[str, Any]] = ()
         # By rank: number of samples in the current step; None until all workers of the node have begun the step.
@@ -77,9 +80,9 @@ class CombinedWorker:
 
     @property
     def leader(self) -> int | None:
-        """Rank of the leader whose values this worker takes; None before a leader is known.
+        """Rank of the leader whose published values this worker uses; None before a leader is known.
 
-        If the leader has changed, the worker may have to skip some batches; see :meth:`catch_up`.
+        After a change of the leader, the worker may have to skip some batches; see :meth:`catch_up`.
         """
         return self._leader
 
@@ -99,7 +102,7 @@ class CombinedWorker:
             counters.seconds_waited += node.seconds_waited
         return counters
 
-    # Beginning
+    # Start of the run
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
         """Keep the optimizer's state for the run's start. The parameters must not change before :meth:`join`.
@@ -117,11 +120,12 @@ class CombinedWorker:
         """
         self._follow_leader()
         if self._engine is None:
-            # Servers wait some seconds for a HELLO from each worker, so this worker connects to the servers once. If
-            # the worker cannot reach the servers, this call also reports the error now, and not only when the worker
-            # becomes the leader.
+            # Servers wait some seconds for a HELLO from each worker, so this worker connects to the servers once and
+            # sends HELLO. A worker that cannot reach the servers thus fails now, and not only when it becomes the
+            # leader.
             visitor = self._connect(lambda index, value: None)
             visitor.meet()
+            self._last_message = visitor.last_message
             visitor.close()
         self.wait_all()
         return self.step
@@ -136,7 +140,8 @@ class CombinedWorker:
     def catch_up(self) -> int:
         """Return the number of batches that the caller must skip, because their steps were made without this node.
 
-        After this call, this worker does not skip these batches itself.
+        If the caller does not call this method, :meth:`begin_step`, :meth:`push` and :meth:`end_step` skip these
+        batches.
         """
         skipped, self._batches_to_skip = self._batches_to_skip, 0
         self._counters.dropped += skipped
@@ -150,8 +155,8 @@ class CombinedWorker:
             groups: Hyperparameters of each parameter group.
             samples: Number of samples in this worker's batch.
         """
-        # This call raises an error if this worker counts as dead. `wait_all` alone does not raise this error if all
-        # parameters are up to date.
+        # This call raises an error if the coordinator counts this worker as dead. `wait_all` alone does not check this
+        # if all parameters are up to date.
         self._follow_leader()
         self.wait_all()
         if self._batches_to_skip:
@@ -236,21 +241,19 @@ class CombinedWorker:
     def _mean(self, index: int, step: int, alive: Collection[int], weights: Mapping[int, float]) -> Tensor | None:
         """Return the mean of the node's gradients of a parameter, weighted by the workers' numbers of samples.
 
-        The mean contains the gradients that a worker published before it died.
+        The mean contains the gradients that a worker published before it died. Return None if no worker has published a
+        gradient of the parameter.
 
         Args:
             index: Index of the parameter.
             step: Number of the step.
             alive: Ranks of the node's live workers.
-            weights: By rank, the number of samples.
-
-        Returns:
-            The mean; None if no worker has a gradient of the parameter.
+            weights: By rank: number of samples of the worker's batch.
         """
         published = {rank: weight for rank, weight in weights.items() if self._states[rank].has_gradient(index, step)}
         if not published:
             return None
-        # If a live worker has no gradient, its gradient counts as zeros in the mean, as in the servers' mean.
+        # A missing gradient of a live worker counts as zeros, as in the mean that the servers compute over the nodes.
         total = sum(weight for rank, weight in weights.items() if rank in alive or rank in published)
         parts = [(weight, self._states[rank].gradients[index]) for rank, weight in sorted(published.items())]
         if parts[0][0] == total:
@@ -279,8 +282,8 @@ class CombinedWorker:
         """Wait until one parameter is up to date.
 
         Raises:
-            ServersUnreachableError: This worker leads, and has received nothing from the servers within the time-out.
-                Or the servers have lost steps.
+            ServersUnreachableError: This worker leads and has received nothing from the servers within the time-out, or
+                the servers have lost steps.
             RemovedError: The coordinator counts this worker as dead.
         """
         while self._engine is None and self._value_marks[index] < self._mark:
@@ -294,7 +297,7 @@ class CombinedWorker:
 
     def wait_all(self) -> None:
         """Wait until all parameters are up to date. Raises the same errors as :meth:`wait`."""
-        # If the leader changes during the wait, the marks also change, so the loop waits for all values again.
+        # If the leader changes during the wait, `_mark` may grow. The loop then waits for all values again.
         while self._engine is None and min(self._value_marks, default=self._mark) < self._mark:
             for index in range(len(self._parameters)):
                 self.wait(index)
@@ -313,7 +316,7 @@ class CombinedWorker:
         self.wait_all()
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the servers' optimizer state. Only rank 0 may call this method: it always leads its node."""
+        """Return the servers' optimizer state. Only rank 0 may call this, because rank 0 always leads its node."""
         assert self._engine is not None, "the lowest rank leads"
         return self._engine.optimizer_state()
 
@@ -360,7 +363,7 @@ class CombinedWorker:
         self._pause()
         self._waited += time.monotonic() - began
 
-    # The leader
+    # Change of the node's leader
 
     def _follow_leader(self) -> None:
         """Determine the node's leader. If this worker must lead now, become the leader.
@@ -371,7 +374,7 @@ class CombinedWorker:
         """
         alive = self._alive()
         if self._rank not in alive:
-            raise RemovedError(f"worker {self._rank} counts as dead: it must join again as a new incarnation")
+            raise RemovedError(f"worker {self._rank} counts as dead: start the worker again as a new incarnation")
         leader = min(rank for rank in self._states if rank in alive)
         if leader == self._leader:
             return
@@ -382,17 +385,24 @@ class CombinedWorker:
             self._go_on_with(self._states[leader].led)
 
     def _lead(self) -> None:
-        """Become the node's leader: connect to the servers, and finish the last leader's step if necessary."""
+        """Become the node's leader: connect to the servers.
+
+        If the servers have not finished the previous leader's step, push the node's gradients of this step again.
+        """
         self._leader, self._exact = self._rank, True
         if self._staging is not None:
-            self._staging.settle()  # Finish all copies to the GPU, because the connection makes the later copies.
+            # From now on, the connection copies new values to the GPU, so finish this object's own copies first.
+            self._staging.settle()
         self._engine = self._connect(self._on_arrival)
+        # Servers drop messages whose numbers are not larger than those of this worker's earlier messages.
+        self._engine.last_message = self._last_message
         if self._first_state is not None and not self.step:
             self._engine.initialise(*self._first_state)
         step = self._engine.join(self.step - 1 if self.step else None)
         self._own_state.lead(step)
         if self.step == step + 1:
-            # The servers have not finished `step`, and this worker has already published its gradients of that step.
+            # The servers have not finished `step`, and this worker has already published its gradients of `step`. Push
+            # the mean of the node's gradients of `step` again.
             self._weights, self._open = None, dict.fromkeys(range(len(self._sums)))
             self._finish(self._engine)
             self._exact = False
@@ -400,10 +410,10 @@ class CombinedWorker:
             self._go_on_with(step)
 
     def _go_on_with(self, step: int) -> None:
-        """Continue with the new leader's step. Batches that belong to steps made without this node will be skipped.
+        """Continue at a new leader's first step. Skip the batches of steps that were made without this node.
 
         Args:
-            step: Step with which the new leader begins to lead.
+            step: Number of the new leader's first step.
 
         Raises:
             ServersUnreachableError: The servers have lost steps.
@@ -413,8 +423,8 @@ class CombinedWorker:
             self.step = step
         elif step < self.step - 1:
             raise ServersUnreachableError(
-                f"the servers have gone back to step {step}, and this node has already begun step {self.step}: the "
-                "gradients of the steps between them are lost; start the run from its last checkpoint"
+                f"the servers have gone back to step {step}, but this node has already begun step {self.step}, and the "
+                "gradients of the steps in between are lost: start the run from its last checkpoint"
             )
 
     def _on_arrival(self, index: int, value: Tensor) -> None:

@@ -1,9 +1,9 @@
 """The coordinator's side of the workers' collectives.
 
 Here a collective is an operation of the workers through the coordinator: each worker contributes a value, and receives
-the values of all workers. Collectives are numbered. A collective is complete once every worker of the group has
-contributed. A boundary is a collective between two steps. At a boundary, the workers that wait for admission enter the
-group.
+the values of all workers. The workers that must take part are called the group. A collective is complete once every
+worker of the group has contributed. Collectives are numbered. A boundary is a collective between two steps, at which
+the workers that wait for admission enter the group.
 """
 
 import math
@@ -11,17 +11,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from cnnstrategies.paramserver.coordinator.contributions import pack
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
 from cnnstrategies.paramserver.coordinator.roster import WRITER, Member, Roster
 from cnnstrategies.paramserver.coordinator.settings import WORKER
 from cnnstrategies.paramserver.core.node import Buffer, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
 
-# Name of the collective that all workers call directly after a boundary at which workers were admitted. It is the first
+# Name of the collective that all workers call directly after a boundary that has admitted workers. It is the first
 # collective of the admitted workers.
 ADMITTED = "admitted"
-# Name of a field of messages. In a request, the field says whether the worker may be admitted between two boundaries.
-# In the reply to a worker that was admitted between two boundaries, it is the number of the last boundary.
+# Name of a message field. In a request, the field says whether the worker may be admitted between two boundaries. If a
+# worker was admitted in this way, the field in the reply is the number of the last boundary.
 MIDWAY = "midway"
 UNEVEN = (
     "one worker has finished an epoch or its training while another worker continues; give all workers the same number "
@@ -34,9 +35,9 @@ class CollectiveWait(NamedTuple):
     """Members that wait for other members in a collective or a step.
 
     Attributes:
-        operation: Name of the collective or the step.
-        waiting: Names of the waiting members.
-        others: Names of the members for which they wait.
+        operation: Name of the collective, or number of the step.
+        waiting: Names of the waiting members, for example ``worker 3``.
+        others: Names of the members for which the waiting members wait.
     """
 
     operation: str
@@ -48,7 +49,7 @@ class CollectiveWait(NamedTuple):
 
 
 def abbreviated(names: Sequence[str]) -> str:
-    """Return a text with the first `MOST_NAMED` names and the number of the remaining names."""
+    """Return a text with the first `MOST_NAMED` names and the number of other names: "a, b, c, d and 3 more"."""
     remaining = len(names) - MOST_NAMED
     return ", ".join(names[:MOST_NAMED]) + (f" and {remaining} more" if remaining > 0 else "")
 
@@ -62,21 +63,30 @@ class _Contribution(NamedTuple):
     midway: bool  # whether the worker may be admitted between two boundaries
 
 
+class _Flags(NamedTuple):
+    """Flags of the requests in a collective. See :class:`Rounds` for the first two."""
+
+    seal: bool = False
+    boundary: bool = False
+    leader_only: bool = False  # whether only the worker with the lowest id receives the contributions
+
+
 @dataclass
 class _Result:
     sequence: int
-    ids: list[int]
-    sizes: list[int]
+    leader: int  # lowest id among the workers that took part
+    frames: list[Buffer]  # contributions of all workers, packed once for all replies
+    others_frames: list[Buffer]  # frames for all workers except the leader; with `leader_only`, no contributions
     view: int = 0
-    frames: list[Buffer] = field(default_factory=list)
     admitted: list[int] = field(default_factory=list)
-    midway: int | None = None  # number of the last boundary, if this result admits workers after that boundary
+    midway: int | None = None  # number of the last boundary, if workers are admitted between boundaries; else None
 
-    def message(self, request: int, joined: bool) -> Message:
-        fields = {"sequence": self.sequence, "ids": self.ids, "sizes": self.sizes, "joined": joined}
+    def message(self, worker: int, request: int, joined: bool) -> Message:
+        fields: dict[str, object] = {"sequence": self.sequence, "joined": joined}
         if self.midway is not None:
             fields[MIDWAY] = self.midway
-        return Message(DONE, {**fields, "view": self.view, "admitted": self.admitted}, self.frames, request)
+        frames = self.frames if worker == self.leader else self.others_frames
+        return Message(DONE, {**fields, "view": self.view, "admitted": self.admitted}, frames, request)
 
 
 class Rounds:
@@ -86,16 +96,23 @@ class Rounds:
 
     - The collective with the flag ``seal`` ends the set-up. From then on views contain the workers.
     - A collective with the flag ``boundary`` admits the workers that wait for admission. If worker 0 is lost, the
-      boundary waits until worker 0 is back. Otherwise the other workers could finish the training without worker 0,
-      which writes the checkpoints.
+      boundary is complete only after another process has replaced worker 0. Otherwise the other workers could finish
+      the training without worker 0, which writes the checkpoints.
 
-    The results of these collectives are sent only after all servers have seen the view with the new membership.
+    A third flag, ``leader_only``, is for contributions that only one worker needs: the reply to the worker with the
+    lowest id contains all contributions, and the replies to the other workers contain only the ids of the workers.
 
-    A worker may also be admitted between two boundaries. It then receives the result of the last boundary. Such an
-    admission is possible as long as the group has not begun another collective since that boundary (apart from
-    `ADMITTED`), and samples are left for the worker. For an original worker that was started again there are two more
-    conditions: the worker's request contains the flag ``midway``, and the last boundary admitted no workers. Joiners
-    are not original workers. They do not take part in the set-up or in the collectives at the end of an epoch.
+    The result of a collective that changes the membership is sent only after all servers have seen the new view.
+
+    A worker may also be admitted between two boundaries, and then receives the result of the last boundary. All these
+    conditions must hold:
+
+    - Since the last boundary, the group has not begun any collective except `ADMITTED`.
+    - Samples are left for the worker.
+    - If the worker is an original worker that was started again, its request contains the flag ``midway``, and the last
+      boundary has not admitted any workers.
+
+    Joiners do not take part in the set-up, nor in the collectives at the end of an epoch.
 
     Args:
         roster: The members of the run.
@@ -111,21 +128,20 @@ class Rounds:
         self._dispatcher = dispatcher
         self._answer = answer
         self.sequence = 0
-        # By number of the collective: results of the collectives before the end of the set-up.
+        # By number of a collective during the set-up: its result. Workers that are started again need these results.
         self._log: dict[int, _Result] = {}
         # By worker id: the worker's contribution to the current collective.
         self._pending: dict[int, _Contribution] = {}
-        # Whether the current collective has the flag `seal`, and whether it has the flag `boundary`.
-        self._flags: tuple[bool, bool] = (False, False)
+        self._flags = _Flags()  # flags of the current collective
         # By worker id: the contribution of each worker that waits for admission.
         self._joiners: dict[int, _Contribution] = {}
         self._boundary: _Result | None = None  # result of the last boundary; None before the first boundary
         self._operation = ""  # name of the last complete collective
-        # Results that must not be sent before all servers have seen the result's view, each with the contributions that
-        # get this result as their reply. The flag of a contribution says whether its worker is newly admitted.
+        # Results that must not be sent before all servers have seen the view with the result's new membership. Each
+        # result has a list of pairs: a contribution that waits for the reply, and whether its worker is newly admitted.
         self._held_results: list[tuple[_Result, list[tuple[_Contribution, bool]]]] = []
         # By worker id: the worker's last contribution, the result that was sent to the worker, and whether the worker
-        # was newly admitted. A worker that repeats the request gets the same result again.
+        # was newly admitted. If the worker repeats its request, it gets the same result again.
         self._sent: dict[int, tuple[_Contribution, _Result, bool]] = {}
 
     def collect(self, member: Member, message: Message) -> str | None:
@@ -135,13 +151,13 @@ class Rounds:
             member: The worker.
             message: The worker's request.
 
-        Returns an error message if the run cannot go on. Returns None if it can.
+        Returns an error message if the run cannot go on; otherwise None.
 
         Raises:
             ControlError: A field of the request is missing or invalid.
         """
         sequence, operation = message.integer("sequence"), message.string("operation")
-        seal, boundary = message.flag("seal"), message.flag("boundary")
+        flags = _Flags(*map(message.flag, _Flags._fields))
         peer, identity = member.peer, member.peer.id
         midway = message.fields.get(MIDWAY) is True
         contribution = _Contribution(peer, message.request, sequence, operation, message.frames, midway)
@@ -153,7 +169,7 @@ class Rounds:
             if (last.peer, last.sequence) == (peer, sequence):
                 self._send_when_seen(result, [(contribution, joined)])
                 return None
-        if seal and (self._roster.sealed or self._roster.is_joiners_place(WORKER, identity)):
+        if flags.seal and (self._roster.sealed or self._roster.is_joiners_place(WORKER, identity)):
             self._joiners[identity] = contribution
             return self.over
         if sequence in self._log:
@@ -170,14 +186,15 @@ class Rounds:
                 f"worker must call the same collectives in the same order; perhaps {UNEVEN}"
             )
         self._pending[identity] = contribution
-        self._flags = (seal, boundary)
+        self._flags = flags
         self._complete()
         return None
 
     def go_on(self) -> None:
-        """Act on a change of the membership, or of the views that servers have seen.
+        """Complete the current collective, admit waiting workers and send held results, if this is possible now.
 
-        Complete the current collective, admit waiting workers and send held results, if this is now possible.
+        The coordinator calls this after each event, because the membership may have changed, or servers may have seen
+        a new view.
         """
         self._complete()
         self._admit_midway()
@@ -187,9 +204,9 @@ class Rounds:
 
     @property
     def over(self) -> str | None:
-        """Error message for the end of the run, if workers wait for admission but the group has no workers left.
+        """Error message with which the run must end; None as long as the run can go on.
 
-        The value is None as long as the run can go on.
+        The run must end if workers wait for admission, but no worker is left in the group.
         """
         if self._joiners and not self._roster.group:
             names = ", ".join(_workers(self._joiners))
@@ -210,13 +227,14 @@ class Rounds:
         roster = self._roster
         if len(self._pending) < max(1, len(roster.group)) or not roster.group <= self._pending.keys():
             return
-        seal, boundary = self._flags
+        seal, boundary, leader_only = self._flags
         if boundary and self._awaited_writer:
             return
         self._operation = next(iter(self._pending.values())).operation
         pending, self._pending = dict(sorted(self._pending.items())), {}
-        result = _Result(self.sequence, list(pending), [len(contribution.frames) for contribution in pending.values()])
-        result.frames = [frame for contribution in pending.values() for frame in contribution.frames]
+        frames = pack({worker: contribution.frames for worker, contribution in pending.items()})
+        others_frames = pack(dict.fromkeys(pending, ())) if leader_only else frames
+        result = _Result(self.sequence, min(pending), frames, others_frames)
         self.sequence += 1
         replies = [(contribution, False) for contribution in pending.values()]
         if not roster.sealed:
@@ -242,8 +260,8 @@ class Rounds:
         boundary, roster = self._boundary, self._roster
         if not self._joiners or boundary is None or self._pending or self._held_results:
             return
-        # If workers were admitted at the boundary, the collective `ADMITTED` follows the boundary, and must be complete
-        # before other workers are admitted.
+        # `since` is the number of complete collectives since the boundary. If the boundary has admitted workers, the
+        # collective `ADMITTED` follows, and must be complete before other workers are admitted.
         since = self.sequence - 1 - boundary.sequence
         if since != bool(boundary.admitted) or (since and self._operation != ADMITTED):
             return
@@ -275,13 +293,11 @@ class Rounds:
     def _send(self, contribution: _Contribution, result: _Result, joined: bool) -> None:
         peer = contribution.peer
         last, *_ = self._sent.get(peer.id, (contribution,))
-        # If the worker has repeated its request, it may have received this result earlier, and may have gone on to a
-        # later collective. The record of the later collective must then not be replaced.
+        # If the worker has repeated its request, it may have received this result earlier, and may have contributed to
+        # a later collective since then. The entry of the later collective must not be replaced.
         if last.peer != peer or last.sequence <= contribution.sequence:
             self._sent[peer.id] = contribution, result, joined
-        self._answer(peer, result.message(contribution.request, joined))
-
-    # Waits
+        self._answer(peer, result.message(peer.id, contribution.request, joined))
 
     @property
     def view(self) -> int:
@@ -290,15 +306,15 @@ class Rounds:
 
     @property
     def _awaited_writer(self) -> list[int]:
-        """A list with the id of worker 0 if this worker is lost and was not replaced yet; otherwise an empty list."""
+        """A list that contains the id of worker 0 as long as this worker is lost and not replaced; otherwise empty."""
         present = self._roster.group | self._joiners.keys()
         return [] if WRITER in present or self._roster.has_left(WRITER) else [WRITER]
 
     @property
     def waits(self) -> list[CollectiveWait]:
-        """The current waits of workers in collectives or for admission.
+        """Operations that workers wait for now, each with the members that must act before the operation can end.
 
-        Each wait contains the names of the workers or servers for which the workers wait.
+        Workers may wait for the current collective, for admission, or for a result that is held back.
         """
         group = _workers(self._roster.group)
         waits = []
@@ -307,7 +323,7 @@ class Rounds:
             waiting = _workers(self._pending)
             present = set(waiting)
             absent = [name for name in group if name not in present]
-            absent += _workers(self._awaited_writer) if self._flags[1] else ()
+            absent += _workers(self._awaited_writer) if self._flags.boundary else ()
             waits.append(CollectiveWait(operation, waiting, tuple(absent)))
         if self._joiners:
             waits.append(CollectiveWait("join", _workers(self._joiners), group))
@@ -317,10 +333,10 @@ class Rounds:
         return waits
 
     def deadlock(self) -> list[CollectiveWait]:
-        """Return two waits that block each other. Return an empty list if there is no deadlock.
+        """Return the two waits of a deadlock. Return an empty list if there is no deadlock.
 
-        In a deadlock some workers wait in a collective for the other workers. The other workers need pushes of the
-        waiting workers before they can finish their step and reach the collective.
+        In a deadlock some workers wait in a collective for the other workers. The other workers cannot reach the
+        collective, because they cannot finish their step without pushes of the waiting workers.
         """
         figures = {member.peer.id: member.figures for member in self._roster.members if member.peer.role == WORKER}
         pushed = {worker: figures[worker]["pushed"] for worker in self._pending if "pushed" in figures.get(worker, {})}

@@ -3,13 +3,13 @@
 In ps-lite the same process is called the scheduler.
 
 Servers and workers register with the coordinator and send heartbeats to it. The coordinator sends them numbered views
-of the membership. Workers exchange small values in collectives through the coordinator. Only the live workers of the
-group take part in a collective, so the death of a worker does not block the other workers.
+of the membership. Workers exchange small values in collectives through the coordinator. A collective does not wait for
+dead workers, so the death of a worker does not block the other workers.
 
 The coordinator keeps the results of all collectives before the start of training. A worker that is started again
-repeats these collectives, and receives the same results as the other workers. The worker is then admitted to the group
-at the next boundary, which is a collective at a time when no worker is in the middle of a step. The boundary's result
-is sent only after all servers have seen the view with the new worker.
+repeats these collectives, and receives the same results as the other workers. It then waits for the next boundary, a
+collective between two steps, and takes part in all later steps. The boundary's result is sent only after all servers
+have seen the view with the new worker.
 
 A coordinator serves one session. Once every worker has left, the session is over and the servers end. A process that
 registers later receives the message that the session is over. A script may have several sessions in sequence, each with
@@ -32,7 +32,8 @@ from cnnstrategies.paramserver.core.requests import DONE, PROBE, REFUSED, UNKNOW
 TICK = "tick"
 # Result of a method that handles a request: fields of the reply by name; None if the reply is sent later.
 Fields = Mapping[str, object] | None
-# If no event occurs for longer than this fraction of the time-out, the coordinator's process was stopped in that time.
+# The interval of the timer `TICK` is shorter than this fraction of the time-out. If no event occurs for longer, the
+# coordinator's process was stopped, for example by SIGSTOP.
 STOPPED_FRACTION = 0.25
 
 
@@ -40,11 +41,11 @@ class Coordinator:
     """The role of the coordinator. It serves registrations, views, collectives and chunks of samples for one session.
 
     Attributes:
-        answering: The requests that members have sent, and their replies.
+        answering: The requests of members, and the replies to these requests.
         roster: The members of the run.
         dispatcher: The assignment of chunks of samples to workers.
         rounds: The collectives of the workers.
-        ended: The message that tells the members why the run has ended; None before the end.
+        ended: The message to all members with the reason why the run has ended; None before the end.
         signal: Number of the first signal that a member has received, after which all members must stop; 0 if no member
             has received a signal.
         specification: The run's specification, as JSON in one frame; None before the first worker has sent it.
@@ -67,14 +68,14 @@ class Coordinator:
         self._awaiting_specification: dict[Peer, int] = {}
         self._deadlock: list[CollectiveWait] = []
         self._deadlock_since = 0.0
-        # Number of the view that all servers must see before a collective's result can be sent (0 if no result waits),
-        # and the time since which the result waits.
+        # Number of the view that all servers must see before a collective's result can be sent, and the time since
+        # which the result waits. The number is 0 if no result waits.
         self._view, self._view_since = 0, 0.0
         self._stopping: float | None = None  # time at which a supervision process requested the end; None before
         # By number of the node: random number that identifies the node's supervision process.
         self._supervisions = {0: settings.supervisor} if settings.supervisor else {}
-        # By kind of request: the method that handles it. Servers and workers may send these requests after their
-        # registration.
+        # By kind of request: the method that handles it. Both servers and workers may send these kinds of requests,
+        # after their registration.
         common_handlers: dict[str, Callable[[float, Member, Message], Fields]] = {
             "leave": self._leave,
             "get": self._get,
@@ -98,8 +99,6 @@ class Coordinator:
             "stop": self._stop,
         }
 
-    # The role
-
     def start(self, now: float) -> Effects:
         """Begin to wait for the members, or continue after this coordinator's earlier process was killed."""
         if self._last_time is None:
@@ -109,9 +108,10 @@ class Coordinator:
         return [Timer(TICK, now + self._tick)]
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
-        """Act on a message from a watcher, or on a message that belongs to this session.
+        """Reply to a watcher, or act on a message of this session.
 
-        Messages of other sessions are dropped. If this session is over, a message of a later session ends this role.
+        A watcher asks for the run's state, and is not a member. Messages of other sessions are dropped. If this session
+        is over, a message of a later session ends this role.
         """
         if sender.role == status.WATCHER:
             awake_time = now - self._stopped_seconds
@@ -138,7 +138,7 @@ class Coordinator:
     def _awake_time(self, now: float) -> float:
         """Return the current time minus all pauses in which this process was stopped.
 
-        With this time, a pause of this process does not count as silence of the members.
+        The silence of members is measured with this time, so a pause of this process does not count as silence.
         """
         assert self._last_time is not None, "the coordinator has started"
         passed, self._last_time = now - self._last_time, now
@@ -170,7 +170,7 @@ class Coordinator:
             self._handle_supervision(now, sender, message)
         elif message.kind == "over":
             if member is None and self.roster.member_at(sender.role, sender.id) is not None:
-                raise ControlError(f"{message.kind}: another process is the member {sender}")
+                raise ControlError(f"{message.kind}: another process is registered as {sender}")
             self.roster.stop_expecting(sender.role, sender.id)
             if member is not None:
                 self.roster.remove(member, left=True)
@@ -217,8 +217,8 @@ class Coordinator:
     def _after_change(self, now: float) -> None:
         """Continue the collectives after an event, and end this role if a supervision process has requested the end.
 
-        The role ends once all members are gone, and the coordinator no longer waits for a process that has never
-        registered. After the time-out, the role does not wait for such processes.
+        The role ends once all members are gone. It also waits for expected processes that have never registered, but
+        not longer than the time-out.
         """
         if self._stopping is not None and not self.roster.members:
             late = now - self._stopping > self._settings.timeout
@@ -245,8 +245,8 @@ class Coordinator:
     def _refuse(self, sender: Peer, message: Message) -> None:
         """Act on a message from a process that is not a member.
 
-        Send the `ended` message with the reason, if the run has ended or the process is refused. A process that has
-        left may repeat its request to leave, and then gets the reply again.
+        If the process has left, repeat the reply to its request to leave, and ignore its other messages. If the run has
+        ended or the process may not register, send an `ended` message with the reason.
         """
         if self.roster.gone.get(sender):
             if message.kind == "leave":
@@ -256,10 +256,9 @@ class Coordinator:
             self._send(sender, Message("ended", end))
 
     def _end_for(self, sender: Peer) -> Fields:
-        """Return the fields of the `ended` message for a process that is not a member.
+        """Return the fields of an `ended` message, if a process may not register or the run has ended.
 
-        Such a process gets this message if it was refused, or if the run has ended. Return None if the process may
-        register.
+        Return None if the process may register.
         """
         refusal = self.roster.refusal(sender)
         if refusal is not None:
@@ -297,7 +296,7 @@ class Coordinator:
                 self._finish("the session is over: every worker has left", clean=True)
 
     def _forget(self, member: Member) -> None:
-        """Drop the requests and the contributions to collectives of a process that is no longer a member."""
+        """Drop a former member's requests, and its contributions to collectives."""
         self.answering.forget(member.peer)
         self._awaiting_specification.pop(member.peer, None)
         if member.peer.role == WORKER:
@@ -322,9 +321,9 @@ class Coordinator:
         return None
 
     def _put(self, now: float, member: Member, message: Message) -> Fields:
-        """Keep the specification in the message, unless an earlier specification is kept already.
+        """Store the specification in the message, unless a worker has sent it before.
 
-        Send the kept specification to the members that wait for one.
+        Send the stored specification to the members that wait for it.
         """
         if self.specification is None:
             self.specification = message.frames
@@ -375,8 +374,8 @@ class Coordinator:
     # Messages from supervision processes
 
     def _handle_supervision(self, now: float, sender: Peer, message: Message) -> None:
-        # The number of the supervision process that started this coordinator is known. For every other node, the first
-        # process that sends a message as the node's supervision process is accepted, and all others are refused.
+        # The coordinator knows the random number of the supervision process that started it. For every other node, it
+        # accepts the first process that sends a message as the node's supervision process, and refuses all others.
         known = self._supervisions.setdefault(sender.id, sender.process) if sender.id < self._settings.nodes else -1
         if known != sender.process:
             raise ControlError(f"{message.kind}: the sender is not the supervision process of node {sender.id}")
@@ -404,7 +403,7 @@ class Coordinator:
     def _stop(self, now: float, sender: Peer, message: Message) -> Fields:
         """End the run at the request of a supervision process, which has already ended the members of its node.
 
-        This role ends once the members on other nodes have confirmed the end, or after the time-out.
+        :meth:`_after_change` ends this role after the members on other nodes have also ended.
         """
         ended = {(role, identity) for role, identity in message.table("members", str, int)}
         self._finish("the run is over", clean=True)
@@ -415,8 +414,6 @@ class Coordinator:
             if member.peer[:2] in ended:
                 self.roster.remove(member, left=True)
         return {}
-
-    # The end
 
     def _end(self, now: float, sender: Peer, message: Message) -> Fields:
         self._finish(message.string("message")[:4000], clean=message.flag("clean"))

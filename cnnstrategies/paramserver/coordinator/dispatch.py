@@ -1,8 +1,9 @@
 """Dynamic assignment of samples: workers request chunks of an epoch, so that faster workers process more chunks.
 
-A worker may request a chunk before it has processed its earlier chunks, and therefore reports its progress. If a worker
-dies, the chunks that it has not processed are assigned to other workers. Every sample is processed exactly once in an
-epoch without deaths. After a death some samples may be processed twice, but none is left out.
+A worker may request a chunk before it has processed its earlier chunks. So each request also reports the number of
+samples that the worker has processed. If a worker dies, its unprocessed chunks are assigned to other workers. Every
+sample is processed exactly once in an epoch without deaths. After a death some samples may be processed twice, but none
+is left out.
 """
 
 from collections import deque
@@ -14,12 +15,12 @@ from cnnstrategies.paramserver.core.node import ControlError
 
 @dataclass(frozen=True)
 class Chunk:
-    """A range of positions in an epoch's order of samples. An empty chunk means that no samples are left.
+    """A range of an epoch's samples. An empty chunk means that no samples are left.
 
     Attributes:
         epoch: Number of the epoch.
-        start: The chunk's first position.
-        stop: Position after the chunk's last position.
+        start: Index of the chunk's first sample in the epoch's order of samples.
+        stop: Index of the chunk's last sample plus 1.
     """
 
     epoch: int
@@ -63,8 +64,8 @@ class Epoch:
     """The chunks of one epoch, and the workers to which they were assigned.
 
     Attributes:
-        waiting: Chunks that are not assigned to a worker. Some of these chunks may belong to an earlier epoch, because
-            their worker has died or left.
+        waiting: Chunks that are not assigned to a worker. Some may belong to an earlier epoch, if a worker has died or
+            left without processing them.
         samples: Number of samples in the epoch.
         chunk: Number of samples in a chunk; the epoch's last chunk may be smaller.
         shares: By worker: the chunks that were assigned to the worker.
@@ -101,9 +102,9 @@ class Dispatcher:
         self._boundary_epoch: int | None = None
 
     def begin(self, number: int, samples: int, chunk: int, done: str = "") -> int:
-        """Begin an epoch: cut it into chunks. If another worker has begun the epoch before, nothing changes.
+        """Begin an epoch: cut it into chunks. If another worker has already begun the epoch, nothing changes.
 
-        Chunks of earlier epochs that no worker has processed, because a worker died, are assigned first.
+        Unprocessed chunks of earlier epochs, which a dead worker has left over, are assigned first.
 
         Args:
             number: Number of the epoch.
@@ -175,7 +176,7 @@ class Dispatcher:
         return chunk
 
     def progress(self, number: int) -> str:
-        """Return the processed chunks of an epoch as hexadecimal digits: bit i is set if chunk i is processed.
+        """Return the processed chunks of an epoch as a hexadecimal number: bit i is set if chunk i is processed.
 
         The text is empty if the epoch is unknown.
         """
@@ -222,9 +223,9 @@ class Dispatcher:
     def may_join(self, worker: int) -> bool:
         """Return whether an original worker that was started again may be admitted at once.
 
-        Return False if another worker has already begun the next epoch, or if the worker has requested a chunk of the
-        current epoch and received the reply that no samples are left. The worker must then wait for the next boundary,
-        the collective between two steps that admits waiting workers.
+        Return False in two cases: another worker has already begun the next epoch, or the worker has already received
+        the reply that no samples of the current epoch are left. The worker must then wait for the next boundary, the
+        collective between two steps that admits waiting workers.
         """
         if self._boundary_epoch is None or self._boundary_epoch != max(self._epochs):
             return False
@@ -236,7 +237,7 @@ class Dispatcher:
 
         Args:
             workers: Ids of the workers that must each get at least one chunk.
-            others: Whether one more chunk must be left for a joiner.
+            others: Whether one more chunk must be left, for a joiner.
         """
         if not self._epochs:
             return False
@@ -256,8 +257,8 @@ class Dispatcher:
     def _take_back(self, share: Share) -> None:
         """Put a worker's unprocessed chunks at the front of the newest epoch's waiting chunks.
 
-        Some workers may already have finished the epoch to which the chunks belong, and only request chunks of the
-        newest epoch.
+        Chunks of an earlier epoch are also moved to the newest epoch, because workers that have finished the earlier
+        epoch request only chunks of the newest epoch.
         """
         self._epochs[max(self._epochs)].waiting.extendleft(reversed(share.held))
 

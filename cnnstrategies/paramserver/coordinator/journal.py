@@ -6,9 +6,9 @@ that reads the journal repeats the inputs, and so reaches the same state. For th
 is only a pause in which messages may be lost, and the protocol repeats lost messages. From time to time the pickled
 state of the coordinator replaces the inputs in the journal.
 
-The journal is not synced to a disk. It needs to outlive the coordinator's process, but not the machine of rank 0, on
-which it is stored, because no run outlives that machine. If a process is killed while it writes a record, the record is
-incomplete and is ignored: no member has received a message that depends on it.
+The journal is stored on the machine of rank 0, and is not synced to the disk. The journal need not survive a failure of
+that machine, because the run ends then anyway. If a process is killed while it writes a record, the record is
+incomplete and is ignored. This does no harm, because the process has not acted on the input in the record yet.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class Journaled:
     Args:
         coordinator: A coordinator that has not received any inputs.
         store: Store of the journal. No other process writes to it.
-        follows: Whether the coordinator's last process was killed, so that this process continues from the journal.
+        follows: Whether this process continues from the journal, because the coordinator's last process was killed.
         most: Number of records after which the coordinator's state replaces them.
 
     Attributes:
@@ -69,10 +69,11 @@ class Journaled:
         for record, end in _records(contents):
             self._records, whole = self._records + 1, end
             self._read(record)
-        store.replace(contents[:whole])  # Remove an incomplete record: records after it would not be read.
+        # Remove an incomplete last record, because records that are appended after it could not be read.
+        store.replace(contents[:whole])
 
     def start(self, now: float) -> Effects:
-        """Write the time to the journal, and call :meth:`.Coordinator.start`."""
+        """Write the start time to the journal, and call :meth:`.Coordinator.start`."""
         self._write((now,))
         return self.coordinator.start(now)
 
@@ -84,7 +85,7 @@ class Journaled:
         return self.coordinator.on_message(now, sender, message)
 
     def on_timer(self, now: float, name: str) -> Effects:
-        """Write a timer to the journal, and call :meth:`.Coordinator.on_timer`."""
+        """Write the name and time of an expired timer to the journal, and call :meth:`.Coordinator.on_timer`."""
         self._write((now, name))
         return self.coordinator.on_timer(now, name)
 
@@ -92,7 +93,8 @@ class Journaled:
         if self._records >= self._most or self._bytes > MOST_BYTES:
             whole = _packed(self.coordinator)
             self._store.replace(whole)
-            # The negative size delays the next replacement, so that a large state is not written too often.
+            # Counting the bytes starts below 0, so the size limit allows more records after a large state. A large
+            # state is then not written too often.
             self._records, self._bytes = 0, -len(whole)
         packed = _packed(record)
         self._store.append(packed)
@@ -118,7 +120,7 @@ def _packed(record: object) -> bytes:
 
 
 def _records(contents: bytes) -> Iterator[tuple[Any, int]]:
-    """Yield the complete records, each with the position of its end in the contents.
+    """Yield the complete records, each with the number of bytes from the start of the contents to the record's end.
 
     Unpickling can run code that the contents name. This is safe here, because only the user, who also owns the programs
     of the run, can write to the store.

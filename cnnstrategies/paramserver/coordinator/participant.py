@@ -10,7 +10,7 @@ from cnnstrategies.paramserver.core.view import View
 
 COORDINATOR = Peer("coordinator", 0)
 BEAT = "beat"
-VIEW = 0  # A `Return` with this call number contains a new view. Calls have other numbers.
+VIEW = 0  # Number of the call in a `Return` effect with a new view. Calls whose result nobody needs also have number 0.
 # If the timer for a heartbeat is late by more than this fraction of the time-out, this process was stopped meanwhile.
 STOPPED_FRACTION = 0.25
 # When a process leaves the run, it waits at most this fraction of the time-out for the coordinator's reply.
@@ -21,8 +21,8 @@ LEFT_UNHEARD = "this process has left without a reply from the coordinator, whic
 class Participant:
     """The role of a worker or server in the protocol with the coordinator.
 
-    Each call makes the role send a request of the call's kind to the coordinator, apart from the call ``seen``. With
-    that call, the process reports that it now acts on a view, whose number is in the field ``number``.
+    A :class:`Call` of the process becomes a request of the same kind to the coordinator. The call ``seen`` is an
+    exception: with it, the process reports that it now acts on the view with the number in the field ``number``.
 
     Args:
         address: Identity of this process, and the coordinator's endpoint.
@@ -33,7 +33,7 @@ class Participant:
         peer: Identity of this process in messages.
         view: The newest view; None before the coordinator has accepted the registration.
         ended: The effect with which this role has ended; None before the end.
-        signal: Number of the signal because of which all members must stop; 0 if no member has received a signal.
+        signal: Number of the signal after which all members must stop; 0 if no member has received a signal.
         seen: Number of the newest view on which this process acts.
         figures: Function that returns this process's figures; see :func:`.status.figures_of`.
         losses: Number of processes that the run has lost, according to the coordinator's last message.
@@ -77,10 +77,10 @@ class Participant:
         return []
 
     def on_timer(self, now: float, name: str) -> Effects:
-        """Send a heartbeat or a probe, depending on the timer.
+        """Send a heartbeat or a probe, depending on the timer. End the role if the coordinator was silent for too long.
 
-        End the role instead if the coordinator has been silent for longer than the time-out, or for longer than
-        `Address.appear` seconds before it has accepted the registration.
+        Until the coordinator has accepted the registration, the limit is `Address.appear` seconds. After that, the
+        limit is the time-out.
         """
         if self.ended is not None:
             return []
@@ -88,9 +88,8 @@ class Participant:
             return self._asking.on_timer(now)
         late = now - self._next_beat
         if late > STOPPED_FRACTION * self._address.timeout:
-            # This process was stopped, so the time of the pause does not count as silence of the coordinator. If a
-            # message that arrived during the pause was read before this timer, `heard` is already the current time. It
-            # must not lie in the future, so `now` limits it.
+            # This process was stopped. The pause is added to `heard`, so that it does not count as silence of the
+            # coordinator. If a message was read since the pause, `heard` is current already, so `now` limits the sum.
             self.heard = min(now, self.heard + late)
         leaving = any(request.message.kind == "leave" for request in self._asking.open.values())
         if leaving and now - self.heard > LEAVING_FRACTION * self._address.timeout:
@@ -188,14 +187,14 @@ class Participant:
 class Reporter:
     """The role of a supervision process in the protocol with the coordinator.
 
-    Each call makes the role send a request of the call's kind to the coordinator.
+    A :class:`Call` of the process becomes a request of the same kind to the coordinator.
     """
 
     def __init__(self, session: int) -> None:
         self._asking = Asking(COORDINATOR, {"session": session})
 
     def start(self, now: float) -> Effects:
-        """Send all open requests again. Call this after every new connection to the coordinator."""
+        """Send all requests without a reply again. Call this after every new connection to the coordinator."""
         return self._asking.resend()
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
@@ -206,13 +205,13 @@ class Reporter:
         return effects if request is None else [*effects, Return(request.call, message)]
 
     def on_timer(self, now: float, name: str) -> Effects:
-        """Send a probe for the open requests. If all requests have replies, nothing is sent."""
+        """Ask the coordinator about the requests without a reply. If all requests have replies, nothing is sent."""
         return self._asking.on_timer(now)
 
     def on_call(self, now: float, call: Call) -> Effects:
         """Send a request to the coordinator.
 
-        A new request for the run's status replaces an earlier request for the status that has no reply yet.
+        A new request for the run's status replaces an earlier status request that has no reply yet.
         """
         if call.kind == "status":
             self._asking.drop("status")

@@ -1,7 +1,7 @@
-"""The coordinator's list of members: who may register, who is removed, and whether the run goes on after a loss.
+"""The coordinator's list of members, which decides on registrations, removals, and the end of the run after a loss.
 
-A process that has been removed cannot become a member again. Another process may take its place with a higher
-incarnation. The coordinator sends every change of the membership to all members, as a view with the next number.
+A process that was removed cannot become a member again. Another process with a higher incarnation may take its place.
+After every change of the membership, the coordinator sends a view with the next number to all members.
 """
 
 from collections import deque
@@ -13,10 +13,10 @@ from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, Coord
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 
-WRITER = 0  # id of the worker that writes checkpoints and logs; the run ends if it is lost and not replaced
+WRITER = 0  # id of the worker that writes checkpoints and logs; if this worker is lost and not replaced, the run ends
 CONFIRM_SECONDS = 5.0  # seconds within which a supervision process must report whether it replaces a silent member
-# If the result of a collective waits until all servers have seen a view, a server that has not seen the view after this
-# many time-outs is removed, although it sends heartbeats.
+# A collective's result may have to wait until all servers have seen a view. A server that has not seen the view after
+# this many time-outs is removed, even if it sends heartbeats.
 PATIENCE = 6
 MOST_FAULTS = 50  # largest number of faults in the history
 LONGEST = 300  # largest number of characters in a fault's description
@@ -55,13 +55,7 @@ class Member:
 
     @classmethod
     def from_hello(cls, peer: Peer, hello: Message, now: float) -> "Member":
-        """Return the member for a registration.
-
-        Args:
-            peer: Identity of the process.
-            hello: The registration's message.
-            now: The current time.
-        """
+        """Return the member that a registration message, `hello`, describes."""
         host, endpoint, key = (hello.string(name) for name in ("host", "endpoint", "public_key"))
         return cls(peer, hello.integer("process"), host[:255], now, endpoint, key)
 
@@ -101,7 +95,7 @@ class History:
 
 @dataclass
 class _Place:
-    """State of a member's place. Every role and id has a place, which one process can have at a time.
+    """State of the place for one role and id, for example worker 3. Only one process at a time has the place.
 
     Attributes:
         member: The process that has the place; None if the place is free.
@@ -163,8 +157,8 @@ class Roster:
         places = [(SERVER, server) for server in range(settings.servers)]
         places += [(WORKER, worker) for worker in range(settings.workers + settings.max_joiners)]
         self._places = {place: _Place() for place in places}
-        # Members that were removed after the end of the run because they were silent. They are not refused as dead, so
-        # that they receive the reason of the end if they send a message later.
+        # Members that were removed after the end of the run because they were silent. If they send a message later, the
+        # coordinator does not reject it as one from a dead process, but replies with the reason why the run ended.
         self._silent_at_end: set[Peer] = set()
         self._view = View(0, (), ())
         self.view_message = self._make_view_message()
@@ -240,8 +234,8 @@ class Roster:
         place = self._places[peer.role, peer.id]
         place.member = None
         if self.is_joiners_place(peer.role, peer.id):
-            # A joiner may come in each epoch as a new incarnation, so `gone` must not keep all incarnations. The lowest
-            # incarnation that may register is enough to recognise the earlier processes.
+            # Joiners may come and go in every epoch, each with a new incarnation. To stay small, `gone` keeps only the
+            # last process in a joiner's place. Earlier processes are refused because of their lower incarnation.
             place.incarnation = max(place.incarnation, peer.incarnation + 1)
             self.gone = {other: on_purpose for other, on_purpose in self.gone.items() if other[:2] != peer[:2]}
         self.gone[peer] = left
@@ -294,7 +288,7 @@ class Roster:
     def admit(self, now: float, peer: Peer, hello: Message) -> bool:
         """Make a process a member if its place is free. Call this only if :meth:`refusal` returns None.
 
-        While an earlier incarnation has the place, and is not known to be dead, the process has to wait.
+        If an earlier incarnation still has the place, the method returns False. The process must register again later.
 
         Args:
             now: The current time.
@@ -314,12 +308,12 @@ class Roster:
         place.appeared, place.promise = True, None
         place.incarnation = max(place.incarnation, peer.incarnation)
         if peer.incarnation and not self.is_joiners_place(peer.role, peer.id):
-            self.history.note(now, f"{member} has taken the place of the process before it")
+            self.history.note(now, f"{member} has replaced the earlier process of {member.peer}")
         if peer.role == SERVER:
             self.lost_servers.discard(peer.id)
-            # Training waits for the first process of each server, so all these processes count as equally old. If the
-            # first process has died, training may have begun with other servers that hold the slices of this server. A
-            # new process then lacks the values, and must count as younger than those servers.
+            # Training waits for the first process of each server, so these first processes count as equally old. If a
+            # first process has died, training may have begun with the other servers that hold its slices. A new process
+            # of the server then lacks the values, and must count as younger than the other servers.
             member.since = (self._view.begun if was_waited_for else 0) or self.number + 1
             self.publish()
         return True
@@ -329,7 +323,7 @@ class Roster:
     def check_members(self, now: float, over: bool, view: int, waited: float) -> None:
         """Remove members that were silent for too long, and end the run if it cannot go on. Call this regularly.
 
-        This also removes servers that send heartbeats but do not act on a new view for which a result waits.
+        The method also removes servers that send heartbeats, but have not acted on the view `view` for too long.
 
         Args:
             now: The current time.
@@ -350,7 +344,7 @@ class Roster:
         for member in silent:
             self._remove_silent(now, member, f"was silent for {timeout:g} s")
         for member in self.members:
-            # A server that has not seen any view is still starting, and gets more time.
+            # A server that has not acted on any view is still starting, and gets more time.
             patience = PATIENCE * timeout if member.acknowledged > 0 else max(appear, PATIENCE * timeout)
             if member.peer.role == SERVER and member.acknowledged < view and waited > patience:
                 self._remove_silent(now, member, f"has not followed view {view} for {patience:g} s")
@@ -377,7 +371,7 @@ class Roster:
         """
         place = self._places.get((member.peer.role, member.peer.id))
         if place is None or member.peer.incarnation < place.incarnation:
-            return  # This death was reported before, or a later incarnation has the place, so nothing must be done.
+            return  # This death was reported before, or a later incarnation has registered.
         place.incarnation = member.peer.incarnation + 1
         place.appeared |= not replaced
         known = place.member
@@ -391,11 +385,11 @@ class Roster:
             self._decide_without(now, member, how, replaced)
 
     def _is_cut_off(self, now: float) -> bool:
-        """Return whether the coordinator has probably lost its network connection.
+        """Return whether the coordinator has probably lost its network connection, so that no member may be removed.
 
-        The method returns True if there are several members and all of them were silent for half the time-out, because
-        it is unlikely that all members die at the same time. Silent members must not be removed then. If all members
-        were silent for the whole time-out, the method also ends the run.
+        This is assumed if there are several members and all of them were silent for half the time-out, because it is
+        unlikely that all members die at the same time. If all members were silent for the whole time-out, the method
+        also ends the run.
         """
         members = self.members
         quiet = now - max((member.seen for member in members), default=now)
@@ -403,18 +397,18 @@ class Roster:
         if len(members) > 1 and quiet > timeout:
             self._finish(
                 f"the coordinator has not heard any of the {len(members)} members for {timeout:g} s: check the network "
-                "connection of its machine"
+                "connection of the coordinator's machine"
             )
         return len(members) > 1 and quiet > timeout / 2
 
     def _remove_silent(self, now: float, member: Member, how: str) -> None:
         self.remove(member)
-        if not self.is_joiners_place(*member.peer[:2]):  # No supervision process has started a joiner or can end it.
+        if not self.is_joiners_place(*member.peer[:2]):  # Supervision processes cannot end joiners' processes.
             self.silent.append([*member.peer[:3]])
         self._forget(member)
         # The supervision processes request the list of silent members, end the processes of these members, and report
-        # whether they replace them. If no report arrives in this time, the supervision process itself may be gone, so
-        # the coordinator does not wait longer.
+        # whether they replace them. If no report arrives within these seconds, the supervision process itself may be
+        # gone, so the coordinator does not wait longer.
         confirmed = min(self._settings.timeout, CONFIRM_SECONDS)
         self._decide_without(now, member, how, replaced=self._settings.supervised, seconds=confirmed)
 
@@ -428,8 +422,8 @@ class Roster:
             member: The removed member.
             how: Cause of the loss, for messages to the user.
             replaced: Whether another process may take the member's place.
-            seconds: Seconds to wait for the other process, or for a report that the other process will come; None to
-                wait as long as for the first process of a place.
+            seconds: Seconds to wait until the other process registers, or until a supervision process reports that it
+                starts the other process. None to wait `CoordinatorSettings.appear` seconds.
         """
         peer = member.peer
         place = self._places[peer.role, peer.id]
@@ -450,7 +444,7 @@ class Roster:
     def _without_server(self, member: Member, how: str) -> str | None:
         """Count a server as lost. Return an error message if the run cannot go on without the server.
 
-        Return None if other servers hold the slices of the server.
+        Return None if other servers hold the lost server's slices.
 
         Args:
             member: The server.
@@ -460,10 +454,10 @@ class Roster:
         if self._has_copies:
             self.publish()
             return None
-        return f"{member} {how}: its parameters are lost; with replication: 2 a run survives this"
+        return f"{member} {how}: its parameters are lost; with `replication: 2` a run survives this"
 
     def _without_worker(self, member: Member, how: str) -> str | None:
-        """Return an error message if the run cannot go on without a worker. Return None if it can.
+        """Return an error message if the run cannot go on without a worker; otherwise None.
 
         Args:
             member: The worker.
@@ -513,12 +507,9 @@ class Roster:
             self._send(member.peer, message)
 
     def not_seen(self, number: int) -> list[str]:
-        """Return the names of the servers that have not yet reported that they act on a view or on a newer view.
+        """Return the names of the servers that have not reported yet that they act on view `number` or a newer view.
 
         Lost servers are left out if other servers hold their slices.
-
-        Args:
-            number: Number of the view.
         """
         servers = set(range(self._settings.servers)) - (self.lost_servers if self._has_copies else set())
         seen = {m.peer.id for m in self.members if m.peer.role == SERVER and m.acknowledged >= number}

@@ -18,7 +18,7 @@ class CoordinatorSettings:
     timeout: float = 10.0  # seconds without a message after which a member counts as dead
     appear: float = 600.0  # seconds within which each member, and each replacement of a member, must register
     survivable: int = 0  # largest number of servers that the run may lose without the loss of a slice
-    supervised: bool = False  # whether supervision processes may replace silent processes, and report the replacements
+    supervised: bool = False  # whether supervision processes may start a process in the place of a silent process
     # Number of this session among the sessions in sequence at this endpoint. Messages of other sessions are dropped.
     session: int = 0
     nodes: int = 1  # number of nodes; each node has one supervision process

@@ -33,8 +33,8 @@ def answer(
         roster: The members of the run.
         now: The current time.
         question: The watcher's message.
-        waits: The current waits in collectives.
-        ended: The message that tells the members why the run has ended; None before the end.
+        waits: Operations that workers wait for now; see :attr:`.Rounds.waits`.
+        ended: The message to all members with the reason why the run has ended; None before the end.
 
     Raises:
         ControlError: The kind of the question is unknown.

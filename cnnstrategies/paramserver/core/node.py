@@ -13,7 +13,7 @@ INTEGER_LIMIT = 1 << 63  # Integers in messages are below this number.
 
 
 class ControlError(ValueError):
-    """Error for a malformed message: a field is missing or invalid, or the sender may not send this kind of message."""
+    """Error for an invalid message: a field is missing or invalid, or the sender may not send this kind of message."""
 
 
 class Peer(NamedTuple):
@@ -55,7 +55,8 @@ class Message(NamedTuple):
         """Return a field that must be an integer from `least` to 2^63 - 1.
 
         Raises:
-            ControlError: The field is missing or has another type or value. The other methods raise this error as well.
+            ControlError: The field is missing, or its type or value is wrong. All methods except :meth:`flag` raise
+                this error.
         """
         value = self.fields.get(name)
         if type(value) is not int or not least <= value < INTEGER_LIMIT:
@@ -63,7 +64,7 @@ class Message(NamedTuple):
         return value
 
     def real(self, name: str) -> float:
-        """Return a field as a float. The field must be NaN or a number of at least 0; an integer must be below 2^63.
+        """Return a field as a float. The field must be a number of at least 0 (if an integer, below 2^63), or NaN.
 
         NaN is allowed, because norms and clipping factors can be NaN.
         """
@@ -71,7 +72,7 @@ class Message(NamedTuple):
         if type(value) is int and 0 <= value < INTEGER_LIMIT:
             return float(value)
         if type(value) is not float or value < 0:
-            raise ControlError(f"{self.kind}: {name} is not NaN or a number of at least 0")
+            raise ControlError(f"{self.kind}: {name} must be NaN or a number of at least 0")
         return value
 
     def string(self, name: str) -> str:
@@ -100,7 +101,7 @@ class Message(NamedTuple):
         return value
 
     def part(self, name: str) -> "Message | None":
-        """Return an optional field, which must be a JSON object, as a message whose fields are the object's entries.
+        """Return a field that must be a JSON object, as a message whose fields are the object's entries.
 
         Return None if the field is missing or null.
         """
@@ -146,11 +147,11 @@ class Timer(NamedTuple):
 
 
 class Return(NamedTuple):
-    """Effect: return the result of a call to the process that made the call.
+    """Effect: pass the result of a call to the process that made the call.
 
     Attributes:
         call: Number of the call.
-        value: The result, or an error message with the reason why the call failed.
+        value: The result; an error message (str) if the call failed.
     """
 
     call: int
@@ -158,7 +159,7 @@ class Return(NamedTuple):
 
 
 class End(NamedTuple):
-    """Effect: end the role. The role does not return effects after this one.
+    """Effect: end the role. The role does not return any later effects.
 
     Attributes:
         reason: The reason why the role ends, as a text for the user.
@@ -195,7 +196,7 @@ class Role(Protocol):
         """Act on a message, and return the effects.
 
         Raises:
-            ControlError: The message is malformed. The role is in the same state as before.
+            ControlError: The message is invalid. The role's state has not changed.
         """
 
     def on_timer(self, now: float, name: str) -> Effects:

@@ -1,10 +1,10 @@
 """Requests between two processes whose messages may be lost, duplicated, delayed or reordered.
 
-The asking side numbers its requests, and keeps each request until the reply arrives. While requests are open, a timer
-regularly sends a ``probe``: a message with the numbers of the open requests. The answering side replies with the
-numbers of the requests that never arrived and of the requests whose replies may be lost. The asking side then sends
-these requests again. The answering side does not keep replies, so its handlers must give the same reply to a repeated
-request.
+The asking side numbers its requests, and keeps each request until the reply arrives. While requests are open (have no
+reply), the asking side regularly sends a ``probe``: a message with the numbers of the open requests. The answering side
+replies to the probe with the numbers of two kinds of requests: requests that never arrived, and requests whose replies
+may be lost. The asking side then sends these requests again. The answering side does not keep replies, so its handlers
+must give the same reply to a repeated request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,9 @@ REPLIES = frozenset((DONE, REFUSED, UNKNOWN))
 TIMER = "requests"
 LEAST_SECONDS, MOST_SECONDS = 0.05, 1.0  # shortest and longest time between two probes
 ROUND_TRIPS = 4  # time between a request and the first probe, as a multiple of the connection's round-trip time
-SMALL_ANSWER = 1 << 16  # A reply is small if the total size of its frames, in bytes, is not above this limit.
+SMALL_ANSWER = 1 << 16  # largest total size of the frames of a small reply, in bytes
 # Number of probes during which a large reply counts as still on its way to the asking process. Each time the reply is
-# sent again, the number doubles.
+# sent again, the number doubles, because the link may be slower than expected.
 PATIENCE = 4
 
 
@@ -40,7 +40,7 @@ class Request:
 
 
 class Asking:
-    """The requests of this process to one peer, with their numbering, the probes and the repetition of lost requests.
+    """The asking side: this process's requests to one peer, with the probes and the repetition of lost requests.
 
     Args:
         peer: The process to which the requests are sent.
@@ -87,8 +87,8 @@ class Asking:
     def on_reply(self, now: float, message: Message) -> tuple[Request | None, Effects]:
         """Act on a reply from the peer. Return the open request to which the message replies, and the effects.
 
-        The request is None if it has already received a reply or was dropped, or if the peer asks this side to send
-        lost requests again.
+        The first result is None if the request has already received a reply, or was dropped. It is also None for the
+        reply to a probe, after which lost requests are sent again.
         """
         if message.kind == UNKNOWN:
             requested = [self.open[number].message for number in message.integers("ids") if number in self.open]
@@ -121,12 +121,12 @@ class Asking:
 class LargeReply:
     """A large reply that may still be on its way.
 
-    A slow link may need longer for a large reply than the time between two probes. The reply then counts as on its way
-    during the next `patience` probes. Otherwise the reply would be sent again after every probe.
+    On a slow link, a large reply may take longer than the time between two probes. So the reply counts as on its way
+    during the next `patience` probes. Otherwise it would be sent again after every probe.
 
     Attributes:
         patience: Number of probes during which the reply counts as on its way.
-        left: Remaining number of these probes.
+        left: How many of these probes are left.
     """
 
     patience: int
@@ -148,9 +148,9 @@ class _Side:
     large: dict[int, LargeReply] = field(default_factory=dict)
 
     def raise_floor(self, floor: int) -> None:
-        """Raise the floor to `floor`, and forget the peer's requests with lower numbers.
+        """Forget the peer's requests with numbers below `floor`, because the peer has the replies to these requests.
 
-        The peer has the replies to these requests. If `floor` is not above the current floor, nothing changes.
+        If `floor` is not above its value in an earlier call, nothing changes.
         """
         if floor > self.floor:
             self.floor = floor
@@ -161,10 +161,7 @@ class _Side:
         """Return whether the large reply to a request may still be on its way to the peer.
 
         Return False if the reply is small or was not sent. Each call counts as one probe, so call this exactly once for
-        each probe that contains the request.
-
-        Args:
-            number: Number of the request.
+        each probe that contains the request's number.
         """
         reply = self.large.get(number)
         if reply is None or reply.left == 0:
@@ -174,7 +171,7 @@ class _Side:
 
 
 class Answering:
-    """The requests that this process has received from any number of peers, and their replies.
+    """The answering side: the requests that this process has received from any number of peers, and their replies.
 
     The state of a peer is kept until :meth:`forget` is called for the peer.
     """
@@ -185,7 +182,8 @@ class Answering:
     def accept(self, sender: Peer, message: Message) -> bool:
         """Record that a request has arrived. Return whether the caller must handle the request.
 
-        A request must not be handled if the peer already has the reply, or if the reply is still being prepared.
+        A request must not be handled if the peer already has the reply, or if an earlier copy of the request is still
+        being handled.
 
         Raises:
             ControlError: The request does not contain a valid ``floor``.
@@ -213,8 +211,8 @@ class Answering:
     def probe(self, sender: Peer, message: Message) -> Effects:
         """Act on a probe: ask the peer to repeat the open requests that never arrived, or whose replies may be lost.
 
-        Every reply that was sent before the probe counts as possibly lost, unless the reply is large and may still be
-        on its way.
+        If a reply was sent before the probe arrived, it counts as possibly lost, unless it is large and may still be on
+        its way.
         """
         numbers, floor = message.integers("ids"), message.integer("floor")
         side = self._sides.get(sender, _Side())
@@ -229,5 +227,5 @@ class Answering:
 
     @property
     def entries(self) -> int:
-        """Number of entries that this object keeps: peers, requests without a reply, and large replies."""
+        """Number of objects that are kept in memory: peers, requests without a reply, and large replies."""
         return sum(1 + len(side.held) + len(side.large) for side in self._sides.values())

@@ -1,4 +1,4 @@
-"""Membership: numbered views, the interface through which processes get views, and the errors that end a process."""
+"""Views (numbered lists of a run's members), the interface of a source of views, and errors that end a process."""
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
@@ -12,12 +12,13 @@ class ServerInfo:
     """A server's entry in a view.
 
     Attributes:
-        id: Number of the server, 0 to `Specification.servers` - 1. A process that replaces the server gets the same id.
+        id: Number of the server, from 0 to `Specification.servers` - 1. A process that replaces the server gets the
+            same id.
         endpoint: Address of the server's ROUTER socket, such as ``tcp://10.0.0.1:4000``.
         public_key: The server's public CURVE key, in Z85 form; empty without encryption.
-        since: Number of the first view that contains this process. This number determines which of two servers is
-            older; see :meth:`View.age`. The oldest server that holds a slice is the slice's primary, because younger
-            servers may not have the values yet.
+        since: Number of the first view that contains this process. The server with the lowest number is the oldest (see
+            :meth:`View.age`). Of the servers that hold a slice, the oldest is the primary, because younger servers may
+            not have the slice's values yet.
     """
 
     id: int
@@ -50,9 +51,9 @@ class View:
             view that they already have.
         servers: The live servers, in the order of their ids.
         workers: The live workers, in the order of their ids; empty before training begins.
-        lost: Ids of the dead servers whose slices are still held by live servers.
+        lost: Ids of the dead servers, if live servers hold all their slices; otherwise empty.
         begun: Number of the view with which training began; 0 before training begins. All servers of that view count
-            as equally old, because none of them held values before.
+            as equally old, because none of them held values earlier.
     """
 
     number: int
@@ -64,7 +65,7 @@ class View:
     def age(self, server: ServerInfo) -> int:
         """Return the number of the first view in which a server may hold values.
 
-        The server with the lowest number is the oldest server.
+        The oldest server has the lowest number.
         """
         return max(server.since, self.begun)
 
@@ -114,7 +115,7 @@ class ViewSource(Protocol):
         """Return the newest view that this process has received, without waiting."""
 
     def wait_newer(self, number: int, timeout: float) -> View:
-        """Wait for a view with a higher number, and return it.
+        """Wait until a view with a number above `number` has arrived, and return the newest view.
 
         Args:
             number: Number of the newest view that the caller has; -1 if the caller has no view.
@@ -125,7 +126,7 @@ class ViewSource(Protocol):
         """
 
     def fileno(self) -> int:
-        """Return a file descriptor that is readable while :meth:`current` would return a new view or raise an error."""
+        """Return a file descriptor that is readable if :meth:`current` would return a new view or raise an error."""
 
 
 class ServersUnreachableError(RuntimeError):

@@ -2,12 +2,11 @@
 
 A message is one frame: a tag with the version, a proof, the length of a JSON array, the array, and the buffers one
 after the other. The array contains the kind, the sender, the request's id, the buffers' lengths and the fields. A
-receiver checks each message, and drops messages of any other form.
+receiver checks each message, and drops messages that do not have this format.
 
-All processes of a run have the run's key pair, which is also the coordinator's. In addition, each process creates its
-own key pair, and uses it for its connection. The proof in a message shows that the sender has the run's keys. The
-process's own key identifies the sender: the coordinator knows the fingerprint of each process's public key, and only
-that process has the secret key.
+All processes of a run have the run's key pair. The coordinator uses this key pair for its socket; every other process
+creates its own key pair for its connection. The proof in a message shows that the sender has the run's keys. The
+public key of the connection identifies the sender, because the sender's process number is the fingerprint of this key.
 """
 
 import contextlib
@@ -37,10 +36,10 @@ from cnnstrategies.paramserver.core.node import (
 from cnnstrategies.paramserver.drivers import sockets
 from cnnstrategies.paramserver.security import PROOF_BYTES, KeyPair, fingerprint, prove
 
-TAG = b"CNNPS4"
+TAG = b"CNNPS5"
 MAX_HEADER = 1 << 20  # largest size of a message's JSON array, in bytes
-LARGEST_MESSAGE = 1 << 30  # largest size of a message in bytes; libzmq closes a connection that announces a larger one
-RECONNECT_MS = 20  # milliseconds after which libzmq replaces a closed connection
+LARGEST_MESSAGE = 1 << 30  # in bytes; libzmq closes a connection on which the peer announces a larger message
+RECONNECT_MS = 20  # milliseconds after which libzmq connects again when a connection is closed
 ROLES = ("worker", "server", "supervision", "coordinator", "watcher")
 _START = struct.Struct(f"<{len(TAG)}s{PROOF_BYTES}sI")
 
@@ -70,7 +69,7 @@ def parse(frame: bytes | memoryview) -> tuple[Peer, Message]:
     tag, _, length = _START.unpack_from(frame)
     rest = frame[_START.size :]
     if tag != TAG or length > min(len(rest), MAX_HEADER):
-        raise ControlError("the frame is not a message of this version")
+        raise ControlError("the frame is not a message in this process's version of the protocol")
     try:
         kind, sender, request, sizes, fields = json.loads(bytes(rest[:length]))
     except (ValueError, TypeError, RecursionError) as error:
@@ -80,7 +79,7 @@ def parse(frame: bytes | memoryview) -> tuple[Peer, Message]:
     if not isinstance(sender, list) or len(sender) != 4 or sender[0] not in ROLES:
         raise ControlError(f"{kind}: the sender is missing or has an unknown role")
     if any(type(number) is not int or not 0 <= number < 1 << SECRET_BITS for number in sender[1:]):
-        raise ControlError(f"{kind}: the sender's numbers are missing or out of range")
+        raise ControlError(f"{kind}: the sender's id, incarnation or process number is missing or out of range")
     if type(request) is not int or not 0 <= request < INTEGER_LIMIT:
         raise ControlError(f"{kind}: request={request!r} is not an integer from 0 to 2^63 - 1")
     if not isinstance(sizes, list) or any(type(size) is not int or size < 0 for size in sizes):
@@ -101,8 +100,8 @@ def parse_checked(frame: bytes | memoryview, key: str, run: KeyPair) -> tuple[Pe
         run: The run's keys.
 
     Raises:
-        ControlError: The frame is not a valid message, or the sender does not have the run's keys, or the connection
-            belongs to a different process than the sender in the message.
+        ControlError: The frame is not a valid message; or the sender does not have the run's keys; or the message names
+            a sender to which the connection's public key does not belong.
     """
     start = len(TAG)
     if not hmac.compare_digest(bytes(frame[start : start + PROOF_BYTES]), prove(run, key)):
@@ -117,8 +116,8 @@ class Line:
     """A process's connection to the coordinator. Only one thread may use the connection.
 
     Args:
-        address: Address of the coordinator, and the time-out.
-        peer: This process.
+        address: Endpoint of the coordinator, and the time-out.
+        peer: Role, id, incarnation and process number of this process.
         keys: This process's own key pair; None without encryption.
         run_keys: The run's key pair; None without encryption.
     """
@@ -172,7 +171,7 @@ class Line:
 
 
 class Loop:
-    """Driver that passes messages and expired timers to a role, and carries out the role's effects.
+    """Driver that passes messages and expired timers to a role, and carries out the effects that the role returns.
 
     Only one thread may use a loop.
 
@@ -197,11 +196,11 @@ class Loop:
         self._timers: dict[str, float] = {}
 
     def start(self) -> None:
-        """Start the role, and carry out its first effects."""
+        """Start the role, and carry out the effects that the role returns."""
         self.act(self.role.start(time.monotonic()))
 
     def message(self, sender: Peer, message: Message) -> None:
-        """Pass a message to the role, and carry out its effects.
+        """Pass a message to the role, and carry out the effects that the role returns.
 
         Raises:
             ControlError: The message is not valid. Any other exception is a bug in the role.
@@ -212,7 +211,7 @@ class Loop:
         """Pass messages to the role, and then all expired timers. Messages that are not valid are dropped.
 
         Args:
-            received: Pairs of a sender and its message.
+            received: The messages that have arrived, each in a pair with its sender.
         """
         for sender, message in received:
             with contextlib.suppress(ControlError):

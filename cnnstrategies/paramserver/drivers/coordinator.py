@@ -1,4 +1,4 @@
-"""The coordinator's socket and journal file, and the loop that serves them."""
+"""The coordinator's socket, the loop that handles arriving messages, and the journal's file."""
 
 import os
 import socket
@@ -37,8 +37,8 @@ class CoordinatorService:
     Attributes:
         endpoint: Endpoint to which the socket is bound, with the actual port.
         dropped: Number of messages dropped because they were not valid.
-        routes: By process: the route over which messages reach the process. The mapping contains all processes that
-            have sent a message, except watchers.
+        routes: By process: libzmq's id of the connection over which messages reach the process. The mapping contains
+            all processes that have sent a valid message, except watchers.
         loop: Driver of the role's messages and timers.
 
     Raises:
@@ -60,8 +60,8 @@ class CoordinatorService:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         secure(self._socket, keys)
-        # The gatekeeper admits every key, because each message contains a proof that its sender has the run's keys. The
-        # gatekeeper is needed because libzmq reports a connection's key only if a gatekeeper has admitted the key.
+        # The gatekeeper admits every key, because each message contains a proof that its sender has the run's keys. A
+        # gatekeeper is still needed, because libzmq reports a connection's key only if a gatekeeper has admitted it.
         self._gatekeeper = None if keys is None else Gatekeeper(self._context, lambda key: True)
         role = Coordinator(settings)
         self._bind(settings, BIND_SECONDS if settings.session or follows else 0.0)
@@ -76,13 +76,15 @@ class CoordinatorService:
     def _bind(self, settings: CoordinatorSettings, seconds: float) -> None:
         """Bind the socket to the endpoint. If the endpoint is in use, try again for `seconds` seconds.
 
-        An earlier session's coordinator closes its socket when a worker of this session connects to that coordinator.
+        The coordinator of an earlier session may still use the endpoint. That coordinator closes its socket as soon as
+        a worker of this session connects to the endpoint.
         """
         deadline = time.monotonic() + seconds
         while True:
             try:
                 if _is_listened_at(settings.endpoint):
-                    raise zmq.ZMQError(zmq.EADDRINUSE)  # libzmq itself would take over the other process's endpoint.
+                    # Without this check, libzmq would take the endpoint from the process that listens on it.
+                    raise zmq.ZMQError(zmq.EADDRINUSE)
                 self._socket.bind(settings.endpoint)
                 return
             except zmq.ZMQError as error:
@@ -137,12 +139,12 @@ class CoordinatorService:
                 sender, message = parse(frame.buffer)
             else:
                 sender, message = parse_checked(frame.buffer, key_of(frame), self._keys)
-            self.routes[sender] = route  # A new connection of the same process has a new route.
+            self.routes[sender] = route  # Replace the route, because the process may have connected again.
             try:
                 self.loop.message(sender, message)
             finally:
                 if sender.role == WATCHER:
-                    del self.routes[sender]  # A watcher gets only this reply, so its route is not needed any longer.
+                    del self.routes[sender]  # A watcher gets only this reply, so the route is not needed any longer.
         except ControlError:
             self.dropped += 1
 
@@ -152,7 +154,7 @@ class CoordinatorService:
         if route is None:
             return
         if self._encoded[0] is not message:
-            # Keep the encoded message, so that a view, which is sent to all processes, is encoded only once.
+            # Keep the encoded message: a view is sent to all processes, one after the other, and is encoded only once.
             self._encoded = message, encode(COORDINATOR, message)
         self._socket.send_multipart([route, self._encoded[1]], copy=False)
 
@@ -174,9 +176,10 @@ class CoordinatorService:
 
 
 def _is_listened_at(endpoint: str) -> bool:
-    """Return whether a process listens on an ``ipc://`` endpoint; always False for other endpoints.
+    """Return whether a process listens on an ``ipc://`` endpoint. Return False for all other endpoints.
 
-    The existence of the socket's file is not enough: a killed process leaves the file behind.
+    The function tries to connect. The existence of the socket's file proves nothing, because a killed process leaves
+    the file behind.
     """
     if not endpoint.startswith("ipc://"):
         return False
@@ -236,7 +239,7 @@ class JournalFile:
         self._close()
         self._path.unlink(missing_ok=True)
         text = f"the coordinator's journal {self._path} cannot be written ({error.strerror}): free disk space"
-        print(f"{text}, otherwise the run ends if the coordinator is killed", file=sys.stderr, flush=True)
+        print(f"{text}; otherwise the run ends if the coordinator is killed", file=sys.stderr, flush=True)
 
 
 def _write(file: int, contents: bytes) -> None:

@@ -22,7 +22,7 @@ from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.slicing import Slice, largest_payload
 from cnnstrategies.paramserver.specification import Specification
 
-POLL_SECONDS = 0.05  # longest time between two checks of views and time-outs while a worker waits for messages
+POLL_SECONDS = 0.05  # longest time, in seconds, between two checks of views and time-outs while a worker waits
 
 
 class ServerLink(NamedTuple):
@@ -42,14 +42,14 @@ class ServerLink(NamedTuple):
 
 
 class Links:
-    """A worker's connections to all servers. Only :meth:`receive` blocks, for at most the time that its caller passes.
+    """A worker's connections to all servers. Only :meth:`receive` blocks, for a limited time.
 
     Args:
         specification: The run's specification.
         slices: All slices.
         views: Source of the membership's views.
-        heard: Called for each message that arrives, with the time, the server's id and the header. The function returns
-            whether the message is new; messages that are not new are dropped.
+        heard: Called for each message that arrives, with the time, the server's id and the header. Returns whether to
+            handle the message; otherwise the message is dropped, for example because it is a repetition.
         keys: CURVE keys of this process; None for no encryption.
     """
 
@@ -105,13 +105,13 @@ class Links:
         socket.close(linger=0)
 
     def send(self, parcels: Iterable[Parcel]) -> None:
-        """Send messages to servers of the view to which this worker is connected."""
+        """Send messages to servers. This worker must be connected to each of these servers; see :meth:`connect`."""
         for to, header, payload, wait in parcels:
             assert isinstance(to, int)
             self._links[to].bundle.send(header, payload, wait)
 
     def receive(self, seconds: float) -> Iterator[tuple[int, Header, memoryview]]:
-        """Yield the messages that have arrived, each with the server's id, its header and its payload.
+        """Yield the messages that have arrived: the server's id, the header and the payload of each message.
 
         Args:
             seconds: Longest time to wait for the first message.
@@ -135,12 +135,7 @@ class Links:
             yield self._arrived.popleft()
 
     def _read(self, server: int, inbox: Inbox) -> None:
-        """Read all messages that have arrived from a server, and keep those that are valid and new.
-
-        Args:
-            server: Id of the server.
-            inbox: Receiver of the server's messages.
-        """
+        """Read all messages that have arrived from a server. Keep the valid messages for which `heard` returns True."""
         while True:
             try:
                 messages = inbox.receive()

@@ -43,8 +43,8 @@ from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.runtime.allocation import keep_freed_memory
 
 _LOG = logging.getLogger(__name__)
-MESSAGES_AT_ONCE = 32  # largest number of messages that are handled before new views and unfinished work are checked
-WORK_SECONDS = 0.002  # seconds that are spent on updates of slices between two checks for messages
+MESSAGES_AT_ONCE = 32  # largest number of messages handled in a row before the loop checks for new views and updates
+WORK_SECONDS = 0.002  # longest time, in seconds, to work on updates of slices before messages are read again
 
 
 class ServerService:
@@ -55,19 +55,19 @@ class ServerService:
 
     Args:
         specification: The run's specification, the same in all processes.
-        views: Source of the membership's views; the server waits for the first view that contains it.
+        views: Source of the membership's views. The server begins to serve with the first view that contains it.
         id: This server's id, from 0 to `specification.servers` - 1.
         endpoint: Endpoint to bind: ``ipc://path`` or ``tcp://address:port``, with ``*`` as the port for any free port.
-            Or a :class:`~cnnstrategies.paramserver.drivers.sockets.Listener`, which can be created before the
-            specification is known.
+            Pass a :class:`~cnnstrategies.paramserver.drivers.sockets.Listener` instead if the endpoint must be bound
+            before the specification is known.
         keys: CURVE keys; None for no encryption.
         insecure: Allow an endpoint without encryption that other machines can reach.
 
     Attributes:
-        role: The role.
+        role: The server's state machine.
         bounds: Limits of the messages that the server accepts.
-        endpoint: Endpoint to which the socket is bound, with the actual port. The endpoint is known before :meth:`run`
-            is called, so that the caller can register the endpoint with the coordinator first.
+        endpoint: Endpoint to which the socket is bound, with the actual port. The caller can register this endpoint
+            with the coordinator before it calls :meth:`run`.
 
     Raises:
         ConfigurationError: Other machines can reach the endpoint without encryption, or the limit on open files is too
@@ -167,9 +167,10 @@ class ServerService:
     # Membership
 
     def _admitted(self, key: str) -> bool:
-        """Return whether the public key of a connection belongs to a member.
+        """Return whether a connection's public key belongs to a member of the newest view.
 
-        The newest view is fetched first, so that a new member can connect before the main loop handles the view.
+        The newest view is fetched for each connection, so that a new member can connect before the main loop handles
+        the view.
         """
         self._follow(self._views.current())
         return self.role.admits(key)
@@ -236,7 +237,7 @@ class ServerService:
                 _LOG.warning("%s", effect.text)
 
     def _bundle_for(self, to: int | bytes) -> Bundle:
-        """Create the sender of messages for a worker's new route. Remove the senders for routes that no worker uses."""
+        """Create the sender of messages for a worker's new connection. Remove the senders of unused connections."""
         assert isinstance(to, bytes), "all servers of the view are connected"
         routes = set(self.role.routes.values())
         self._bundles = {

@@ -1,7 +1,7 @@
 """Sockets of the data plane: a server's ROUTER and the DEALERs of workers and servers.
 
-Large payloads are sent without a copy. The module also checks the operating system's limits on open files (each
-connection needs a file) and on threads.
+Large payloads are sent without a copy. This module also checks the operating system's limits on the number of open
+files and of threads. Each connection needs an open file.
 """
 
 import resource
@@ -19,9 +19,9 @@ from cnnstrategies.paramserver.security import ZAP_DOMAIN, KeyPair, check_endpoi
 
 
 class Listener:
-    """A bound, listening socket that a server takes over later, when it knows the specification.
+    """A bound, listening socket, which a server takes over as soon as the server knows the specification.
 
-    Until then, the kernel queues the connections.
+    Until then, the kernel queues new connections.
 
     Args:
         endpoint: ``ipc://path`` or ``tcp://address:port``, with ``*`` as the port for any free port.
@@ -64,22 +64,26 @@ class Listener:
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 
-# Largest number of unread messages of each connection in a server. More messages stay in the sender's queue.
+# Largest number of unread messages that a server's socket keeps for each connection. All other messages stay in the
+# sender's queue, so that they do not fill the server's memory.
 WAITING_MESSAGES = 64
 LINGER_MS = 500  # milliseconds for which a closed socket still sends its last messages
 # Time-out of the handshake in milliseconds, after which the process tries to connect again. The time-out is short,
-# because a server refuses a new member until the server has received the view that contains the member. But the
-# time-out is long enough for a handshake over a connection with a latency of one second.
+# because a server refuses a new member until the view with this member has reached the server. But the time-out is
+# long enough for a handshake over a connection with a latency of one second.
 KNOCK_MS = 3000
-# Largest number of small messages in one frame, and number of payload bytes from which on a frame is sent at once.
+# Delayed small messages are sent in one frame as soon as there are MOST_TOGETHER messages, or their payloads have
+# BUNDLE_BYTES bytes in total.
 MOST_TOGETHER, BUNDLE_BYTES = 32, 1 << 19
-# Largest number of headers that are kept because their payloads have not arrived. The limit is necessary because the
-# headers of closed connections are also kept.
+# Largest number of headers for which the payload has not arrived yet. If a connection is closed after a header, the
+# payload never arrives, so without a limit these headers would fill the memory.
 MOST_OPEN = 1 << 12
-SLOWEST = 1_250_000  # lowest supported speed of a connection, in bytes per second: 10 Mbit/s
+# Speed of a connection, in bytes per second (10 Mbit/s). On a slower connection, time-outs may expire during the
+# transfer of a large frame.
+SLOWEST = 1_250_000
 IO_THREADS = 2  # number of libzmq's I/O threads in each process
 THREADS = 8  # approximate number of threads in a process, including libzmq's and torch's
-OWN_FILES = 256  # estimate of the files that a process opens in addition to its connections
+OWN_FILES = 256  # estimated number of files that a process opens in addition to its connections
 
 
 def server_socket(context: Context, listener: Listener, keys: KeyPair | None, largest: int) -> Socket:
@@ -96,7 +100,7 @@ def server_socket(context: Context, listener: Listener, keys: KeyPair | None, la
     router.linger = LINGER_MS
     router.setsockopt(zmq.MAXMSGSIZE, largest)
     router.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
-    router.setsockopt(zmq.SNDHWM, 0)  # no limit: a ROUTER would drop messages above the limit
+    router.setsockopt(zmq.SNDHWM, 0)  # no limit on queued messages, because a ROUTER drops messages above a limit
     secure(router, keys)
     router.setsockopt(zmq.USE_FD, listener.detach())
     router.bind(listener.endpoint)
@@ -111,7 +115,7 @@ def client_socket(context: Context, server: ServerInfo, keys: KeyPair | None, la
         server: The server.
         keys: CURVE keys of this process; None for no encryption.
         largest: Size of the largest frame, in bytes.
-        patience: Silence of the server, in seconds, that counts as a failure.
+        patience: Seconds without a message from the server after which the connection counts as broken.
     """
     dealer: Socket = context.socket(zmq.DEALER)
     dealer.copy_threshold = SMALL_BYTES
@@ -147,16 +151,19 @@ def secure(socket: Socket, keys: KeyPair | None, server: str = "") -> None:
 
 
 def notice_silence(socket: Socket, seconds: float, largest: int = 0) -> None:
-    """Make libzmq reconnect when the other end is silent, or does not complete the handshake.
+    """Make libzmq reconnect when the peer is silent, or does not complete the handshake.
 
-    libzmq itself reconnects only when the TCP connection is closed or broken. If the network corrupts a frame's length,
-    the receiver waits for bytes that were never sent; only an unanswered heartbeat reveals this. libzmq then reconnects
-    within 5/8 of `seconds`. libzmq notices a frame only when the frame is complete, so the heartbeat's time-out is
-    longer than usual if the transfer of the largest frame may take longer than the usual time-out.
+    Without this function, libzmq reconnects only when the TCP connection is closed or broken. But if the network
+    corrupts a frame's length, the connection stays open, and the receiver waits for bytes that were never sent.
+    Therefore libzmq sends heartbeats, and reconnects within 5/8 of `seconds` when the peer does not reply to a
+    heartbeat.
+
+    libzmq cannot see the reply to a heartbeat before a frame that is being received is complete. The heartbeat's
+    time-out is therefore at least the time in which the largest frame is transferred at the speed `SLOWEST`.
 
     Args:
         socket: The socket, which is not connected yet.
-        seconds: Silence of the other end, in seconds, that counts as a failure.
+        seconds: Seconds without a message from the peer after which the connection counts as broken.
         largest: Size of the largest frame, in bytes.
     """
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(125 * seconds))
@@ -167,8 +174,8 @@ def notice_silence(socket: Socket, seconds: float, largest: int = 0) -> None:
 def send(socket: Socket, frame: Any) -> None:
     """Send a frame without waiting.
 
-    libzmq closes a connection for good when the network has corrupted a byte. If that has happened, this function
-    connects again and sends the frame over the new connection.
+    If the network has corrupted a byte, libzmq may close the connection and not connect again. In this case, this
+    function connects again, and sends the frame over the new connection.
     """
     try:
         socket.send(frame, zmq.NOBLOCK, copy=False)
@@ -198,17 +205,19 @@ def largest_frame(payload: int) -> int:
 class Bundle:
     """Sender of messages to one peer, which puts several small messages into one frame.
 
-    Most parameters of a CNN are small, and each libzmq message wakes a thread at both ends, so fewer messages are
-    faster. A large payload is sent without a copy, in a frame of its own after the frame with its header. These two
-    frames are separate libzmq messages, because libzmq aborts the process if a connection breaks inside a message of
-    several frames while the connection's socket is being closed.
+    Most parameters of a CNN are small. Each libzmq message wakes a thread in the sender and in the receiver, so fewer
+    messages are faster.
+
+    A large payload is sent without a copy, in a separate frame after the frame with the header. These two frames are
+    two libzmq messages and not one message of two frames. The reason is a bug: libzmq aborts the process if a
+    connection breaks inside a message of several frames while its socket is being closed.
 
     Args:
         to: The socket.
         route: Route of the peer if the socket is a ROUTER; None for a DEALER.
 
     Attributes:
-        route: Route of the peer if the socket is a ROUTER; None for a DEALER.
+        route: The argument `route`.
     """
 
     def __init__(self, to: Socket, route: bytes | None = None) -> None:
@@ -252,7 +261,8 @@ class Bundle:
 def take(socket: Socket, routed: bool) -> tuple[bytes, zmq.Frame]:
     """Receive the next libzmq message, and return the sender's route and the message's frame.
 
-    All messages of this package have one frame. For a message of several frames, an empty frame is returned.
+    All messages of this package have one frame. A message of several frames comes from another program, so an empty
+    frame is returned in its place.
 
     Args:
         socket: The socket.
@@ -261,7 +271,7 @@ def take(socket: Socket, routed: bool) -> tuple[bytes, zmq.Frame]:
     Raises:
         zmq.Again: No message has arrived.
     """
-    route = socket.recv(zmq.NOBLOCK) if routed else b""  # A ROUTER's route is always followed by another frame.
+    route = socket.recv(zmq.NOBLOCK) if routed else b""
     frame = socket.recv(zmq.NOBLOCK, copy=False)
     if not frame.more:
         return route, frame
@@ -275,7 +285,7 @@ def key_of(frame: zmq.Frame) -> str:
 
     The key is the user id that the gatekeeper gave to the connection.
     """
-    return str(frame.get("User-Id")) if len(frame) else ""  # `take` creates empty frames itself, without a user id.
+    return str(frame.get("User-Id")) if len(frame) else ""  # An empty frame was created by `take`, without a user id.
 
 
 class Received(NamedTuple):
@@ -322,7 +332,8 @@ class Inbox:
         route, frame = take(self._socket, self._routed)
         user = key_of(frame) if self._has_users else ""
         header, rest = self._open.pop(route, None), frame.buffer
-        # If the connection broke after the header, this frame does not contain the payload but a new message.
+        # A large payload follows its header in a separate frame. But if the connection broke after the header, the next
+        # frame begins with the header of a new message, and the old header is dropped.
         if header is not None and not begins(rest, self._session):
             return [Received(route, header, rest, user)]
         messages: list[Received] = []
@@ -338,13 +349,15 @@ class Inbox:
             rest = rest[length:]
         if messages and not len(rest):
             return messages
-        return [Received(route, bytes(rest[:HEADER_BYTES]), rest[HEADER_BYTES:], user)]  # `unpack` raises an error.
+        # The frame is not valid. The caller's call of `unpack` with this header raises the error.
+        return [Received(route, bytes(rest[:HEADER_BYTES]), rest[HEADER_BYTES:], user)]
 
 
 def allow_files(connections: int, process: str) -> None:
     """Raise this process's limit on open files to the hard limit.
 
-    With a low limit, processes that are not members could open so many connections that members cannot connect.
+    The limit must be high, because other programs may also open connections to this process. If these connections used
+    up the limit, members could not connect.
 
     Args:
         connections: Number of connections and sockets that the process needs; each of them needs a file.
@@ -357,7 +370,7 @@ def allow_files(connections: int, process: str) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < count:
         raise ConfigurationError(
-            f"{process} needs {count} open files for its connections, and the hard limit is {hard}: raise the limit "
+            f"{process} needs {count} open files for its connections, but the hard limit is {hard}: raise the limit "
             "(`ulimit -Hn`, LimitNOFILE or limits.conf), or use fewer workers or servers"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -366,7 +379,8 @@ def allow_files(connections: int, process: str) -> None:
 def allow_threads(processes: int) -> None:
     """Check that the limit on the user's threads is high enough for the processes that will be started.
 
-    libzmq aborts a process if it cannot start a thread. The check starts the threads and ends them again.
+    libzmq aborts a process if it cannot start a thread. To check the limit, this function starts as many threads as
+    these processes need, and ends the threads again.
 
     Args:
         processes: Number of processes that will be started on this machine.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class StagedCopies:
-    """Copies between a GPU and pinned CPU memory, on a separate CUDA stream, as in NCCL and DDP's reducer.
+    """Copies between a GPU and pinned CPU memory, on a separate CUDA stream.
 
     Args:
         device: The GPU.
@@ -22,7 +22,7 @@ class StagedCopies:
     def host(self, tensor: Tensor) -> Tensor:
         """Return an uninitialized tensor in pinned CPU memory, with the shape and dtype of `tensor`.
 
-        The memory is pinned because a copy to or from other CPU memory would block the calling thread.
+        The memory is pinned because a copy to or from CPU memory that is not pinned blocks the calling thread.
         """
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
@@ -51,11 +51,12 @@ class StagedCopies:
 class Staging:
     """Buffers in pinned CPU memory for the gradients and the new values of parameters on a GPU.
 
-    Copies do not delay backward. Copies delay forward only where forward needs a new value that has not been copied
-    yet. Each parameter has one buffer for its gradient and one buffer for its value. The gradient's buffer is free
-    again when the parameter's new value has arrived. The value's buffer can be overwritten as soon as the next value
-    arrives. By then, the gradient that was computed with the last value has been copied to CPU memory. Copies are made
-    in the order in which they were queued, so the earlier copy of the last value to the GPU has also ended.
+    Copies do not delay backward. They delay forward only where forward needs a new value that has not been copied yet.
+
+    Each parameter has one buffer for its gradient and one buffer for its value. No locks are needed. The gradient's
+    buffer is free again when the parameter's new value arrives, because the servers then have the gradient. The value's
+    buffer is also free then: the copy of the last value to the GPU was queued before the copy of the gradient, copies
+    end in the order in which they were queued, and the copy of the gradient has ended.
 
     Args:
         parameters: Parameters on one GPU.
@@ -66,8 +67,8 @@ class Staging:
         self._parameters = parameters
         self._copies = copies
         self._gradients = [copies.host(parameter) for parameter in parameters]
-        # Queued copies of gradients: the parameter's index, the gradient, and the event at the end of the copy. The
-        # reference to the gradient keeps its memory from being reused before the copy has ended.
+        # Queued copies of gradients: the parameter's index, the gradient on the GPU, and the event at the end of the
+        # copy. The reference to the gradient ensures that its memory is not reused before the copy has ended.
         self._to_host: deque[tuple[int, Tensor, torch.cuda.Event]] = deque()
         # By parameter index: the event that marks the end of the last copy of the parameter's value to the GPU.
         self._to_device: dict[int, torch.cuda.Event] = {}
@@ -76,7 +77,7 @@ class Staging:
     def values(self) -> list[Tensor]:
         """Buffers in pinned CPU memory into which new values are written, one for each parameter.
 
-        At first the buffers contain the parameters' values on the GPU.
+        The buffers are created at the first access, and then contain the parameters' values on the GPU.
         """
         values = [self._copies.host(parameter) for parameter in self._parameters]
         self._take(values)
@@ -103,8 +104,8 @@ class Staging:
             wait: Wait for all queued copies, and yield all gradients.
 
         Yields:
-            The parameter's index, and its gradient as a tensor in CPU memory. The next call of :meth:`fetch` for the
-            same parameter overwrites the tensor.
+            Index of a parameter, and the parameter's gradient as a tensor in CPU memory. The next call of :meth:`fetch`
+            with this index overwrites the tensor.
         """
         while self._to_host and (wait or self._to_host[0][2].query()):  # type: ignore[no-untyped-call]
             index, _, event = self._to_host.popleft()
@@ -126,7 +127,7 @@ class Staging:
         self._to_device[index] = self._copies.begin(self._parameters[index], self.values[index])
 
     def before_use(self, index: int) -> None:
-        """Make later work on the GPU wait until a parameter's new value has been copied to the GPU."""
+        """Make later work on the GPU's current stream wait until a parameter's new value has been copied to the GPU."""
         event = self._to_device.get(index)
         if event is not None:
             self._copies.before_use(event)

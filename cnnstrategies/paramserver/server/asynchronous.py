@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from cnnstrategies.paramserver.compression import check_length, decode
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
+from cnnstrategies.paramserver.messages import Encoding, Header, OutdatedMessageError
 from cnnstrategies.paramserver.server.clocks import RollCall, StaleClock
 from cnnstrategies.paramserver.server.pushes import Begin
 from cnnstrategies.paramserver.server.shard import Pull, Shard
@@ -13,12 +13,14 @@ from cnnstrategies.paramserver.specification import Specification
 
 
 class Asynchronous:
-    """State machine for one server's work in steps that each worker makes independently of the other workers.
+    """A server's state machine in the modes in which each worker makes its steps on its own.
+
+    These modes are async, and ssp with a staleness above 0.
 
     Attributes:
         clock: The clock that counts the steps that each worker has finished.
-        roll: The roll call with which a server that starts late learns the workers' steps.
-        updates: Number of pushes that this server has applied to slices whose primary it is.
+        roll: The roll call: a server that starts late waits until every worker has reported its number of steps.
+        updates: Number of pushes that this server has applied, as the primary of their slices.
     """
 
     def __init__(self, specification: Specification, shard: Shard) -> None:
@@ -29,7 +31,7 @@ class Asynchronous:
         self._shard = shard
         self._begun: dict[int, tuple[int, Begin]] = {}
         self._first: dict[MemberKey, int] = {}  # By id and incarnation of a worker: the step with which it began.
-        # By worker id: the pull of a worker that must wait for the slowest worker, and the keys of the pulled slices.
+        # By id of a worker that must wait for the slowest worker: the keys of the slices in its pull, and the pull.
         self._held: dict[int, tuple[list[int], Pull]] = {}
 
     @property
@@ -43,7 +45,7 @@ class Asynchronous:
         return len(self._begun.keys() | self._held.keys())
 
     def follow(self, view: View) -> None:
-        """Act on a new view: remove workers that are no longer members, and reply to pulls that waited for them."""
+        """Act on a new view: remove the workers that are gone, and reply to pulls that waited for these workers."""
         incarnations = view.incarnations
         for worker in self.roll.follow(incarnations):
             self.leave(worker)
@@ -56,24 +58,24 @@ class Asynchronous:
 
         Args:
             worker: Id of the worker.
-            step: Number of steps that the worker has finished; None for a newcomer.
+            step: Number of steps that the worker has finished; None for a newcomer, which gets the slowest worker's
+                number.
 
-        Returns the worker's clock. Returns None, and does not add the worker, if the worker is a newcomer and this
-        server does not know the steps of all other workers yet.
+        Returns the number of steps that the worker now counts as having finished. Returns None, and does not add the
+        worker, if the worker is a newcomer and this server does not know the steps of all other workers yet.
         """
         if step is None and not (self._free or self.roll.complete):
             return None
         if step and self.clock.expects and self.roll.complete:
-            # A worker that has finished steps joins, so the run has begun. This server may be a replacement that does
-            # not know every worker's step, so it waits until the other workers have reported their steps.
+            # The joining worker has finished steps, so the run has begun, but this server has not heard of all expected
+            # workers. It may replace another server, so it waits until the other workers have reported their steps.
             self.roll.call(self.roll.incarnations.keys() - self.clock.known - {worker})
         return self.clock.join(worker, step)
 
     def note_first_step(self, member: MemberKey, first: int) -> None:
         """Record the step with which a worker began.
 
-        A later push of the worker is accepted only if the worker's pushes of all steps from its first step to the step
-        before have arrived.
+        The worker's pushes must arrive in the order of the steps, beginning with this step.
 
         Args:
             member: Id and incarnation of the worker.
@@ -82,7 +84,10 @@ class Asynchronous:
         self._first[member] = first
 
     def note_position(self, worker: int) -> None:
-        """Record that a worker has reported its step, or has reported that it does not take part in steps."""
+        """Record a worker's reply to the roll call, and reply to the pulls that may now be answered.
+
+        The worker has reported its step, or has reported that it does not take part in steps.
+        """
         self.roll.note_position(worker)
         self.proceed()
 
@@ -116,13 +121,14 @@ class Asynchronous:
         check_absent(header.base, slice_)
         step, begin = self._begun.get(member[0], (-1, None))
         if begin is None or step != header.step or store.versions[key] < 0:
-            raise InvalidMessageError("the push is for a step that has not begun on this server")
+            raise OutdatedMessageError("the push is for a step that has not begun on this server")
         last = store.seen[key].get(member)
         if last is not None and last >= step:
             return False
-        # Unless this is the worker's first step, the values must already contain its push of the step before.
+        # After this push, a push of an earlier step would count as repeated, and its gradient would be lost. So the
+        # worker's push of the step before must have been applied, unless this is the worker's first step.
         if step != self._first.get(member) and (last is None or step > last + 1):
-            raise InvalidMessageError("the worker's pushes of earlier steps have not arrived")
+            raise OutdatedMessageError("the worker's pushes of earlier steps have not arrived")
         gradient = None
         if header.encoding != Encoding.NOTHING:
             gradient = decode(payload, header.encoding, slice_.numel, slice_.dtype)
@@ -133,7 +139,7 @@ class Asynchronous:
     def pull(self, member: tuple[int, int], keys: list[int], request: int, encoding: int) -> None:
         """Keep a worker's pull until the worker may begin its next step, and then reply.
 
-        The values in the reply contain the worker's own pushes.
+        The values in the reply include the updates with the worker's own pushes.
 
         Args:
             member: Id and incarnation of the worker.
@@ -144,12 +150,14 @@ class Asynchronous:
         slowest = self.clock.slowest
         self.clock.finished(member[0], request)
         self._held[member[0]] = keys, Pull(request, member=member, step=request - 1, encoding=encoding)
-        # If the clock of the slowest worker has not changed, this pull cannot allow any other worker to go on. Only the
-        # worker of this pull is considered then.
+        # This pull can release other workers only if it raises the slowest worker's number of steps. Otherwise only the
+        # worker that sent this pull is checked.
         self.proceed(self._held if self.clock.slowest != slowest else (member[0],))
 
     def will_answer(self, key: int, member: tuple[int, int], request: int) -> bool:
-        """Return whether this server will reply to a worker's pull even if the worker does not repeat its messages.
+        """Return whether this server can reply to a worker's pull without another message from the worker.
+
+        If this is true, the worker need not repeat its push and its pull of the slice after a lost connection.
 
         Args:
             key: Key of a slice whose primary is this server.

@@ -1,15 +1,16 @@
 """Clocks that determine which workers may begin their next step, and the roll call of a server that starts late.
 
-There is one class of clocks for steps that all workers make together (modes sync, local, and ssp with staleness 0), and
-another class for steps that workers make independently (modes async and ssp). At the start of the run, a clock knows
-how many workers to expect. No worker may go on until all these workers have joined or died.
+:class:`SyncClock` is for steps that all workers make together: modes sync and local, and ssp with staleness 0.
+:class:`StaleClock` is for steps that workers make independently: mode async, and ssp with a staleness above 0. At the
+start of the run, a clock knows how many workers to expect. No worker may go on until all these workers have joined or
+died.
 """
 
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-# Longest time that a roll call waits for the workers to report their steps. Without this limit, a roll call would wait
-# forever for a worker that has left.
+# Longest time, in seconds, that a roll call waits for the workers to report their steps. Without this limit, a roll
+# call would wait forever for a worker that has left.
 PATIENCE_SECONDS = 2.0
 
 
@@ -23,7 +24,7 @@ class SyncClock:
             node. The node has joined once any of its workers has joined, and is gone once all its workers are gone.
 
     Attributes:
-        step: The current step, which is the first step without a decision.
+        step: The current step: the first step about which the leader has not made a decision.
         members: Ids of the workers that take part in the current step.
     """
 
@@ -66,7 +67,7 @@ class SyncClock:
         return any(first > step for first in self._first.values())
 
     def leave(self, worker: int) -> None:
-        """Remove a worker that has left or died. The first step no longer waits for this worker."""
+        """Remove a worker that has left or died. The decision about the first step no longer waits for this worker."""
         self._gone.add(worker)
         self._first.pop(worker, None)
         self._count()
@@ -74,14 +75,14 @@ class SyncClock:
     def ready(self, complete: Collection[int]) -> frozenset[int] | None:
         """Return the ids of the current step's members, if the step can be decided. Return None otherwise.
 
-        The step can be decided once the pushes of all its members are complete. The first step also waits for all
-        expected nodes.
+        The step can be decided once the pushes of all its members are complete. The first step also waits until all
+        expected nodes have joined or died.
 
         Args:
             complete: Ids of the workers whose pushes of the current step are complete.
         """
         members = self.members
-        # This method is called for each vote, so a cheap check comes first. Most calls return here.
+        # This method is called for each vote. Most calls return after this cheap check, so it comes first.
         if not members or len(complete) < len(members):
             return None
         return members if (self.step > 0 or self._all_have_joined) and members.issubset(complete) else None
@@ -94,16 +95,20 @@ class SyncClock:
         return len(nodes) >= self._expected
 
     def decide(self, step: int) -> None:
-        """Record that this server or another server has decided a step. The next step becomes the current step."""
+        """Record the leader's decision about a step. The step after it becomes the current step.
+
+        If the current step is already later, nothing changes.
+        """
         if step >= self.step:
             self.step = step + 1
             self._count()
 
 
 class StaleClock:
-    """Clock of workers that make steps independently: async, or stale synchronous parallel (Ho et al., NeurIPS 2013).
+    """Clock of workers that make steps independently, in mode async or ssp.
 
-    The clock of a worker is the number of steps that the worker has finished.
+    The clock of a worker is the number of steps that the worker has finished. Mode ssp is the "stale synchronous
+    parallel" method (Ho et al., NeurIPS 2013).
 
     Args:
         staleness: Number of steps that a worker may be ahead of the slowest worker; None for no limit.
@@ -124,7 +129,7 @@ class StaleClock:
 
     @property
     def expects(self) -> bool:
-        """Whether a worker that is expected at the start of the run has not joined yet.
+        """Whether this clock still expects a worker that has not joined yet.
 
         A worker that has left or died is no longer expected.
         """
@@ -141,7 +146,7 @@ class StaleClock:
         return min(self._clocks.values(), default=self._last)
 
     def join(self, worker: int, clock: int | None = None) -> int:
-        """Add a worker. If the worker has already joined, raise its clock to `clock` unless the clock is higher.
+        """Add a worker. If the worker has already joined and its clock is below `clock`, set its clock to `clock`.
 
         Args:
             worker: Id of the worker.
@@ -150,8 +155,8 @@ class StaleClock:
         Returns the worker's clock.
         """
         if clock:
-            # The run has begun. This server may replace another server, and may never receive messages from workers
-            # that have already left. So it no longer waits for expected workers.
+            # The worker has finished steps, so the run has begun. This server may replace another server. It then never
+            # receives messages from workers that left before it started, so it stops waiting for expected workers.
             self._expected = 0
         if worker not in self._clocks:
             self._clocks[worker] = self.slowest if clock is None else clock
@@ -182,7 +187,9 @@ class StaleClock:
 
 
 class RollCall:
-    """Roll call: a server that does not know the steps of all workers waits until every worker has reported its step.
+    """A server's wait until every worker has reported its step.
+
+    A server that starts late does not know the workers' steps, so it cannot tell which workers may go on.
 
     Args:
         expected: Number of workers at the start of the run.
@@ -213,8 +220,8 @@ class RollCall:
             incarnations: By worker id: incarnation of the worker in the new view.
         """
         gone = [worker for worker, incarnation in self.incarnations.items() if incarnations.get(worker) != incarnation]
-        # Expected workers that are missing in the first view with workers have died before training began. Their ids
-        # are also returned, so that the clock does not wait for them.
+        # An expected worker that is missing in the first view with workers died before training began. The id of such a
+        # worker is also returned, so that the clock does not wait for the worker.
         if incarnations:
             gone += set(range(self._expected)) - incarnations.keys()
             self._expected = 0
@@ -223,7 +230,7 @@ class RollCall:
         return gone
 
     def note_position(self, worker: int) -> None:
-        """Record that a worker has reported its step, or has reported that it does not take part in steps."""
+        """Record a worker's reply: its step, or the report that the worker does not take part in steps."""
         self._absent.discard(worker)
 
     def expire(self, now: float) -> bool:
@@ -246,9 +253,9 @@ class RollCall:
         return True
 
     def extend(self, seconds: float) -> None:
-        """Give the workers more time to report, because this process was stopped.
+        """Give the workers more time to report, because they may have been stopped together with this process.
 
-        The workers may have been stopped at the same time.
+        This happens, for example, if the machine was suspended.
 
         Args:
             seconds: Time for which this process was stopped.

@@ -17,6 +17,7 @@ from cnnstrategies.paramserver.messages import (
     Header,
     InvalidMessageError,
     Kind,
+    OutdatedMessageError,
 )
 from cnnstrategies.paramserver.optimizer_state import pack_state, split_state
 from cnnstrategies.paramserver.server.senders import Outbox
@@ -26,7 +27,10 @@ from cnnstrategies.paramserver.specification import Options
 
 
 class Copies:
-    """One server's exchange of slices with other servers, as primary of some slices and as backup of others."""
+    """A server's exchange of copies with the other servers.
+
+    The server is the primary of some slices, and holds backups of other slices.
+    """
 
     def __init__(self, server: int, outbox: Outbox, store: Store) -> None:
         self._server = server
@@ -34,24 +38,23 @@ class Copies:
         self._store = store
         # By key: ids of the live servers that hold the slice; the first of them is the primary.
         self._holders: dict[int, Sequence[int]] = {}
-        # By key, for the slices whose primary is this server: ids of the servers that hold backups of the slice.
+        # By key of a slice whose primary is this server: ids of the servers that hold the slice's backups.
         self._backups: dict[int, Sequence[int]] = {}
         self._since: dict[int, int] = {}  # By server id: number of the first view with the server's current process.
-        # By key and id of a backup's server: version of the slice that the backup has reported.
+        # By key and id of a backup's server: version of the slice that the backup's server has reported last.
         self._acknowledged: dict[tuple[int, int], int] = {}
         # Ids of servers that were started during training and do not have copies of all slices of this server yet.
         self._late: set[int] = set()
-        # By key, for the slices of which this server has received a whole copy as a backup: the primary that sent the
-        # copy, as the primary's server id and the number of the first view with the primary's process.
+        # By key of a slice that this server holds as a backup, if a whole copy has arrived: the process of the primary
+        # that sent the copy, as a pair that `_incarnation` returned.
         self._copied: dict[int, tuple[int, int]] = {}
-
-    # Placement of the copies
 
     def place(self, view: View) -> list[tuple[int, int]]:
         """Determine the primary and the backups of each slice in a new view.
 
-        Returns keys of slices whose primary is this server, each with the id of a backup server that needs a whole
-        copy. At the start of the run all backups need copies, but nothing is sent because the slices have no values.
+        Returns pairs of a key and a server id. This server is the primary of the slice with this key. The server with
+        this id holds a backup of the slice, and needs a whole copy. At the start of the run all backups need copies,
+        but :meth:`send` does nothing then, because the slices have no values yet.
         """
         before = self._holders
         since = {server.id: server.since for server in view.servers}
@@ -82,7 +85,11 @@ class Copies:
         return next(iter(self._holders.get(key, [])), -1)
 
     def _incarnation(self, key: int) -> tuple[int, int]:
-        """Return the id of a slice's primary, and the number of the first view with the primary's current process."""
+        """Return a pair of numbers that identifies the process of a slice's primary.
+
+        The numbers are the server's id and the number of the first view with the process. Both are -1 if no live server
+        holds the slice.
+        """
         primary = self._primary(key)
         return primary, self._since.get(primary, -1)
 
@@ -94,8 +101,8 @@ class Copies:
             backup: Id of the backup's server.
             version: Version of the slice on the backup.
 
-        Returns True if the backup's server was started during training, and this acknowledgement was the last one that
-        was missing: the backup's server now has copies of all slices that it backs up for this primary.
+        Returns True once for a server that was started during training: when it has copies of all slices that it backs
+        up for this primary. Returns False otherwise.
         """
         self._acknowledged[key, backup] = max(version, self._acknowledged.get((key, backup), -1))
         keys = [key for key, backups in self._backups.items() if backup in backups] if backup in self._late else []
@@ -105,13 +112,13 @@ class Copies:
         return filled
 
     def safe(self, key: int, version: int) -> bool:
-        """Return whether all backups of a slice have at least the version `version`.
+        """Return whether all backups of a slice have version `version` or a later version.
 
         Workers may then receive values of this version, because the values survive the death of this server.
         """
         return all(self._acknowledged.get((key, backup), -1) >= version for backup in self._backups.get(key, ()))
 
-    # As the primary of a slice
+    # Methods for slices whose primary is this server
 
     def relay(
         self, key: int, gradient: Tensor | None, options: Options, member: MemberKey, step: int,
@@ -145,9 +152,10 @@ class Copies:
             )
 
     def send(self, key: int, backups: Sequence[int] | None = None) -> None:
-        """Send a whole slice to backups: the values, the optimizer's state, and the workers' last applied steps.
+        """Send a whole slice to backups.
 
-        If workers pull changes, the copy also contains the record of the values that workers hold.
+        The copy contains the values, the optimizer's state, and for each worker the last step whose gradient was
+        applied. If workers pull changes, it also contains the record of the values that workers hold.
 
         Args:
             key: Key of the slice, whose primary is this server.
@@ -163,24 +171,20 @@ class Copies:
             "behind": changes is not None and key in changes.behind,
         }
         known = b"" if changes is None else as_bytes(changes.known[key])
-        # `join` copies the values, because an update may change them before the message is sent.
+        # `join` copies the values. Without a copy, an update could change the values before the message is sent.
         payload = b"".join((pack_state(self._store.state(key)), known, self._store.memory[key]))
         for backup in self._backups.get(key, ()) if backups is None else backups:
             self._outbox.to_server(backup, Kind.COPY, payload, key=key, base=version, json=fields)
 
     def repeat_for(self, server: int) -> None:
-        """Send copies and acknowledgements again to a server that has missed messages.
-
-        Args:
-            server: Id of the server that has missed messages.
-        """
+        """Send copies and acknowledgements again to a server that has missed messages from this server."""
         for key in self._store.slices:
             if server in self._backups.get(key, ()):
                 self.send(key, [server])
             elif self._primary(key) == server and self._store.versions[key] >= 0:
                 self.acknowledge(key)
 
-    # As a backup of a slice
+    # Methods for slices that this server holds as a backup
 
     def relayed(
         self, primary: int, header: Header, payload: memoryview, options: Options, absent: int
@@ -206,7 +210,7 @@ class Copies:
             difference = changes.decoded(header.key, change)
         check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
         # Without a whole copy from the current primary, the values here may differ from the primary's values, even if
-        # both have the same version. The update must then not be applied.
+        # both have the same version. So the update is ignored.
         if header.key not in self._copied:
             return
         # If this backup has missed an update, it ignores later updates until the primary has sent a whole copy.
@@ -219,14 +223,14 @@ class Copies:
             self.acknowledge(header.key)
 
     def copied(self, primary: int, header: Header, message: Message, raw: memoryview) -> None:
-        """Act on a COPY message: replace a slice here by the primary's whole slice.
+        """Act on a COPY message: replace this server's backup of a slice by the copy in the message.
 
         Args:
             primary: Id of the server that sent the message.
             header: Header of the message.
             message: The JSON fields of the message.
-            raw: The payload after the JSON object: the optimizer's state, then the values that workers hold if workers
-                pull changes, then the values.
+            raw: The payload after the JSON object. It contains the optimizer's state, then (only in a run in which
+                workers pull changes) the values that workers hold, and then the slice's values.
 
         Raises:
             InvalidMessageError: The sender is not the slice's primary, or the payload does not fit the slice.
@@ -252,4 +256,4 @@ class Copies:
 
     def _check_primary(self, server: int, key: int) -> None:
         if key not in self._store.slices or self._primary(key) != server:
-            raise InvalidMessageError("the sender of the update or copy is not the slice's primary")
+            raise OutdatedMessageError("the sender of the update or copy is not the slice's primary")

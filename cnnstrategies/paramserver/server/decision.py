@@ -19,8 +19,8 @@ class Decision:
         members: Ids and incarnations of the workers whose gradients make up the step. A process that replaces a dead
             member has a different incarnation, so the pushes of the new process do not count for this step.
         options: Hyperparameters of the step.
-        scale: Clipping factor, by which the mean gradient is multiplied so that its global norm is not too large; None
-            while the norm is not known, and 1 without clipping by the norm.
+        scale: Clipping factor. The mean gradient is multiplied by it, so that the global norm is at most `clip_norm`.
+            None as long as the norm is not known; 1 in a run without clipping by norm.
     """
 
     step: int
@@ -37,7 +37,8 @@ class Decision:
         """Return the decision in a message from another server.
 
         Raises:
-            InvalidMessageError: The decision has no clipping factor although the run does not clip by the norm.
+            InvalidMessageError: The decision has no clipping factor, although the run does not clip by norm and the
+                factor must therefore be 1.
             ControlError: A field is missing or has the wrong type.
         """
         members = tuple((worker, incarnation) for worker, incarnation in message.table("who", int, int))
@@ -55,12 +56,13 @@ Entry = tuple[int, int]
 
 
 class Reports:
-    """The servers' reports to the leader about complete pushes, under the current view.
+    """The servers' reports to the leader about the workers whose pushes are complete, under the current view.
 
-    The entries are counted as they arrive, so that the time for a report does not depend on the number of workers.
+    The time to add a report depends only on the length of the report, and not on the number of workers.
 
     Args:
-        alone: Whether the pushes of a worker count as complete as soon as one server reports them.
+        alone: Whether one server's report about a worker is enough. This is so for pipelined steps, in which only the
+            leader reports workers. Otherwise every server must report the worker.
     """
 
     def __init__(self, alone: bool = False) -> None:
@@ -88,8 +90,7 @@ class Reports:
 
         Args:
             server: Id of the server, which must be in the view.
-            complete: Pairs of a step and a worker id. The worker's pushes of the step have become complete on the
-                server.
+            complete: Pairs of a step and the id of a worker whose pushes of this step are now complete on the server.
         """
         self._silent.discard(server)
         for step, worker in complete:

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.compression import PAYLOADS, check_length, decode
-from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
+from cnnstrategies.paramserver.messages import Encoding, Header, OutdatedMessageError
 from cnnstrategies.paramserver.server.decision import Decision
 from cnnstrategies.paramserver.server.shard import Shard
 from cnnstrategies.paramserver.server.store import MemberKey, check_absent
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Options, Specification
 
-# Worker id and incarnation in messages about an update with the mean gradient of a common step, because such an update
-# does not come from a single worker.
+# This pair takes the place of a worker's id and incarnation in messages about an update with the mean gradient of a
+# common step, because the mean gradient does not come from a single worker.
 ALL_MEMBERS = (0xFFFFFFFF, 0)
 
 
@@ -27,9 +27,10 @@ class Begin:
     Attributes:
         options: Hyperparameters of the step.
         weight: Number of samples in the worker's gradient.
-        pulls: Encoding in which the worker will pull the values after the step, if workers choose encodings.
-        level: If workers choose encodings (``compression: auto``), 1 + the index of the worker's encodings in the list
-            from the most exact to the smallest encodings; see :attr:`~cnnstrategies.paramserver.messages.Header.level`.
+        pulls: Encoding in which the worker will pull the values after the step, if workers choose encodings; `NOTHING`
+            otherwise.
+        level: Level of the worker's encodings: 1 for the most exact, larger for smaller payloads; 0 if workers do not
+            choose encodings. See :attr:`~cnnstrategies.paramserver.messages.Header.level`.
     """
 
     options: Options
@@ -107,14 +108,14 @@ class Pushes:
     def mean(self, slice_: Slice, workers: Iterable[MemberKey], buffer: Tensor) -> Tensor | None:
         """Return the mean of the workers' gradients of a slice, weighted by their numbers of samples.
 
-        Workers that have not pushed the slice are left out. A push without gradient counts as a gradient of zeros if
-        another push has a gradient, as under DDP.
+        Workers that have not pushed the slice are left out. If at least one push has a gradient, a push without a
+        gradient counts as zeros, as under DDP.
 
         Args:
             slice_: The slice.
             workers: Ids and incarnations of the workers that take part in the step.
-            buffer: Flat tensor for the mean, with as many elements as the slice. If only one gradient counts, the
-                result may be that gradient's own storage instead.
+            buffer: Flat tensor, with as many elements as the slice, to which the mean is written. If there is only one
+                gradient, the method may return this gradient without a copy to the buffer.
 
         Returns the mean gradient as a flat tensor. Returns None if no push has a gradient.
         """
@@ -136,7 +137,8 @@ class Pushes:
             gradient = decode(payload, encoding, slice_.numel, slice_.dtype)
             fraction = weight / total if total else 1.0
             if mean is not None:
-                mean = torch.lerp(mean, gradient, fraction, out=buffer)  # `lerp` reads and writes the mean only once.
+                # `lerp` makes one pass over the mean; a product and a sum would make two.
+                mean = torch.lerp(mean, gradient, fraction, out=buffer)
             else:
                 mean = gradient if fraction == 1.0 else torch.mul(gradient, fraction, out=buffer)
         self._means[slice_.key] = members, mean
@@ -211,7 +213,7 @@ class Backlog:
         if version > step:
             return False
         if version < 0 or step > version + 1 or step not in self.steps or worker not in self.steps[step].begun:
-            raise InvalidMessageError("the push is for a step that has not begun on this server")
+            raise OutdatedMessageError("the push is for a step that has not begun on this server")
         return self.steps[step].add(worker, self._shard.store.slices[key], payload, header.encoding, header.base)
 
     def has(self, worker: MemberKey, step: int, key: int) -> bool:
@@ -219,9 +221,9 @@ class Backlog:
         return step in self.steps and self.steps[step].has(key, (worker,))
 
     def complete(self, step: int, worker: MemberKey) -> bool:
-        """Return whether all pushes of a worker that this server needs for a step have arrived.
+        """Return whether a worker's pushes of a step are complete on this server.
 
-        The server needs the pushes of all slices to which it must still apply the step.
+        The server needs a push for each slice to which it must still apply the step.
         """
         pushes = self.steps[step]
         if pushes.count(worker) == len(self._shard.own_keys):
@@ -276,7 +278,8 @@ class Updater:
         self._waiting: set[int] = set()
         self._members: tuple[MemberKey, ...] = ()  # workers whose pushes make up the step, dead workers included
         self._live_members: Collection[MemberKey] = ()  # live members, whose missing pushes will still arrive
-        self._waits_for_any = False  # whether a slice is ready only after at least one worker has pushed the slice
+        # Whether all members are dead. A slice is then ready only after at least one other worker has pushed the slice.
+        self._waits_for_any = False
 
     def plan(
         self, decision: Decision | None, live_members: Collection[MemberKey], successors: Collection[MemberKey]
@@ -303,7 +306,9 @@ class Updater:
             self.note_push(key, decision.step)
 
     def note_push(self, key: int, step: int) -> None:
-        """Act on the arrival of a push of the decided step: the slice is ready if no other push is missing.
+        """Act on the arrival of a push of the decided step.
+
+        If no push of the slice is missing any more, the slice becomes ready for :meth:`work`.
 
         Args:
             key: Key of the slice.
@@ -314,7 +319,7 @@ class Updater:
             self._todo.append(key)
 
     def _has_needed(self, pushes: Pushes, key: int) -> bool:
-        """Return whether all pushes of a slice that the decided step needs have arrived."""
+        """Return whether the pushes that the decided step needs for a slice have all arrived."""
         return pushes.has(key, self._live_members) and not (self._waits_for_any and pushes.has_none(key))
 
     @property
@@ -360,9 +365,9 @@ class Updater:
     def _mean(self, pushes: Pushes, key: int, members: Sequence[MemberKey]) -> Tensor | None:
         """Return the mean gradient of a slice. Return None if no push of the slice has a gradient.
 
-        The pushes of one slice are added one after the other, because the mean then stays in the CPU's cache. The means
-        of all slices with the same dtype use one buffer in turn. With clipping by the global norm each slice has its
-        own buffer, because its mean is needed again once the clipping factor is known.
+        The pushes of one slice are added one after the other, because the mean then stays in the CPU's cache. All
+        slices with the same dtype use the same buffer, one after the other. With clipping by the global norm each slice
+        has its own buffer, because the slice's mean is needed again once the clipping factor is known.
         """
         slice_ = self._shard.store.slices[key]
         buffer_key = key if self._keeps_means else slice_.dtype

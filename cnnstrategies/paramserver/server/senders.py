@@ -5,8 +5,8 @@ encrypted run the connection uses that member's key.
 
 Messages between servers may be lost: a broken connection loses the messages that are on their way, and a server drops
 messages from senders that have a newer view. The messages from one server to another are therefore numbered without
-gaps. A few times a second, every server reports to each other server how many gaps it has found in that server's
-messages. A server whose messages were lost then sends its current state.
+gaps. Several times a second, server 0, for example, tells server 1 how many gaps it has found in server 1's messages.
+If the number has grown, server 1 sends its current state to server 0.
 """
 
 from collections import Counter
@@ -21,6 +21,7 @@ from cnnstrategies.paramserver.messages import (
     Header,
     InvalidMessageError,
     Kind,
+    OutdatedMessageError,
     Parcel,
     compose,
 )
@@ -51,11 +52,13 @@ class Senders:
         # The senders in these dictionaries are numbered as in `Header.sender`: a server's number is its id plus
         # `SERVER`. The number of the first view with a server's process serves as the server's incarnation.
         self._members: dict[int, tuple[int, str]] = {}  # By sender: incarnation and public key.
-        self._last: dict[int, tuple[int, int]] = {}  # By sender: incarnation, and number of the last message.
+        self._last: dict[int, tuple[int, int]] = {}  # By sender: incarnation, and number of the last accepted message.
         self._gaps: Counter[int] = Counter()  # By sending server: number of gaps in the numbers of its messages.
-        # By receiving server: the number of gaps that it had reported when this server last sent its state again.
+        # By receiving server: number of gaps that the receiver had reported when this server last repeated its state to
+        # the receiver.
         self._repaired: dict[int, int] = {}
-        # By id of the receiving server: how many times this server has sent its state again since the last pings.
+        # By id of the receiving server: how often this server has repeated its state to the receiver since the last
+        # pings.
         self._repeats: Counter[int] = Counter()
 
     def follow(self, view: View) -> None:
@@ -78,7 +81,7 @@ class Senders:
     def shows_connection(self, header: Header, user: str) -> bool:
         """Return whether a message proves that the connection from its sender works.
 
-        Even a message that :meth:`check` refuses can prove that the connection works.
+        Even a message that :meth:`check` refuses can prove this, for example a message from a server with a newer view.
 
         Args:
             header: Header of the message.
@@ -94,7 +97,7 @@ class Senders:
             header: Header of the message.
             user: Public key of the connection, if it is encrypted.
 
-        Returns whether the sender is a server, and earlier messages from this server were lost.
+        Returns True if the sender is a server, and messages that it sent directly before this message were lost.
 
         Raises:
             InvalidMessageError: The sender is not a member or may not send this message, or the message is a replay.
@@ -102,9 +105,9 @@ class Senders:
         is_server = header.sender >= SERVER
         incarnation, key = self._members.get(header.sender, (None, ""))
         if incarnation is None or (not is_server and incarnation != header.incarnation):
-            raise InvalidMessageError("the sender is not a member of the view")
+            raise OutdatedMessageError("the sender is not a member of the view")
         if is_server and not incarnation <= header.incarnation <= self._view.number:
-            raise InvalidMessageError("the sending server has a newer view, or was replaced")
+            raise OutdatedMessageError("the sending server has a newer view, or was replaced")
         if self._encrypted and user != key:
             raise InvalidMessageError("the connection's key is not the sender's key")
         if header.kind not in (_FROM_SERVERS if is_server else _FROM_WORKERS):
@@ -119,8 +122,6 @@ class Senders:
             self._gaps[header.sender] += 1
         return has_gap
 
-    # Gaps
-
     def gaps(self, server: int) -> int:
         """Return the number of gaps that this server has found in the messages from another server."""
         return self._gaps[SERVER + server]
@@ -128,9 +129,9 @@ class Senders:
     def must_repeat(self, server: int, gaps: int) -> bool:
         """Return whether this server must now send its state again to another server.
 
-        This is the case if the other server has found new gaps in this server's messages, unless this server has
-        already sent its state `MOST_REPEATS` times since the last pings. The method counts the repetition if it returns
-        True.
+        This is the case if the other server has found new gaps in this server's messages, and this server has repeated
+        its state fewer than `MOST_REPEATS` times since its last pings. If the result is True, the method also counts
+        the repetition, so the caller must send the state.
 
         Args:
             server: Id of the other server.
@@ -157,7 +158,7 @@ class Outbox:
         session: Random number that identifies the run.
 
     Attributes:
-        routes: By worker: route of the connection on which the worker's last message arrived.
+        routes: By worker id: ZeroMQ routing id of the connection on which the worker's last message arrived.
         effects: Effects that the driver has not taken yet.
     """
 
@@ -184,8 +185,8 @@ class Outbox:
         before, self._servers = self._servers, now
         gone = {server for server, info in before.items() if now.get(server) != info}
         self.effects = [effect for effect in self.effects if not (isinstance(effect, Parcel) and effect.to in gone)]
-        # The numbers begin again only for a new process. If a server reconnects, the numbers go on, so that messages
-        # that were lost on the old connection leave a gap.
+        # The numbering starts again only for a new process of the receiver. If the same process reconnects, the
+        # numbering continues, so that messages that were lost on the old connection leave a gap.
         self._sent = {
             server: self._sent[server] if server in before and before[server].since == info.since else 0
             for server, info in now.items()
@@ -195,16 +196,17 @@ class Outbox:
         self.routes = {worker: route for worker, route in self.routes.items() if worker in alive}
 
     def to_worker(self, worker: int, kind: Kind, payload: Any = b"", **fields: Any) -> None:
-        """Send a message to a worker, unless its route is unknown.
+        """Send a message to a worker, unless the worker's route is unknown.
 
-        A small PULLED message may be delayed, so that the driver sends it together with later messages.
+        The driver may delay a small PULLED message, to send it together with later messages.
         """
         route = self.routes.get(worker)
         if route is not None:
             self._sequence += 1
             header, body = self._compose(kind, self._sequence, payload, **fields)
             wait = kind == Kind.PULLED and len(body) <= SMALL_BYTES
-            # The values in a delayed message are copied, because an update may change them before the message is sent.
+            # `bytes` copies the values in a delayed message. Without a copy, an update could change the values before
+            # the message is sent.
             self.effects.append(Parcel(route, header, bytes(body) if wait else body, wait))
 
     def ask_again(self, worker: int) -> None:

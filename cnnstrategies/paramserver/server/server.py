@@ -18,6 +18,7 @@ from cnnstrategies.paramserver.messages import (
     Header,
     InvalidMessageError,
     Kind,
+    OutdatedMessageError,
     Say,
     fields_of,
     pack_keys,
@@ -33,7 +34,8 @@ from cnnstrategies.paramserver.server.store import MemberKey, Store
 from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.specification import Options, Specification, check_options
 
-STOPPED_SECONDS = 1.0  # If the time between two calls is longer, this process was stopped in between.
+# If more seconds than this pass between two calls of a server's methods, the server's process was stopped meanwhile.
+STOPPED_SECONDS = 1.0
 
 
 class Server:
@@ -47,7 +49,7 @@ class Server:
 
     Args:
         specification: The run's specification.
-        id: Number of this server, 0 to `Specification.servers` - 1.
+        id: Number of this server, from 0 to `Specification.servers` - 1.
         store: The slices' values and optimizers.
         encrypted: Whether the connections are encrypted.
 
@@ -101,14 +103,15 @@ class Server:
 
     @property
     def routes(self) -> Mapping[int, bytes]:
-        """Routes by worker id: the connection on which the worker's last message arrived."""
+        """ZeroMQ routing ids of the workers' connections, by worker id.
+
+        Each routing id belongs to the connection on which the worker's last message arrived.
+        """
         return self._outbox.routes
 
     def admits(self, key: str) -> bool:
         """Return whether a connection with a public key may be accepted, because a member of the view has this key."""
         return self._senders.has_key(key)
-
-    # Events
 
     def follow(self, now: float, view: View) -> Effects:
         """Act on a new view. A view that is not newer than this server's view is ignored."""
@@ -134,8 +137,8 @@ class Server:
         self.mode.follow(view)
         if self.shard.own_key_set - own_keys_before:
             for worker in list(self._outbox.routes):
-                # Before this view, this server dropped all messages about the slices whose primary it is now, so the
-                # workers must repeat these messages.
+                # This server has just become the primary of more slices. Until now it has dropped the workers' messages
+                # about these slices, so the workers must repeat the messages.
                 self._outbox.ask_again(worker)
         self._heard = {
             server: self._heard.get(server, now) if before.get(server) == first_view else now
@@ -145,11 +148,11 @@ class Server:
         return self._outbox.take()
 
     def on_message(self, now: float, route: bytes, user: str, header: Header, payload: memoryview) -> Effects:
-        """Act on a received message, or drop it if it is invalid or its sender may not send it.
+        """Act on a received message. Drop the message if it is invalid, or if the sender may not send it.
 
         Args:
-            now: The current time.
-            route: Route of the connection on which the message arrived.
+            now: The current time, in seconds.
+            route: ZeroMQ routing id of the connection on which the message arrived.
             user: Public key of the connection, if it is encrypted.
             header: Header of the message.
             payload: Payload of the message.
@@ -158,17 +161,20 @@ class Server:
         try:
             peer = self._check_sender(route, user, header)
             self.handle(peer, header, payload)
+        except OutdatedMessageError as error:
+            self.dropped[str(error)] += 1
         except InvalidMessageError as error:
             self.drop(str(error))
-        except ControlError:  # The error's text may contain received data, which must not be part of a reason.
+        except ControlError:
+            # The error's text may contain received data. Each reason has a counter, so a reason must be a fixed text.
             self.drop(f"a {header.kind.name} message has missing or invalid fields")
         return self._outbox.take()
 
     def on_time(self, now: float) -> Effects:
-        """Send the heartbeats to workers and the pings to servers that are due, and end a roll call whose time is over.
+        """Send heartbeats to workers and pings to servers, if they are due. End a roll call that has lasted too long.
 
-        A ping tells another server how many gaps this server has found in the other server's messages. The ping's own
-        number also shows the other server whether it has missed messages before the ping.
+        A ping contains the number of gaps that this server has found in the receiver's messages. The ping's sequence
+        number also shows the receiver whether messages of this server were lost before the ping.
         """
         self._note_time(now)
         if now - self._sent_heartbeats > self._heartbeat_seconds:
@@ -188,7 +194,10 @@ class Server:
         return self._outbox.take()
 
     def flush(self) -> Effects:
-        """Report complete pushes to the leader. The driver calls this once it has passed on all waiting messages."""
+        """Report complete pushes to the leader.
+
+        The driver calls this after it has passed on all waiting messages, so that one report covers several pushes.
+        """
         if self._synchronous is not None:
             self._synchronous.flush()
         return self._outbox.take()
@@ -200,7 +209,7 @@ class Server:
         return self._outbox.take()
 
     def drop(self, reason: str) -> None:
-        """Count a dropped message, and log the first dropped message with each reason."""
+        """Count a dropped message by the reason, and log the message if it is the first message with this reason."""
         self.dropped[reason] += 1
         if self.dropped[reason] == 1:
             text = (
@@ -211,7 +220,7 @@ class Server:
     def _check_sender(self, route: bytes, user: str, header: Header) -> int:
         """Check that the sender may send a message, and record the time and the route of the message.
 
-        Returns the sender's id: the number among the workers or among the servers.
+        Returns the sender's id, which is its number among the workers or among the servers.
 
         Raises:
             InvalidMessageError: The sender may not send this message.
@@ -266,7 +275,11 @@ class Server:
     # Messages from workers
 
     def _hello(self, worker: int, header: Header, payload: memoryview) -> None:
-        """Act on a HELLO message, and reply with WELCOME unless the worker has to repeat the message later."""
+        """Act on a HELLO message, and reply with WELCOME.
+
+        There is no reply if this server does not have the worker's view yet, or if the worker is a newcomer and this
+        server does not know the other workers' steps yet. The worker then repeats the message.
+        """
         if header.base > self.view.number:
             return  # The worker has a newer view, and repeats the HELLO until this server also has the newer view.
         message, answered = fields_of(payload, header), frozenset(unpack_keys(payload[header.meta :]))
@@ -280,10 +293,11 @@ class Server:
         lacks = False
         if step is not None:
             if not has_parameters and self._synchronous is not None and self._synchronous.cannot_make(step - 1):
-                # No worker can push gradients of the missing step any more. The step must not count as missing, because
-                # the newcomer would then wait forever.
+                # No worker can push gradients of the step that this server has missed. The step must not count as
+                # missing, because the newcomer would then wait forever.
                 answered = self.shard.own_key_set
-            # A newcomer without values waits for the step before its first step, which may not be applied here yet.
+            # A newcomer without values waits for the values after the step before its first step. That step may not be
+            # applied here yet, so the updates of the steps before it are enough.
             lacks = self._lacks_updates(member, step if has_parameters else step - 1, answered, first)
             if self._asynchronous is not None:
                 self._asynchronous.note_first_step(member, first)
@@ -317,18 +331,19 @@ class Server:
         )
 
     def _silent_servers(self) -> list[int]:
-        """Return the ids of live servers from which no message has arrived for too long.
+        """Return the ids of servers from which no message has arrived for `Specification.deaf_after` seconds.
 
-        The connections with these servers are broken: a dead server would have been removed from the view by then.
+        The connections with these servers are broken. The servers are not dead, because by this time a dead server has
+        been removed from the view.
         """
         limit = self._now - self._specification.deaf_after
         return [server for server, heard in self._heard.items() if heard < limit]
 
     @property
     def _values_lost(self) -> bool:
-        """Whether the values of a slice are lost.
+        """Whether this server has lost the values of a slice whose primary it is.
 
-        This is the case if this server is the slice's primary and has no values, although common steps were made.
+        This is the case if the slice has no values, although common steps were made.
         """
         return self._synchronous is not None and self._synchronous.clock.step > 0 and not self.shard.ready
 
@@ -357,8 +372,8 @@ class Server:
 
         If the slice already has values, the message has no effect.
         """
-        # If the values of the slice are lost, the message is dropped. Otherwise the training of the slice would start
-        # again from the initial values, and the user would not notice.
+        # If the values of the slice are lost, initial values are refused. Otherwise the training of the slice would
+        # start again from the initial values, and the user would not notice.
         if self._values_lost and header.key in self.shard.own_key_set:
             raise InvalidMessageError("the message contains initial values, but common steps were already made")
         before = self.shard.ready
@@ -397,25 +412,25 @@ class Server:
 
     def _push(self, worker: int, header: Header, payload: memoryview) -> None:
         if header.key not in self.shard.own_key_set:
-            raise InvalidMessageError("the push is for a slice whose primary is another server")
+            raise OutdatedMessageError("the push is for a slice whose primary is another server")
         if not self.mode.push((worker, header.incarnation), header, payload):
             self.dropped["a push that has arrived before"] += 1
-        if self._specification.pipelined:  # In such a run, each push also requests the slice's new values.
+        if self._specification.pipelined:  # With pipelined steps, each push also requests the slice's new values.
             self.shard.pull(worker, (header.key,), Pull(header.step + 1, header.step + 1))
 
     def _pull(self, worker: int, header: Header, payload: memoryview) -> None:
         if header.encoding != Encoding.KEYS or len(payload) % 4:
             raise InvalidMessageError("the payload of the pull does not consist of the keys of slices")
         keys = unpack_keys(payload)
-        if len(set(keys)) != len(keys) or not self.shard.own_key_set.issuperset(keys):
-            raise InvalidMessageError(
-                "the pull contains a key twice, or the key of a slice whose primary is another server"
-            )
+        if len(set(keys)) != len(keys):
+            raise InvalidMessageError("the pull contains a key twice")
+        if not self.shard.own_key_set.issuperset(keys):
+            raise OutdatedMessageError("the pull contains the key of a slice whose primary is another server")
         encoding = self._pull_encoding(header.base >> 1)
         self.shard.order_by_use(keys)
         if header.base & 1:
             # In common steps, the values for a newcomer must not be older than the values that the other workers use
-            # for the newcomer's step. Therefore the reply waits for this version.
+            # for the newcomer's first step. So the reply waits for the version with the number of that step.
             version = 0 if self._synchronous is None else header.step
             pull = Pull(header.step, version, whole=True, state=header.level > 0, question=header.question)
             self.shard.pull(worker, keys, pull)

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from cnnstrategies.paramserver.compression import PAYLOADS, from_bytes, payload_compression
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, InvalidMessageError, Kind, Say
+from cnnstrategies.paramserver.messages import (
+    ALONE,
+    Encoding,
+    Header,
+    Kind,
+    OutdatedMessageError,
+    Say,
+)
 from cnnstrategies.paramserver.optimizer_state import pack_state, split_state
 from cnnstrategies.paramserver.server.copies import Copies
 from cnnstrategies.paramserver.server.senders import Outbox
@@ -23,16 +30,16 @@ class Pull:
     Attributes:
         request: Step in the PULL message. The reply contains the same step.
         version: The lowest version that the worker accepts.
-        member: Id and incarnation of a worker whose own push must be applied before the reply, for steps that workers
-            make independently. None if the reply only waits for the version.
-        step: The step of the push that must be applied before the reply.
+        member: In modes in which workers make steps independently: id and incarnation of the worker. The reply waits
+            until the worker's own push of `step` is applied. None if the reply waits only for `version`.
+        step: Step of the push for which the reply waits, if `member` is not None.
         whole: Whether to send the exact values, without compression.
         state: Whether to send the optimizer's state instead of the values.
         encoding: Encoding of the reply; `NOTHING` for the specification's encoding.
-        mark: Mark of the values that the worker holds, in a run in which workers pull changes: a number that identifies
-            these values (see :mod:`.store`). 0 if the values have no mark.
-        question: Id of a pull that requests the current values; 0 for any other pull. The reply repeats the id. See
-            :class:`~cnnstrategies.paramserver.messages.Header`.
+        mark: In a run in which workers pull changes: number that identifies the values that the worker holds (see
+            :mod:`.store`). 0 for values without a mark.
+        question: Id of a pull that requests the current values; 0 for any other pull. The reply contains the same id.
+            See :class:`~cnnstrategies.paramserver.messages.Header`.
     """
 
     request: int
@@ -93,7 +100,7 @@ class Shard:
         """Sort `own_keys` in the order in which a worker uses the slices.
 
         Args:
-            keys: Keys in the order of use. If their number is not the number of `own_keys`, the order does not change.
+            keys: Keys in the order of use. The order changes only if there are as many keys as in `own_keys`.
         """
         if len(keys) == len(self.own_keys) and keys != self.own_keys:
             self._order.update((key, place) for place, key in enumerate(keys))
@@ -130,10 +137,10 @@ class Shard:
         return pull if pull is not None and pull.request == request else None
 
     def answer(self, key: int) -> None:
-        """Send a slice to each waiting worker that accepts the current version.
+        """Reply to the waiting pulls of a slice that accept the slice's current version.
 
-        The version that the worker needs must also have arrived at all backups. Otherwise values that the worker has
-        received could be lost with this server.
+        A reply also waits until all backups have the version that the worker needs. Otherwise the worker could receive
+        values that are lost if this server dies.
         """
         waiting = self._pulls[key]
         if not waiting or key not in self.own_key_set:
@@ -155,14 +162,14 @@ class Shard:
             )  # fmt: skip
 
     def _encode_answer(self, key: int, pull: Pull, version: int, encoded: dict[int, Any]) -> tuple[Any, int, float]:
-        """Return the payload of the reply to a pull, its encoding, and the mark of the values that the worker then has.
+        """Return the reply to a pull: the payload, its encoding, and the mark of the values that the worker then holds.
 
         Args:
             key: Key of the slice.
             pull: The worker's pull.
             version: Current version of the slice.
-            encoded: By encoding: the slice's values as payloads. The method adds new payloads, so that values are
-                encoded once for all workers.
+            encoded: Payloads of the slice's values that exist already, with their encodings as keys. The method adds
+                each new payload, so the values are encoded only once for all workers.
         """
         if pull.state:
             return pack_state(self.store.state(key)), Encoding.NOTHING, 0.0
@@ -176,8 +183,6 @@ class Shard:
             encoded[encoding] = PAYLOADS[encoding].encode_values(self.store.values[key]) if payload is None else payload
         mark = 0.0 if changes is None else ALONE if payload is None else changes.mark(key)
         return encoded[encoding], encoding, mark
-
-    # Updates
 
     def update(
         self,
@@ -214,7 +219,7 @@ class Shard:
     def acknowledged(self, backup: int, key: int, version: int) -> None:
         """Record that a backup has applied all updates of a slice up to a version.
 
-        Pulls that waited for this report of the backup get their replies.
+        Then reply to the pulls that waited for this acknowledgement.
 
         Args:
             backup: Id of the backup's server.
@@ -225,13 +230,11 @@ class Shard:
             InvalidMessageError: This server does not hold the slice.
         """
         if key not in self.store.slices:
-            raise InvalidMessageError("the acknowledgement is for a slice that this server does not hold")
+            raise OutdatedMessageError("the acknowledgement is for a slice that this server does not hold")
         if self.copies.acknowledged(key, backup, version):
             text = f"server {backup} now has copies of all slices that it backs up for server {self._server}"
             self._outbox.effects.append(Say(text, True))
         self.answer(key)
-
-    # Initial values
 
     def initialise(self, header: Header, payload: memoryview) -> None:
         """Store the initial values and the optimizer's state of a slice. Only the first VALUE message has an effect.
@@ -245,7 +248,7 @@ class Shard:
         """
         key = header.key
         if key not in self.own_key_set:
-            raise InvalidMessageError("the initial values are for a slice whose primary is another server")
+            raise OutdatedMessageError("the initial values are for a slice whose primary is another server")
         slice_ = self.store.slices[key]
         state, values = split_state(payload, slice_)
         if self.store.versions[key] < 0:

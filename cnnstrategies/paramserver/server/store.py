@@ -2,20 +2,23 @@
 
 In common steps, workers may pull *changes* instead of values. A change is the compressed difference between a slice's
 values on the server and the values that workers hold. Compression leaves out a part of the difference. The workers'
-values then lack this part, so it is contained in the next difference. This is error feedback for pulled values (Tang et
-al., "DoubleSqueeze", ICML 2019).
+values then lack this part, so the next difference contains it. This is error feedback for pulled values (Tang et al.,
+"DoubleSqueeze", ICML 2019).
 
-A worker may add a change only to the values from which the change was computed. The server therefore keeps a record: a
-copy of the values that workers hold. It sends the record to the backups together with the values. Each record has a
-lineage: a number that shows whether two records with the same version have the same history. The lineage changes if a
-server starts again from initial values, because steps that workers have already seen may then be repeated with
-different gradients. In messages, the lineage is the mark of the values: a worker's pull contains the mark of the values
-that the worker holds, and the reply contains the mark of the values that the worker holds after it.
+A worker may add a change only to the values from which the change was computed. Therefore the server keeps a copy of
+the values that workers hold. This copy is called the slice's record. The primary sends the record to the backups
+together with the slice's values.
+
+Two records with the same version can differ: if a server starts again from initial values, it may repeat steps that
+workers have already seen, with different gradients. Therefore each record has a number, its lineage, and a server that
+starts again uses a new lineage. In messages, the lineage plus 2 is the mark of the values. A worker's pull contains the
+mark of the values that the worker holds. The reply contains the mark of the values that the worker holds after the
+reply.
 
 If workers choose encodings while they train, they announce with each step the encoding in which they will pull the new
 values: as a change, rounded, or exact. If no worker will pull a change, but some workers will pull rounded values, the
 rounded values replace the record. If all workers will pull exact values, the record is not updated, which saves time.
-The first worker that later pulls a change then receives the exact values instead.
+Workers that later pull a change then receive the exact values once, and changes after that.
 """
 
 import zlib
@@ -63,9 +66,9 @@ class Changes:
         whole: Encoding of rounded values that workers may pull instead of changes; None if all pulls request changes.
 
     Attributes:
-        known: By key: values of the workers that have received all changes up to the slice's version.
+        known: By key: the slice's record, which is a copy of the values that workers hold.
         lineages: By key: lineage of the slice's record; see the module's docstring.
-        behind: Keys of the slices whose record in `known` is out of date, because all workers hold the exact values.
+        behind: Keys of the slices whose record was not updated, because all workers hold the exact values.
     """
 
     def __init__(self, encoding: int, ratio: float, values: Mapping[int, Tensor], whole: int | None = None) -> None:
@@ -83,10 +86,10 @@ class Changes:
         self._origin = 0  # lineage of the record of a slice that receives initial values
 
     def set_origin(self, since: int) -> None:
-        """Change the lineages of all records, because the process of this server has just become a member of the run.
+        """Change the lineages of all records. The server calls this when its process becomes a member of the run.
 
         Args:
-            since: Number of the first view with this process. It is the lineage of initial values that arrive later.
+            since: Number of the first view with this process. Initial values that arrive later have this lineage.
         """
         self._origin = since
         self.lineages = {
@@ -95,7 +98,7 @@ class Changes:
         }
 
     def begin(self, key: int) -> None:
-        """Reset a slice's record to the slice's exact values, because workers are going to receive these values."""
+        """Replace a slice's record by the slice's exact values, which workers are going to receive."""
         self.known[key].copy_(self._values[key])
         self.lineages[key] = self._origin
         self._forget(key)
@@ -112,7 +115,7 @@ class Changes:
             key: Key of the slice.
             known: Values that the workers hold, as a flat tensor.
             lineage: Lineage of these values.
-            behind: Whether `known` is out of date, because all workers hold the exact values.
+            behind: Whether all workers hold the exact values instead of `known`.
         """
         self.known[key].copy_(known.view(self.known[key].shape))
         self.lineages[key] = lineage
@@ -127,9 +130,12 @@ class Changes:
             key: Key of the slice.
             pulled: Encodings in which workers will pull the new values, if workers choose encodings.
 
-        Returns the payload with which :meth:`apply` updates the records of the backups in the same way. This payload is
-        the change, or one byte with the encoding of the values that all workers will hold. The payload is empty if the
-        workers will pull exact values and the record is not updated.
+        Returns a payload for the backups, with which :meth:`apply` updates their records in the same way. The payload
+        is one of these:
+
+        - a change, if a worker will pull a change;
+        - one byte with the number of an encoding, if the workers will hold the slice's values in this encoding;
+        - empty, if all workers will pull exact values, so that the record is not updated.
         """
         wanted = self._whole is None or self.encoding in pulled
         if wanted and key not in self.behind:
@@ -144,7 +150,7 @@ class Changes:
         return payload
 
     def decoded(self, key: int, payload: memoryview) -> Tensor | None:
-        """Return the difference that a change encodes, to be added to the slice's entry in `known`.
+        """Return the difference that a change encodes. The caller adds it to the slice's record.
 
         Args:
             key: Key of the slice.
@@ -186,12 +192,16 @@ class Changes:
     def answer(
         self, key: int, mark: float, next_version: bool, asked: int = Encoding.NOTHING
     ) -> tuple[Any, int, float] | None:
-        """Return the payload of the reply to a pull, its encoding, and the mark of the values that the worker then has.
+        """Return the reply to a pull: the payload, its encoding, and the mark of the values that the worker then holds.
 
-        The payload is the last change if the worker holds the values to which the change must be added. The change is
-        sent even if the worker pulled values, so that all workers hold the same values after a step for which there is
-        a change. A worker that pulled a change, but holds different values, receives the values that the other workers
-        hold. Return None if the worker pulled values and cannot use the last change. The caller then sends the values.
+        The payload depends on the values that the worker holds, and on its request:
+
+        - If the last change was computed from the values that the worker holds, the payload is this change. This is so
+          even if the worker requested values, because all workers must hold the same values after the step.
+        - If the worker holds different values and requested a change, the payload is the values that the other workers
+          hold.
+        - If the worker holds different values and requested values, the method returns None, and the caller sends the
+          slice's values.
 
         Args:
             key: Key of the slice.
@@ -212,16 +222,17 @@ class Changes:
         return bytes(as_bytes(self.known[key])), Encoding.DENSE, self.mark(key)
 
     def mark(self, key: int) -> float:
-        """Return the mark that identifies the values in a slice's record in messages: the lineage plus 2.
+        """Return the mark of the values in a slice's record, which identifies them in messages: the lineage plus 2.
 
-        The numbers below 2 have other meanings: 0 stands for no mark, and 1 is `ALONE`.
+        The numbers 0 and 1 have other meanings: 0 stands for no mark, and 1 is `ALONE`.
         """
         return float(self.lineages[key] + 2)
 
     def encoded_values(self, key: int, encoding: int) -> Any:
-        """Return a slice's values as a payload, if the slice's record contains the values rounded to this encoding.
+        """Return a slice's rounded values as a payload, if they have this encoding and are the slice's record.
 
-        Return None otherwise, because the next change could not be added to values in this encoding.
+        Otherwise return None. The caller then rounds the slice's values for this reply only, and the worker cannot add
+        the next change to these values.
         """
         return self._rounded.get(key) if encoding == self._whole else None
 
@@ -231,7 +242,7 @@ MemberKey = tuple[int, int]
 
 
 def check_absent(absent: int, slice_: Slice) -> None:
-    """Check the bits for the parts of a slice that have no gradient.
+    """Check `absent`, whose bits say which parts of a slice have no gradient.
 
     Args:
         absent: Bit i is set if part i of the slice has no gradient.
@@ -293,12 +304,12 @@ class Store:
             self.changes.begin(key)
 
     def apply(self, key: int, update: Tensor | None, options: Options, absent: int = 0) -> None:
-        """Make a step of a slice's optimizer, which raises the slice's version by one.
+        """Make a step of a slice's optimizer, and raise the slice's version by one.
 
         Args:
             key: Key of the slice.
-            update: Gradient of the slice, or in mode local the mean of the workers' differences; None to raise only the
-                version.
+            update: Gradient of the slice, or in mode local the mean of the workers' differences. With None the version
+                is raised without a step.
             options: Hyperparameters of each parameter group.
             absent: Bit i is set if part i of the slice has no gradient, so that its values stay the same.
         """

@@ -3,9 +3,9 @@
 A step must have the same members on every server, even if a worker dies after it has pushed to only some servers.
 Therefore one server, the leader, decides which workers are the members of a step. Each server reports to the leader
 which workers' pushes are complete. Once all servers have the pushes of all live workers, the leader sends its decision
-to all servers. For clipping by the global norm, the servers then send the squared norms of their mean gradients to the
-leader, and the leader sends the decision again with the clipping factor. After each new view, every server sends a
-report on its state to the leader.
+to all servers. For clipping by the global norm, each server then sends the squared norm of its slices' mean gradients
+to the leader, and the leader sends the decision again with the clipping factor. After each new view, every server
+reports its last decision and its complete pushes to the leader, because another server may have become the leader.
 
 In a run with pipelined steps the leader decides earlier: once all live workers have begun the step. A worker begins a
 step after it has received all values of the step before. Each server updates a slice as soon as the members' pushes of
@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.messages import LARGEST_NUMBER, Header, InvalidMessageError, Kind
+from cnnstrategies.paramserver.messages import LARGEST_NUMBER, Header, InvalidMessageError, Kind, OutdatedMessageError
 from cnnstrategies.paramserver.server.clocks import RollCall, SyncClock
 from cnnstrategies.paramserver.server.decision import Decision, Entry, Reports
 from cnnstrategies.paramserver.server.pushes import Backlog, Begin, Updater
@@ -28,15 +28,19 @@ from cnnstrategies.paramserver.server.store import MemberKey
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 
-NO_SLICES = LARGEST_NUMBER - 1  # first unfinished step that a server reports if it is not the primary of any slice
+# A server that is not the primary of any slice reports this number as its first unfinished step. The number is larger
+# than every step, so the server does not change the minimum over all servers.
+NO_SLICES = LARGEST_NUMBER - 1
 
 
 class Synchronous:
-    """State machine for one server's work in common steps: its votes, the decisions, and the application of the steps.
+    """A server's state machine in the modes in which all workers make steps together.
+
+    The server reports complete pushes to the leader, and applies the steps that the leader has decided.
 
     Attributes:
         clock: The current step and its members.
-        roll: The roll call with which a new leader learns the workers' steps.
+        roll: The roll call: a new leader waits until every worker has reported its step.
         leader: Id of the server that decides. It is the oldest server of the view.
     """
 
@@ -90,7 +94,8 @@ class Synchronous:
         for worker in self.roll.follow(view.incarnations):
             self.clock.leave(worker)
         if self.leader == self._server and not was_leader:
-            # A server that was started during the run may know the steps of only some workers.
+            # A server that was started during the run may know the steps of only some workers. So the new leader waits
+            # until the other workers have reported their steps.
             self.roll.call(self.roll.incarnations.keys() - self.clock.known)
         self._backlog.compare_versions()
         self._reports.follow(self._servers)
@@ -107,13 +112,10 @@ class Synchronous:
         self.proceed()
 
     def repeat_for(self, server: int) -> None:
-        """Send messages again to a server that has missed messages.
+        """Send this server's state again to a server that has missed messages of this server.
 
         If this server is the leader, it sends its decision. If the other server is the leader, this server sends its
         report, and its squared norm if the norm is known.
-
-        Args:
-            server: Id of the server that has missed messages.
         """
         if self.leader == self._server:
             if self._decision is not None:
@@ -137,7 +139,7 @@ class Synchronous:
 
         Args:
             worker: Id of the worker.
-            step: The step that the worker is working on; None for a newcomer.
+            step: The step that the worker is working on; None for a newcomer, to which this method assigns a step.
             gradients_step: The step whose gradients a newcomer holds; None if the newcomer holds no gradients.
 
         Returns the step with which the worker begins. Returns None, and does not add the worker, if the worker is a
@@ -152,6 +154,7 @@ class Synchronous:
                 return gradients_step
         if step is not None and step > self.clock.step and not self._shard.own_keys:
             # A server without slices may have missed the decisions of the steps that the worker has already finished.
+            # It does not need these decisions, so its clock goes on to the worker's step.
             self.clock.decide(step - 1)
             self._forget_before(step - 1)
             self._ask_early_workers()
@@ -193,25 +196,29 @@ class Synchronous:
         return self.roll.complete and not self._lacks_a_holder and self._reports.complete(self.clock.step) is not None
 
     def note_position(self, worker: int) -> None:
-        """Record that a worker has reported its step, or has reported that it does not take part in steps."""
+        """Record a worker's reply to the roll call, and decide the current step if this is possible now.
+
+        The worker has reported its step, or has reported that it does not take part in steps.
+        """
         self.roll.note_position(worker)
         self.proceed()
 
     def leave(self, worker: int) -> None:
-        """Remove a worker from the clock. The other workers then make their steps without this worker."""
+        """Remove a worker from the clock. The other workers make the following steps without this worker."""
         self.clock.leave(worker)
         self.proceed()
 
     def cannot_make(self, step: int) -> bool:
-        """Return whether this server has missed a step for good, although other servers have made it.
+        """Return whether this server can never make a step that other servers have made.
 
-        This is the case if every worker that could push its gradients of the step again is gone.
+        This is the case if all workers that could push their gradients of the step again are gone.
         """
         if self._decision is not None and self._decision.step == step:
-            return False  # The decision is here, so the step does not need the workers that are gone.
+            return False  # This server has the decision, so it can make the step without the workers that are gone.
         if not self.roll.complete or not self.clock.all_after(step):
             return False
-        # If all pushes of a worker are here, the leader has decided the step, and the decision is on its way.
+        # If all pushes of a worker are here, the leader has decided the step, and the decision is on its way. So this
+        # server can make the step.
         return all(reached != step for reached, _ in self._backlog.all_complete())
 
     # Pushes
@@ -225,9 +232,9 @@ class Synchronous:
             begin: Hyperparameters of the step, and the weight of the worker's gradient.
         """
         known = -1 if self._decision is None else self._decision.step
-        # A server that is the primary of no slice has no unfinished step of its own. It uses the step of its decision
-        # if the clock is exactly one step further, and otherwise the clock's step, for example if later decisions have
-        # not arrived here.
+        # A server that is not the primary of any slice has no unfinished step. Normally its clock is one step after its
+        # last decision, and the decided step counts as unfinished. If the clock is further ahead, decisions have not
+        # arrived here, and the clock's step counts as unfinished.
         lowest = self._backlog.lowest(known if 0 <= known == self.clock.step - 1 else self.clock.step)
         if step > lowest + 1:
             # This server is new, and does not know the current step yet. The worker must send the message again later.
@@ -258,7 +265,9 @@ class Synchronous:
         return True
 
     def will_answer(self, key: int, member: MemberKey, request: int) -> bool:
-        """Return whether this server will reply to a worker's pull even if the worker does not repeat its messages.
+        """Return whether this server can reply to a worker's pull without another message from the worker.
+
+        If this is true, the worker need not repeat its push and its pull of the slice after a lost connection.
 
         Args:
             key: Key of a slice whose primary is this server.
@@ -299,7 +308,7 @@ class Synchronous:
             self._outbox.to_server(self.leader, Kind.VOTE, json={"complete": votes})
 
     def proceed(self) -> None:
-        """Decide the current step if this server is the leader and all servers have reported the members' pushes."""
+        """Decide the current step if this server is the leader, and the pushes of all members are complete."""
         if self.leader != self._server or not self.roll.complete:
             return
         if self._lacks_a_holder:
@@ -323,8 +332,8 @@ class Synchronous:
     def _accept(self, decision: Decision) -> None:
         """Replace this server's decision by a newer decision, and act on the newer decision. Ignore any other decision.
 
-        A decision is newer if it is about a later step, or about the same step and contains the clipping factor that
-        this server's decision lacks.
+        A decision about a later step is newer. A decision about the same step is newer if it contains the clipping
+        factor, and this server's decision does not.
         """
         known = self._decision
         if known is not None and (decision.step, decision.scale is not None) <= (known.step, known.scale is not None):
@@ -356,7 +365,7 @@ class Synchronous:
             ControlError: A field is missing or has the wrong type.
         """
         if header.kind == Kind.DECIDE and server != self.leader:
-            raise InvalidMessageError("the message contains a decision, but its sender is not the leader")
+            raise OutdatedMessageError("the message contains a decision, but its sender is not the leader")
         is_current = header.incarnation == self._view.number  # The sender acts on the same view as this server.
         if header.kind in (Kind.VOTE, Kind.STATUS):
             complete, decision = self._reported_entries(message), message.part("decision")
@@ -365,7 +374,8 @@ class Synchronous:
             if is_current:
                 self._reports.add(server, complete)
                 if header.kind == Kind.STATUS:
-                    self._lowest_steps[server] = message.integer("lowest")
+                    # A server that has not received all initial values yet reports -1.
+                    self._lowest_steps[server] = message.integer("lowest", least=-1)
             if header.kind == Kind.STATUS and self._decision is not None and self.leader == self._server:
                 self._outbox.to_server(server, Kind.DECIDE, json=self._decision.as_dict())
             self.proceed()
@@ -373,7 +383,9 @@ class Synchronous:
             previous_decision = self._decision
             self._accept(Decision.from_message(message, self._specification))
             if self._decision is previous_decision:
-                self._norm_sent = False  # The leader ignores a norm that arrives before it knows the decision.
+                # The leader has sent its decision again. A leader ignores norms that arrive before it has the decision.
+                # The leader may have ignored this server's norm in this way, so send the norm again.
+                self._norm_sent = False
                 self._send_norm()
         elif header.kind == Kind.NORM and is_current:
             self._add_norm(server, header.step, message.real("square"))
@@ -385,19 +397,17 @@ class Synchronous:
         return complete
 
     def adopt(self, decision: Decision) -> None:
-        """Accept a decision from a RELAY, COPY or STATUS message. If this server is the leader, send it to all servers.
+        """Accept a decision from a RELAY, COPY or STATUS message. As the leader, also send the decision to all servers.
 
-        The leader that made the decision may have died before all servers received it.
+        The earlier leader, which made the decision, may have died before all servers received the decision.
         """
         previous_decision = self._decision
         self._accept(decision)
         if self._decision is not previous_decision and self.leader == self._server:
             self._send_to_all(decision)
 
-    # Application
-
     def _plan(self) -> None:
-        """Tell the updater which slices to update, after a new decision or a change of the membership."""
+        """Tell the updater which slices to update, because the decision or the membership has changed."""
         successors = self.roll.incarnations.items() if self._waits_for_successors else ()
         self._updater.plan(self._decision, self._live_members, successors)
         self._send_norm()

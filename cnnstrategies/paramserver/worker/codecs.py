@@ -1,8 +1,9 @@
 """Choice of the encodings under ``compression: auto``: the encodings with which a training step takes the least time.
 
-The measured time of a step contains the cost of an encoding on the network and on the CPU, so no cost model of the
-network or the CPU is needed. The encodings form a ladder from the most exact to the smallest. If an encoding with half
-the bytes does not make steps faster, the network is not the bottleneck, and smaller encodings are not tried.
+The worker measures the time of whole steps. This time includes the work of encoding on the CPU and the transfer over
+the network, so no cost model of the CPU or the network is needed. The list of encodings is called the ladder: the most
+exact encoding comes first, and the encoding with the smallest payloads comes last. If an encoding with half the bytes
+does not make steps faster, the network is not the bottleneck, and smaller encodings are not tried.
 """
 
 import math
@@ -14,34 +15,35 @@ from cnnstrategies.paramserver.specification import PullCompression, PushCompres
 
 Codecs = tuple[PushCompression, PullCompression]
 
-WARM_UP = 3  # steps before the first trial
-PAIRS = 5  # largest number of trial steps; each trial step is paired with a step that uses the current encodings
+WARM_UP = 3  # number of steps before the first trial
+PAIRS = 5  # largest number of trial steps of a level; the steps between them use the current level for comparison
 # A smaller encoding is chosen if it reduces the time of a step to less than this fraction of the current time. A more
 # exact encoding is chosen if it saves any time.
 GAIN = 0.95
-# A trial of a level ends early in two cases. Either its fastest step took more than WORSE times as long as a step with
-# the current encodings, or at least two trial steps were made and all of them were more than BETTER times as fast as
-# the steps with the current encodings.
+# A trial of a level ends early if even its fastest step took more than WORSE times the median time of the current
+# level. It also ends early, after two or more trial steps, if even its slowest step was more than BETTER times as fast
+# as the fastest step of the current level.
 WORSE, BETTER = 1.5, 1.25
-SETTLED = 8  # number of steps whose median time is the reference for later steps
-# Normal variation of a step's time, as the natural logarithm of a ratio. After a false alarm (a change of the time that
-# begins a round, and the round leaves the level unchanged), a larger variation counts as normal, up to MOST_SLACK.
+SETTLED = 8  # number of steps whose median time is the reference with which later steps are compared
+# Normal variation of a step's time, as the natural logarithm of a ratio. If the time has changed, but the search leaves
+# the level unchanged, the variation that counts as normal is doubled, up to MOST_SLACK.
 SLACK = math.log(1.1)
 MOST_SLACK = math.log(1.5)
-# Limit on the deviation of a single step, as a logarithm, so that one slow step does not count as a change of the time.
+# Limit on the deviation of one step: the logarithm of its time divided by the reference time. With this limit, one slow
+# step does not count as a change of the time.
 LARGEST = math.log(3)
-# The time of a step counts as changed if the cumulative sum of its deviations exceeds this limit. Two steps that take 3
-# times the reference time exceed the limit, and so do three steps that take 2 times or six that take 1.5 times as long.
+# The time of a step counts as changed if the cumulative sum of the deviations exceeds this limit: after two steps that
+# take 3 times the reference time, three steps that take 2 times, or six steps that take 1.5 times the reference time.
 THRESHOLD = 1.6
-# Smallest and largest number of steps between two search rounds while the time of a step does not change.
+# Smallest and largest number of steps between two search rounds, as long as the time of a step does not change.
 WAIT, LONGEST_WAIT = 32, 1024
-# If the trials of a round have cost the time of n steps, the next round begins at least 100 n steps later. Rounds then
-# cost at most 1 % of the training time.
+# If the trials of a round have delayed training by the time of n steps, the next round begins at least 100 n steps
+# later, so that rounds cost at most 1 % of the training time.
 STEPS_PER_COST = 100
 
 
 def ladder(specification: Specification) -> list[Codecs]:
-    """Return the candidates for the compressions of pushes and pulls, from the most exact to the smallest.
+    """Return the candidates for the compressions of pushes and pulls: first the most exact, last the smallest payloads.
 
     Each candidate is a pair: the compression of pushes, and the compression of pulls. An option that is not ``auto``
     has the same value in all pairs.
@@ -57,19 +59,21 @@ def ladder(specification: Specification) -> list[Codecs]:
 
 
 class CodecChooser:
-    """Search for the level of the ladder with which a step takes the least time.
+    """Search for the level with which a step takes the least time. A level is an index in the ladder of encodings.
 
-    The search consists of rounds. A round compares the current level with a neighbouring level in alternating steps,
-    and moves to the neighbouring level if the move saves time. The round continues as long as moves save time. A round
-    begins when the time of a step has changed. If that round leaves the level unchanged, a second round follows at
-    once. While the time of a step does not change, rounds are repeated at intervals. The interval grows while rounds
-    leave the level unchanged, so that rounds cost at most 1 % of the training time. Changes of the time are detected by
-    two one-sided cumulative sums of the time's logarithm (Page, "Continuous Inspection Schemes", Biometrika 1954).
+    The search consists of rounds. In a round, even steps use a neighbouring level as a trial, and odd steps use the
+    current level. If the trial steps are faster, the neighbouring level becomes the current level, and the round tries
+    the next level. Otherwise the round ends.
 
-    If all workers make common steps, a step is only faster when all workers change the level. Therefore the first
-    worker, which is the live worker with the lowest id, chooses the level for all workers. In each step, the other
-    workers use the level that the first worker used two steps before. Trial steps are even steps, so all workers use
-    the tried level from the second trial step on. The first trial step is ignored.
+    A round begins when the time of a step has changed, and otherwise at intervals. If a round after a change leaves the
+    level unchanged, a second round follows at once. The interval grows while rounds leave the level unchanged, so that
+    rounds cost at most 1 % of the training time. Two one-sided cumulative sums of the logarithm of the step time detect
+    a change (Page, "Continuous Inspection Schemes", Biometrika 1954).
+
+    In modes with common steps, a step is only faster when all workers change the level. Therefore the first worker,
+    which is the live worker with the lowest id, chooses the level for all workers. The other workers use the level that
+    the first worker used two steps before. In the first trial step, they still use the old level, so the time of this
+    step is ignored. From the second trial step on, all workers use the tried level.
 
     Args:
         levels: Number of levels.
@@ -95,7 +99,7 @@ class CodecChooser:
 
         Args:
             step: Number of the step.
-            seconds: Time of the previous step; None if this time includes something other than training.
+            seconds: Time of the previous step; None if this time includes other work than training, such as validation.
         """
         self._step = step
         if self._levels_of_first:  # This worker has just become the first worker, so it now measures steps itself.
@@ -123,9 +127,7 @@ class CodecChooser:
     # Each of the generators below yields the level for the next step, and then receives the seconds that the step took.
 
     def _run(self, warm_up: int, directions: Sequence[int]) -> Generator[int, float]:
-        """Search for the best level. Then watch the time of steps, and search again when the time has changed.
-
-        Without a change, a round begins at intervals; see the docstring of this class.
+        """Search for the best level. Then search again when the time of steps has changed, and otherwise at intervals.
 
         Args:
             warm_up: Number of steps before the first search.
@@ -140,7 +142,8 @@ class CodecChooser:
             before, self._cost = self.chosen, 0.0
             directions = (-1, 1) if change < 0 else (1, -1)
             times = yield from self._climb([last] if change else [], directions)
-            # A connection that has just become slow loses packets, which may have misled the search, so search again.
+            # A connection that has just become slow loses packets. This may have distorted the times of the trial
+            # steps, so search again.
             if change and self.chosen == before:
                 times = yield from self._climb([(yield self.chosen)], directions)
             if self.chosen != before:
@@ -157,11 +160,11 @@ class CodecChooser:
         Args:
             times: Seconds of steps at the chosen level.
             wait: Number of steps between two rounds.
-            slack: Deviation of a step's time that counts as normal, as a logarithm.
+            slack: Normal variation of a step's time, as the natural logarithm of a ratio.
 
         Returns:
-            The change and the seconds that the last step took. The change is 1 if steps have become slower, -1 if they
-            have become faster, and 0 if their time has not changed.
+            A pair. The first number is 1 if steps have become slower, -1 if steps have become faster, and 0 if their
+            time has not changed. The second number is the time of the last step, in seconds.
         """
         settled = list(times)
         slower = faster = 0.0
@@ -180,7 +183,7 @@ class CodecChooser:
                 return 0, seconds
 
     def _climb(self, times: list[float], directions: Sequence[int]) -> Generator[int, float, list[float]]:
-        """Move to the next level in one direction, again and again, as long as each move makes steps faster.
+        """Carry out one round: move from level to level in one direction, as long as each move makes steps faster.
 
         If the first move in a direction does not make steps faster, try the next direction.
 
@@ -206,9 +209,9 @@ class CodecChooser:
         return times
 
     def _try(self, level: int, times: list[float]) -> Generator[int, float, list[float]]:
-        """Use `level` in even steps as a trial, and return the seconds that each of these trial steps took.
+        """Use `level` in even steps as a trial, and return the time of each trial step in seconds.
 
-        The odd steps use the current level, and their seconds are added to `times`.
+        The odd steps use the current level. The time of each odd step is added to `times`.
         """
         tried: list[float] = []
         ignore_next = self._followed

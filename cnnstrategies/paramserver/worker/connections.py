@@ -1,4 +1,4 @@
-"""A worker's view of the servers: each slice's primary, the messages to send, traffic counters and silent servers."""
+"""A worker's state about the servers: each slice's primary, messages to send, traffic counters, silent servers."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,11 @@ class Counters:
     Attributes:
         bytes_sent: Number of bytes pushed, headers included.
         bytes_received: Number of bytes of pulled payloads, without headers.
-        seconds_waited: Seconds spent in the worker's ``wait`` and ``wait_all``.
+        seconds_waited: Seconds that the worker has waited for replies of the servers.
         steps: Number of steps that the worker has finished or skipped.
         samples: Number of samples in the batches from which the pushed gradients were computed.
-        staleness: Sum of the staleness of all steps. A step's staleness is the number of other workers' updates that
-            the servers applied to the first slice after this worker had pulled the slice and before they applied this
-            worker's update.
+        staleness: Sum over this worker's steps. Each step adds the number of other workers' updates that the server
+            made to the first slice between this worker's pull and this worker's update of the slice.
         dropped: Number of steps that this worker skipped because the servers made these steps without the worker's
             node.
     """
@@ -37,7 +36,7 @@ class Counters:
     dropped: int = 0
 
     def figures(self) -> dict[str, float]:
-        """Return the counters as figures for the coordinator, by name; see :func:`.status.figures_of`."""
+        """Return the counters that a worker reports to the coordinator, by name; see :func:`.status.figures_of`."""
         return {
             "step": self.steps,
             "samples": self.samples,
@@ -49,16 +48,16 @@ class Counters:
 
 
 class Connections:
-    """A worker's connections to the servers of the current view.
+    """A worker's connections to the servers of the current view, without the sockets.
 
-    The connections number the outgoing messages, and record when each server was last heard.
+    This class numbers the outgoing messages, and records when the last message of each server arrived.
 
     Attributes:
         view: The current view.
         owners: By the slice's key: a pair of the primary's server id and the number of the view in which the primary's
-            process first appeared. The id is -1 before the first view, and for a slice without a live server.
-        sequence: Sequence number of the last message.
-        parcels: Messages to send.
+            process first appeared. The id is -1 if no live server holds the slice, and before the first view.
+        sequence: Sequence number of the last message in :attr:`parcels`.
+        parcels: Queue of messages; the driver calls :meth:`take`, and sends them.
     """
 
     def __init__(self, specification: Specification, slices: Sequence[Slice], id: int, incarnation: int) -> None:
@@ -77,7 +76,7 @@ class Connections:
         self._received: dict[int, float] = {}  # By server id: time of the server's last message.
         # By server id: time at which this worker last probed the server, or received the server's reply to a pull.
         self._probed: dict[int, float] = {}
-        # Time since which slices have no primary; None if all slices have one.
+        # Time since which at least one slice has had no primary; None while each slice has a primary.
         self._orphaned_since: float | None = None
         self._meet_deadline = 0.0
         self._was_member = False
@@ -85,14 +84,16 @@ class Connections:
     # Membership
 
     def begin_meeting(self, now: float) -> None:
-        """Start the time-out after which :meth:`met` raises an error."""
+        """Start the time-out within which this worker and all servers must be in the view; see :meth:`met`."""
         self._meet_deadline = now + self._specification.timeout
 
     def met(self, now: float) -> bool:
-        """Return whether this worker and all servers are in the current view. Servers that have died are not expected.
+        """Return whether this worker and all servers are in the current view.
+
+        A dead server need not be in the view if other servers hold its slices.
 
         Raises:
-            ServersUnreachableError: The time-out has passed, and a member is missing.
+            ServersUnreachableError: The time-out has passed, and this worker or a server is missing.
         """
         missing = self._missing - {*self.view.lost}
         if not missing and self._is_member():
@@ -127,7 +128,7 @@ class Connections:
         if self._was_member and not self._is_member():
             raise RemovedError(
                 f"worker {self._id} (incarnation {self._incarnation}) is no longer in the view (number {view.number}): "
-                "the coordinator counts it as dead; start the worker again as a new incarnation"
+                "the coordinator counts the worker as dead; start the worker again as a new incarnation"
             )
         before, self._servers = self._servers, {server.id: server for server in view.servers}
         for server, info in self._servers.items():
@@ -145,7 +146,7 @@ class Connections:
     def place(self) -> list[int]:
         """Determine each slice's primary in the current view. Return the keys of the slices whose primary has changed.
 
-        If a server was started again, the primary of its slices has changed.
+        A server that was started again counts as a different primary.
         """
         since = {server.id: server.since for server in self.view.servers}
         before = self.owners
@@ -164,7 +165,7 @@ class Connections:
     # Messages
 
     def send(self, server: int, kind: Kind, payload: Any = b"", **fields: Any) -> int:
-        """Add a message to the messages to send, :attr:`parcels`. Nothing is added if the server is not in the view.
+        """Queue a message to a server in :attr:`parcels`. If the server is not in the view, drop the message.
 
         The driver may delay a small push, and send it together with later pushes.
 
@@ -172,10 +173,10 @@ class Connections:
             server: Id of the server.
             kind: Kind of the message.
             payload: Bytes after the header and the JSON object.
-            **fields: Header fields, and `json` for a JSON object before the payload.
+            **fields: Header fields. The field `json` is a dictionary, which is sent as the JSON object.
 
         Returns:
-            Number of bytes of the message; 0 if the server is not in the view.
+            Number of bytes of the message; 0 if the message is dropped.
         """
         if server not in self._servers:
             return 0
@@ -188,7 +189,7 @@ class Connections:
         return HEADER_BYTES + len(payload)
 
     def take(self) -> list[Parcel]:
-        """Return the messages to send, and remove them from :attr:`parcels`."""
+        """Return the queued messages, and clear :attr:`parcels`."""
         parcels, self.parcels = self.parcels, []
         return parcels
 
@@ -206,7 +207,7 @@ class Connections:
             self._probed[server] = now
         return True
 
-    # Live servers
+    # Silence of servers
 
     def begin_waiting(self, now: float) -> None:
         """Count the silence of all servers from now on, because this worker reads messages only while it waits."""
@@ -214,9 +215,9 @@ class Connections:
         self._probed = dict.fromkeys(self._servers, now)
 
     def stopped(self, now: float, seconds: float) -> None:
-        """Extend all deadlines by the time for which this process was stopped.
+        """Extend all deadlines by the time for which this process was stopped, for example with SIGSTOP.
 
-        A pause of this process does not count as silence of the servers.
+        While this process is stopped, it cannot read messages, so this time does not count as silence of the servers.
 
         Args:
             now: The time, in seconds.
@@ -229,9 +230,9 @@ class Connections:
             self._orphaned_since = min(self._orphaned_since + seconds, now)
 
     def unanswering(self, now: float, seconds: float) -> list[int]:
-        """Return the ids of the servers that this worker must probe, and record that it probes them now.
+        """Return the ids of the servers that the caller must probe now, and record the time of these probes.
 
-        These servers have not replied to a pull, and were not probed, for more than `seconds` seconds.
+        In the last `seconds` seconds, these servers have not replied to a pull and were not probed.
         """
         silent = [server for server in self._servers if now - self._probed.setdefault(server, now) >= seconds]
         self._probed.update(dict.fromkeys(silent, now))
@@ -240,13 +241,13 @@ class Connections:
     def check_deaf(self, now: float, server: int, deaf: Collection[int]) -> None:
         """Raise an error if two servers cannot reach each other, although this worker receives messages from both.
 
-        If this worker does not receive messages from a server either, the server may be dead. The coordinator then
-        removes the server.
+        No error is raised for a server from which this worker also receives nothing. Such a server may be dead, and
+        the coordinator then removes it.
 
         Args:
             now: The time, in seconds.
             server: Id of the server that reports silent servers.
-            deaf: Ids of the silent servers: the reporting server has received nothing from them for some time.
+            deaf: Ids of the silent servers, from which the reporting server has received nothing for some time.
 
         Raises:
             ServersUnreachableError: The connection between two live servers is broken.
@@ -264,9 +265,11 @@ class Connections:
     def check(self, now: float, trains: bool) -> None:
         """Raise an error if a server has been silent, or a slice has had no primary, for longer than the time-out.
 
+        The time-out is the specification's `patience`.
+
         Args:
             now: The time, in seconds.
-            trains: Whether this worker takes part in steps. Only then are slices without a primary an error.
+            trains: Whether this worker takes part in steps. Otherwise a slice without a primary is not an error.
 
         Raises:
             ServersUnreachableError: A server is silent, or slices are lost.
@@ -286,12 +289,12 @@ class Connections:
             self._orphaned_since = now
         elif now - self._orphaned_since > limit:
             raise ServersUnreachableError(
-                f"server {', '.join(map(str, sorted(self._missing)))} died, and {orphans} slices of the parameters "
-                f"with it; no other server took its place within {limit} s: use replication=2"
+                f"server {', '.join(map(str, sorted(self._missing)))} died and was not replaced within {limit} s, so "
+                f"{orphans} slices of the parameters are lost: use replication=2"
             )
 
     def lost(self, server: int) -> None:
-        """Raise the error for a server whose slices' values are lost, because a new process without values replaced it.
+        """Raise the error for a server that was started again and has lost the values of its slices.
 
         Raises:
             ServersUnreachableError: Always.

@@ -27,12 +27,12 @@ class Outgoing:
         slices: All slices.
         connections: Connections to the servers.
         counters: Counters of this worker.
-        began_with: In mode ``local``, the parameters' values before the worker's own steps; otherwise empty.
+        began_with: In mode ``local``, the parameters' values before the worker's own optimizer steps; otherwise empty.
         answers: This worker's pulls, if each push also requests the slice's new values; otherwise None.
 
     Attributes:
-        unanswered: By the slice's key: the payload and the encoding of a push without a reply, and an integer in which
-            bit i is set if part i of the slice has no gradient.
+        unanswered: The pushes that have no reply yet. Keys: keys of slices. Values: the payload, the number of its
+            encoding, and an integer in which bit i is set if part i of the slice has no gradient.
         options: Hyperparameters of the current step, one dictionary for each parameter group.
     """
 
@@ -60,7 +60,7 @@ class Outgoing:
         self._pulls, self._level = int(Encoding.NOTHING), 0
         self._sent: set[int] = set()  # keys of the slices that were pushed in this step
         self._filling: dict[int, Filling] = {}
-        # By parameter: gradients that are kept until the norm of all gradients is known.
+        # By parameter index: gradients that are kept until the norm of all gradients is known.
         self._unclipped: dict[int, Tensor] = {}
 
     def encode_as(self, compression: PushCompression, pulls: int, level: int) -> None:
@@ -70,21 +70,29 @@ class Outgoing:
 
         Args:
             compression: Compression of the gradients.
-            pulls: Encoding in which the new values will be pulled after a step.
-            level: Value of `level` in the header of BEGIN; see :class:`~cnnstrategies.paramserver.messages.Header`.
+            pulls: Number of the encoding in which the new values will be pulled after a step.
+            level: Value of the field `level` in the header of BEGIN messages; see :class:`.Header`.
         """
         self._pulls, self._level = pulls, level
         for encoder in self._encoders:
             encoder.compression = payload_compression(compression)
 
     def begin(self, step: int, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
-        """Begin a step. The gradients that are pushed from now on belong to this step.
+        """Begin a step, and tell all servers. The gradients that are pushed from now on belong to this step.
 
-        See :meth:`~cnnstrategies.paramserver.api.Worker.begin_step` for the other arguments.
+        Args:
+            step: Number of the step.
+            groups: Hyperparameters of each parameter group.
+            samples: Number of samples of the worker's batch.
+
+        Raises:
+            ConfigurationError: A hyperparameter or `samples` is not valid.
         """
         check_before_sending(groups, self._specification.groups, step)
         if not (math.isfinite(samples) and samples >= 0):
-            raise ConfigurationError(f"step {step}: samples={samples}: pass a finite number that is not negative")
+            raise ConfigurationError(
+                f"step {step}: samples={samples} is not allowed; pass a finite number of at least 0"
+            )
         self.options = [
             {name: values[name] for name in group.options}
             for group, values in zip(self._specification.groups, groups, strict=True)
@@ -105,8 +113,8 @@ class Outgoing:
         assert self._begin is not None, "push before begin_step"
         flat = gradient.detach().to("cpu").contiguous().view(-1)
         if self._began_with:
-            # The difference has the sign of a gradient. The difference must be a new tensor: new values may arrive
-            # before the message is sent, and these values overwrite `_began_with`.
+            # The servers subtract a gradient from the values, so the difference is the old value minus the new value.
+            # The difference must be a new tensor: pulled values may overwrite `_began_with` before the message is sent.
             flat = self._began_with[index].view(-1) - flat
         if not self._specification.aggregates:
             if self._specification.clip_norm is not None:
@@ -117,7 +125,7 @@ class Outgoing:
         self._encode(index, flat)
 
     def finish(self) -> None:
-        """Finish the pushes of the step: clip and send the gradients that were kept until now.
+        """Finish the pushes of the step: send the gradients that were kept until now, clipped by their norm if needed.
 
         Also tell the servers which parameters have no gradient in this step.
         """
@@ -138,25 +146,25 @@ class Outgoing:
                 self._send(slice_.key)
 
     def send_again(self, keys: Collection[int], step: int) -> None:
-        """Send the pushes of some slices again. A push that already has a reply is not sent.
+        """Send the BEGIN message to all servers again, and then the pushes of some slices that have no reply yet.
 
         Args:
             keys: Keys of the slices.
-            step: The step that the worker works on, or will work on next.
+            step: The step that the worker works on, or will work on next; see :meth:`begin_again`.
         """
         self.begin_again([server.id for server in self._connections.view.servers], step)
         for key in [key for key in keys if key in self.unanswered]:
             self._send(key)
 
     def begin_again(self, servers: Iterable[int], step: int) -> None:
-        """Send the BEGIN message of the last begun step again, unless all pushes of this step have a reply.
+        """Send the BEGIN message of the last begun step again, unless this step has ended and all pushes have a reply.
 
         Args:
             servers: Ids of the servers to which the message is sent.
             step: The step that the worker works on, or will work on next.
         """
-        # The second condition is for a step in which nothing was pushed yet: a new server must also learn that the step
-        # has begun.
+        # At the start of a step, `unanswered` is empty, because nothing was pushed yet. But a new server must learn
+        # that the step has begun, so BEGIN is also sent if the second condition holds.
         if self._begin is not None and (self.unanswered or self._begin[0] == step):
             for server in servers:
                 self._send_begin(server)
@@ -206,12 +214,12 @@ class Outgoing:
 def check_range(
     compression: PayloadCompression, slice_: Slice, values: Tensor, specification: Specification, step: int
 ) -> None:
-    """Check that a slice's gradients are in the compression's range. Infinite and NaN gradients pass the check.
+    """Check that a slice's gradients are in the compression's range. If a gradient is infinite or NaN, do not check.
 
     Args:
         compression: The compression.
         slice_: The slice.
-        values: The slice's gradients, flat; in mode ``local`` differences of parameters.
+        values: The slice's gradients, flat. In mode ``local`` these are differences of parameters.
         specification: The run's specification.
         step: Number of the step, for the error message.
 
@@ -226,8 +234,8 @@ def check_range(
         if largest > compression.largest:
             raise ConfigurationError(
                 f"step {step}: the gradient of {specification.parameters[part.parameter].name} contains the number "
-                f"{largest:.3g}, and the largest number that compression: {compression.name} can send is "
-                f"{compression.largest:g}: use compression: bf16, which has the range of float32"
+                f"{largest:.3g}, but the largest number that `compression: {compression.name}` can send is "
+                f"{compression.largest:g}; use `compression: bf16`, which has the range of float32"
             )
 
 
@@ -246,11 +254,11 @@ class Filling:
         self._parts = {part.parameter: (place, views[place]) for place, part in enumerate(slice_.parts)}
 
     def put(self, parameter: int, gradient: Tensor) -> None:
-        """Copy a parameter's gradient into the buffer, and clear the bit in :attr:`absent` for the parameter.
+        """Copy a parameter's gradient into the buffer, and clear the parameter's bit in :attr:`absent`.
 
         Args:
             parameter: Index of the parameter.
-            gradient: The gradient.
+            gradient: The gradient, flat.
         """
         place, part = self._parts[parameter]
         part.copy_(gradient)

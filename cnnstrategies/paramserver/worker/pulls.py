@@ -17,7 +17,7 @@ MOST_QUESTIONS = (1 << 32) - 1  # largest id of a request for the current values
 class Pulls:
     """The worker's requests for parameters, and the writing of the servers' replies into the parameters.
 
-    Parameters are requested in the order in which the last step used them.
+    Parameters are requested in the order in which the last step used the parameters.
 
     Args:
         slices: All slices.
@@ -28,10 +28,11 @@ class Pulls:
 
     Attributes:
         step: The step whose parameters were requested last.
-        pending: Keys of the slices that have not arrived, in the order in which the worker needs them.
+        pending: Keys of the requested slices that have not arrived, in the order in which the worker needs the slices.
         refreshing: Whether the last request was for the current values. Otherwise the servers reply only when the
             values contain this worker's last push.
-        states: By the slice's key: the optimizer's states that have arrived; None if the last request was for values.
+        states: By the slice's key: the slice's optimizer state, if the state has arrived. None if the last request was
+            for values.
         encoding: Number of the encoding in which the values after a push are requested; `NOTHING` for the encoding that
             the specification names.
     """
@@ -63,37 +64,29 @@ class Pulls:
         self._used: dict[int, None] = {}
 
     def waits_for(self, index: int) -> bool:
-        """Return whether the worker still waits for a slice of a parameter.
-
-        Args:
-            index: Index of the parameter.
-        """
+        """Return whether the worker still waits for a slice of the parameter with this index."""
         return self._left[index] > 0
 
     def use(self, index: int) -> None:
-        """Record that the current step uses a parameter now. :meth:`reorder` needs the order of these calls.
-
-        Args:
-            index: Index of the parameter.
-        """
+        """Record that the current step uses the parameter with this index now, for :meth:`reorder`."""
         self._used.setdefault(index)
 
     def reorder(self) -> None:
-        """Request parameters from now on in the order in which the finished step used them.
+        """Make later requests in the order in which the finished step used the parameters.
 
-        The order of the requests does not change if the step did not use all parameters.
+        If the step did not use all parameters, the order of requests stays the same.
         """
         if len(self._used) == len(self._by_parameter):
             self._order = list(self._used)
         self._used = {}
 
     def request(self, step: int, refresh: bool, states: bool = False) -> None:
-        """Request all parameters.
+        """Request the values of all parameters, or the optimizer's state of all slices.
 
         Args:
             step: The step that the worker will work on next.
             refresh: Request the current values instead of the values with which `step` begins.
-            states: Request the optimizer's state of each slice instead of the values. The parameters do not change.
+            states: Request the optimizer's state instead of values. The reply then does not change the parameters.
         """
         keys = list(dict.fromkeys(key for index in self._order for key in self._by_parameter[index]))
         self.refreshing = refresh
@@ -106,27 +99,23 @@ class Pulls:
         self._send(keys)
 
     def begin(self, step: int) -> None:
-        """Begin a step in which each push also requests the slice's new values.
+        """Begin a step in which each push also requests the slice's new values, so that no PULL message is needed.
 
         Args:
-            step: The step that begins with the new values.
+            step: The next step, which begins with the new values.
         """
         self.refreshing, self.states = False, None
         self.step = step
 
     def expect_after_push(self, key: int) -> None:
-        """Expect a slice's new values, because the worker is sending a push of the slice that also requests them."""
+        """Record that the worker waits for a slice's new values. The worker's push of the slice requests the values."""
         if key not in self.pending:
             self.pending[key] = None
             for part in self._slices[key].parts:
                 self._left[part.parameter] += 1
 
     def send_again(self, keys: Collection[int]) -> None:
-        """Send the requests for some slices again. A slice that has arrived is not requested.
-
-        Args:
-            keys: Keys of the slices.
-        """
+        """Send the requests for the slices with these keys again, except for slices that have arrived."""
         wanted = set(keys)
         pulls = [key for key in self.pending if key in wanted]
         if pulls:
@@ -144,7 +133,7 @@ class Pulls:
         if header.key not in self.pending or header.step != self.step:
             return False
         if header.question != (self._question if self.refreshing else 0):
-            return False  # This is a late reply to an earlier request that was sent twice.
+            return False  # This is a late reply to an earlier request, so ignore it.
         slice_ = self._slices[header.key]
         if self.states is not None:
             self.states[header.key] = unpack_state(payload, slice_)
@@ -191,11 +180,11 @@ class Pulls:
 class PulledValues:
     """Base values of slices: the values to which the worker adds the differences in the replies to its pulls.
 
-    The differences are compressed, and leave out a remainder that the server sends later. The parameters themselves
-    cannot serve as base values: after a request for the current values, the parameters contain the servers' exact
-    values, which include the remainders.
+    The differences are compressed. Each difference leaves out a remainder, which the server adds to a later difference.
+    The parameters themselves cannot serve as base values: after a request for the current values, the parameters
+    contain the servers' exact values, which include the remainder.
 
-    Each slice's base values have a version, and a mark that the server has chosen; see
+    Each slice's base values have a version, and an id that the server has chosen, the mark; see
     :class:`~cnnstrategies.paramserver.messages.Header`.
     """
 
@@ -205,16 +194,14 @@ class PulledValues:
         self._marks = [0.0] * len(slices)
 
     def by_mark(self, keys: Sequence[int], version: int) -> dict[float, list[int]]:
-        """Group the keys of slices by the mark of the slices' base values.
-
-        A mark is an id that a server has given to the base values.
+        """Group the keys of slices by the mark of the slices' base values. A mark is an id that the server has chosen.
 
         Args:
             keys: Keys of the slices.
             version: The version that the base values must have.
 
         Returns:
-            By mark: the keys of the slices. Slices whose base values have a different version are under the mark 0.
+            Keys: marks. Values: keys of slices. A slice whose base values have a different version is under mark 0.
         """
         marked: dict[float, list[int]] = {}
         for key in keys:
@@ -222,9 +209,10 @@ class PulledValues:
         return marked or {0.0: []}
 
     def take(self, header: Header, values: Tensor) -> Tensor | None:
-        """Return a slice's new values according to the reply to a pull.
+        """Return a slice's new values after a reply to a pull.
 
-        Return None if the reply is a difference that must be added to base values which this worker does not have.
+        If the reply is a difference, add it to the base values. Return None if this worker does not have the base
+        values to which the difference belongs.
 
         Args:
             header: Header of the reply.

@@ -26,7 +26,8 @@ from cnnstrategies.paramserver.worker.pulls import Pulls
 
 PROBE_SECONDS = 1.0  # If a server has not replied to a pull for this time, the worker sends a HELLO message to it.
 REPEAT_SECONDS = 0.05  # seconds between two calls of `Wait.repeat`
-STOPPED_SECONDS = 1.0  # If more seconds pass between two calls of `on_time`, this process counts as stopped meanwhile.
+# If more seconds pass between two calls of `on_time`, this process was stopped, and all deadlines are extended.
+STOPPED_SECONDS = 1.0
 
 
 class Wait(NamedTuple):
@@ -44,9 +45,10 @@ class Wait(NamedTuple):
 class WorkerRole:
     """State machine of one worker, without sockets, threads and clocks.
 
-    An action that takes several messages is a procedure. A procedure is a generator that yields a :class:`Wait`
-    wherever it must wait, and is resumed when the wait is over. During a wait, the driver passes arriving messages and
-    views to this object, calls :meth:`on_time`, and sends the messages that :attr:`connections` has queued.
+    A method that must wait for replies, such as :meth:`join`, is a generator, which is called a procedure here. It
+    yields a :class:`Wait` wherever it must wait, and the driver resumes it when the wait is over. During a wait, the
+    driver passes arriving messages and views to this object, calls :meth:`on_time`, and sends the messages that
+    :attr:`connections` has queued.
 
     Args:
         specification: The run's specification.
@@ -58,9 +60,9 @@ class WorkerRole:
 
     Attributes:
         step: Number of the step that this worker works on, or will work on next.
-        counters: Bytes, steps and times of this worker.
-        first_level: Level of the ladder of encodings that the first worker used in the last step; None if the level is
-            not known.
+        counters: Numbers of bytes and steps, and waiting times, of this worker.
+        first_level: Level of the ladder of encodings that the live worker with the lowest id used in the last step;
+            None if the level is not known.
         connections: Connections to the servers.
         pulls: This worker's requests for parameters.
     """
@@ -102,11 +104,12 @@ class WorkerRole:
         self._replaces = incarnation > 0  # whether this worker replaces an earlier process with the same id
         # By id of a server without values: time at which this worker noticed that the values are missing.
         self._unready: dict[int, float] = {}
-        # By server id: contents of the server's last WELCOME message since this worker last began to ask servers.
+        # By server id: JSON object of the server's last WELCOME message; cleared when `_ask` begins.
         self._welcomes: dict[int, dict[str, Any]] = {}
         self._first_values: tuple[Sequence[Tensor], dict[int, SliceState]] | None = None
         self._moved = False  # whether the run has made a step, after which the initial values are out of date
-        self._version: int | None = None  # version of the first slice in the last reply to a pull; None before
+        # Version of the first slice's values that this worker pulled last; None before the first pull.
+        self._version: int | None = None
         self._last_request = 0  # sequence number of the last push or pull that requested values
 
     @property
@@ -114,12 +117,12 @@ class WorkerRole:
         """The newest view of the membership that this worker has received."""
         return self.connections.view
 
-    # Procedures
+    # Procedures, which the driver resumes after each wait
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None) -> None:
         """Keep the parameters' values as the run's initial values, in case this worker must send them to the servers.
 
-        One of the workers with initial values sends them to each server that has no values yet.
+        Only one worker sends the initial values to the servers that have no values yet; see :meth:`_send_first_values`.
 
         Args:
             optimizer_state: A plain ``Optimizer.state_dict()``; None if the optimizer has no state.
@@ -138,7 +141,7 @@ class WorkerRole:
         Args:
             now: The time, in seconds.
             has: A step whose gradients this worker already has; None if there is no such step. If the servers have not
-                finished this step, the worker may begin with it.
+                finished this step, the worker may begin with the step.
 
         Returns:
             The step with which this worker begins.
@@ -186,12 +189,9 @@ class WorkerRole:
         return Wait(lambda: bool(self.pulls.pending))
 
     def here(self, index: int) -> Wait:
-        """Return a wait that is over when the pulled value of a parameter has arrived.
+        """Return a wait that is over when the pulled value of the parameter with this index has arrived.
 
         This method also records that the current step uses the parameter now; see :meth:`.Pulls.use`.
-
-        Args:
-            index: Index of the parameter.
         """
         self.pulls.use(index)
         return Wait(lambda: self.pulls.waits_for(index))
@@ -250,7 +250,7 @@ class WorkerRole:
             return
         self._request(refresh=False)
 
-    # Events
+    # Calls by the driver during a wait
 
     def begin_waiting(self, now: float, wait: Wait) -> None:
         """Prepare for a wait that begins now. The silence of servers is counted from `now` on."""
@@ -300,7 +300,9 @@ class WorkerRole:
         if not self.pulls.take(header, payload) or self.pulls.states is not None:
             return
         refreshing = self.pulls.refreshing
-        if not refreshing or header.base > 0:  # The version is above 0 only after the servers have made a step.
+        # The initial values are out of date as soon as the servers have made a step. Two kinds of replies show this:
+        # replies with the values after a push, and replies with current values of a version above 0.
+        if not refreshing or header.base > 0:
             self._moved, self._first_values = True, None
         self.counters.bytes_received += len(payload)
         if header.key == 0:
@@ -322,17 +324,17 @@ class WorkerRole:
         answered_request = int(values["asked"])
         self._welcomes[server] = {**values, "step": header.step}
         self.connections.check_deaf(self._now, server, values["deaf"])
-        # The server received the HELLO after all earlier messages of this worker. If a push or pull still has no reply,
-        # either the message was lost, or the server holds it and replies when the step is complete. Send the lost
-        # messages again.
+        # The server received the HELLO after all earlier messages of this worker. If a push or pull has no reply,
+        # either the message was lost, or the server keeps the message until the step is complete. WELCOME lists the
+        # slices of the kept messages, so send the messages of all other slices again.
         if values["held"] and answered_request > self._last_request:
             unsettled = (self._outgoing.unanswered.keys() | self.pulls.pending.keys()).intersection(server_keys)
             held = set(unpack_keys(payload[header.meta :]))
             if unsettled - held:
                 self._send_again([key for key in server_keys if key not in held])
             elif not unsettled:
-                # This worker needs no reply from the server. But the server votes on the step, and cannot vote if the
-                # BEGIN message was lost, so send BEGIN again.
+                # This worker needs no reply from the server. But the server votes on the members of the step, and
+                # cannot vote if the BEGIN message was lost, so send BEGIN again.
                 self._outgoing.begin_again((server,), self.step)
         if values["ready"] is not False:
             self._unready.pop(server, None)
@@ -342,7 +344,7 @@ class WorkerRole:
             self._send_first_values(server)
 
     def _send_first_values(self, server: int) -> None:
-        """Send the initial values of a server's slices to the server, if this worker is the one that must send them.
+        """Send the initial values of a server's slices to the server, if this worker is responsible for this task.
 
         The server ignores initial values of slices that already have values.
         """
@@ -361,15 +363,15 @@ class WorkerRole:
                 self.connections.send(server, Kind.VALUE, payload, key=key, encoding=Encoding.DENSE)
 
     def _waits_in_vain(self, server: int) -> bool:
-        """Return whether a server will probably never receive initial values.
+        """Return whether a server will probably never receive initial values, because no live worker has them.
 
-        This is the case if this worker replaces another worker, has no initial values, and has waited for longer than
-        the time-out. Then all workers with initial values have died.
+        This is assumed if this worker replaces another worker, has no initial values, and has waited for longer than
+        the time-out.
         """
         since = self._unready.setdefault(server, self._now)
         return self._replaces and self._first_values is None and self._now - since > self._specification.timeout
 
-    # Requests
+    # Registration with the servers
 
     def meet(self, now: float) -> Generator[Wait]:
         """Wait until all servers are members, and each of them has replied to this worker's HELLO."""
@@ -384,14 +386,13 @@ class WorkerRole:
         return {server.id for server in self.view.servers}
 
     def _ask_where_to_begin(self) -> Generator[Wait, None, list[int]]:
-        """Ask the servers with which step this worker begins, and return the steps in their replies.
+        """Ask the servers which step this worker begins with, and return the steps in their replies.
 
         In modes with common steps only the leader is asked. In other modes all servers are asked.
         """
         aggregates = self._specification.aggregates
         while True:
-            # The leader may die before it replies. The server that reported to be the leader may also have been
-            # replaced, or a different server may be the leader now. In these cases, ask again.
+            # The leader may die before it replies, or a different server may become the leader. Then ask again.
             leaders = {server for server, welcome in self._welcomes.items() if welcome["leader"] is True}
             answers = yield from self._ask(leaders if aggregates else self._servers, joins=True)
             if answers and (not aggregates or all(answer["leader"] is True for answer in answers.values())):
@@ -409,7 +410,7 @@ class WorkerRole:
             leaves: Whether this worker leaves.
 
         Returns:
-            The JSON object of each server's WELCOME with the step added, by the server's id.
+            By server id: the JSON object of the server's WELCOME. The field `step` is added from the message's header.
         """
         requests: set[int] = set()
         self._welcomes = {}
@@ -420,7 +421,7 @@ class WorkerRole:
                 requests.add(self.connections.sequence)
 
         def answers() -> dict[int, dict[str, Any]]:
-            # Ignore WELCOME messages that reply to an earlier HELLO or a probe, because they contain a different step.
+            # Ignore a WELCOME that replies to an earlier HELLO or to a probe, because it may contain a different step.
             return {
                 server: welcome
                 for server, welcome in self._welcomes.items()
@@ -447,10 +448,10 @@ class WorkerRole:
         )  # fmt: skip
 
     def hello(self, server: int) -> None:
-        """Probe a server with a HELLO message, which reports this worker's step.
+        """Probe a server with a HELLO message, which reports a step of this worker.
 
-        While pushes of the last step have no reply, the message contains the last step. Otherwise it contains the next
-        step.
+        As long as pushes of the last finished step have no reply, the message reports that step. Once all these pushes
+        have a reply, the message reports the next step. Before this worker has joined, the message reports `NO_STEP`.
         """
         if not self._joined:
             self._send_hello(server, NO_STEP, False)
@@ -463,7 +464,7 @@ class WorkerRole:
             answered = [key for key in server_keys if key not in self._outgoing.unanswered]
         self._send_hello(server, step, True, answered)
 
-    # Sending again
+    # Requests for values, and messages that are sent again
 
     def _place(self) -> None:
         """Determine each slice's primary in the current view.
@@ -477,17 +478,13 @@ class WorkerRole:
         self._send_again(moved)
 
     def _request(self, refresh: bool, states: bool = False) -> None:
-        """Request the values of all parameters, or the optimizer's state of all slices.
-
-        Args:
-            refresh: Whether to request the current values instead of the values with which the next step begins.
-            states: Whether to request the optimizer's state instead of the values.
-        """
+        """Request the values of all parameters, or the optimizer's state of all slices; see :meth:`.Pulls.request`."""
         self.pulls.request(self.step, refresh, states)
         self._last_request = self.connections.sequence
 
     def _send_again(self, keys: list[int]) -> None:
         self._outgoing.send_again(keys, self.step)
-        if not self._pipelined or self.pulls.refreshing:  # Otherwise each push also requests the slice's new values.
+        # If each push also requests the slice's new values, the repeated pushes above are enough.
+        if not self._pipelined or self.pulls.refreshing:
             self.pulls.send_again(keys)
         self._last_request = self.connections.sequence

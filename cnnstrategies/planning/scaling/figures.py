@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from cnnstrategies.planning.costs import digits
 
 COMPUTE = ("forward", "backward", "optimizer")
-# Prefixes of the names of parts of a step. The name of the callback or logger that takes this time follows the prefix.
+# Prefixes in the names of a step's parts. The name of a callback or logger follows the prefix, as in
+# "callback EarlyStopping".
 CALLBACK, LOGGER = "callback ", "logger "
 LARGER = 4  # Factor by which batches are enlarged to measure whether the batches are too small for a device.
 
@@ -47,21 +48,24 @@ class Rank:
         return sum(self.parts.get(name, 0.0) for name in self.waiting)
 
     def beside(self, kind: str) -> dict[str, float]:
-        """Return the seconds of a step that each callback or each logger takes. Keys are their names.
+        """Return the seconds that each callback, or each logger, takes in a step.
 
         Args:
             kind: `CALLBACK` or `LOGGER`.
+
+        Returns:
+            Keys are the names of the callbacks or loggers.
         """
         return {name.removeprefix(kind): value for name, value in self.parts.items() if name.startswith(kind)}
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """The measurement of a training with one number of devices.
+    """The measurement of a training with a certain number of devices.
 
     Attributes:
         ranks: The time of a step on each rank.
-        rates: Samples/s of all devices together, for each round.
+        rates: Samples/s of all devices together, in each round of the measurement.
     """
 
     ranks: Sequence[Rank]
@@ -94,7 +98,7 @@ class MeasuredRun:
 
     @property
     def waiting(self) -> float:
-        """Mean seconds of a step for which the ranks wait for the slowest rank."""
+        """Seconds of a step for which a rank waits for the slowest rank, as a mean over the ranks."""
         return statistics.mean(rank.waits for rank in self.ranks) - self.slowest.waits
 
 
@@ -104,9 +108,9 @@ class Sample:
 
     Attributes:
         seconds: Seconds that one thread takes to load a sample.
-        processor: Seconds of `seconds` in which the thread computes or waits for a CPU core. In the remaining seconds
-            the thread waits for storage.
-        two: Seconds that each of two threads takes to load a sample if both load at the same time.
+        processor: The part of `seconds` in which the thread computes or waits for a CPU core. In the other part of
+            `seconds`, the thread waits for storage.
+        two: Seconds that a thread takes to load a sample while a second thread also loads a sample.
     """
 
     seconds: float
@@ -133,7 +137,7 @@ class EpochCosts:
 class Facts:
     """Facts about the run with the most devices, in addition to the step times.
 
-    A fact that can be missing is None if it was not measured.
+    If a fact was not measured, its attribute has the default value, such as None.
 
     Attributes:
         strategy: Name of the strategy in the configuration.
@@ -147,10 +151,11 @@ class Facts:
         load: Time that the data loader takes for one sample.
         link: Seconds of the gradients' all-reduce while nothing is computed. If gradients are accumulated, these
             seconds are divided by the number of accumulated batches.
-        gradient_bytes: Bytes of the gradients in the all-reduce, also divided by the number of accumulated batches.
-        larger: Seconds of forward, backward and update with a batch that is larger by the factor ``LARGER``.
-        reads: By line of code that reads a value from the device: number of times in a step that the process waits for
-            the value.
+        gradient_bytes: Bytes of the gradients in this all-reduce. If gradients are accumulated, the bytes are divided
+            by the number of accumulated batches.
+        larger: Seconds of forward, backward and update with a batch that is ``LARGER`` times as large.
+        reads: Number of times in a step that the process waits for a value from the device. Keys are the lines of code
+            that read values.
         read_seconds: Seconds of a step in which the process waits for values from the device.
         log_every: Number of steps from one logged step to the next.
         epoch: Number of steps of an epoch, and the time of validation and of saving checkpoints.
@@ -194,10 +199,10 @@ class Measurements:
         return self.runs[-1]
 
     def limits(self) -> dict[str, float]:
-        """Return the samples/s that computation, data loaders and network connections would each reach alone.
+        """Return the samples/s that the run with the most devices would reach if a step had only one activity.
 
-        The keys are ``compute``, ``loader`` and ``link``. The rates are those of the run with the most devices. A rate
-        that was not measured is left out.
+        The keys are the activities: ``compute`` (computation), ``loader`` (data loading) and ``link`` (all-reduce of
+        gradients). A rate that was not measured is left out.
         """
         run, facts = self.largest, self.facts
         rates = {"compute": run.samples / max(rank.compute for rank in run.ranks)}
@@ -208,12 +213,12 @@ class Measurements:
         return rates
 
     def gain(self, saved: float, saved_of_epoch: float = 0.0) -> float:
-        """Return the current time of an epoch, divided by the time of an epoch after an improvement.
+        """Return the factor by which an improvement would make an epoch faster.
 
         Args:
             saved: Seconds by which the improvement shortens each step.
-            saved_of_epoch: Seconds by which the improvement shortens an epoch in addition to its steps, that is, in
-                validation and in the saving of checkpoints. Ignored if an epoch has no end.
+            saved_of_epoch: Seconds by which the improvement shortens the validation and the saving of checkpoints in an
+                epoch. Ignored if an epoch has no end.
         """
         epoch = self.facts.epoch
         if epoch.steps is None:

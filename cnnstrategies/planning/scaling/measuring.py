@@ -1,7 +1,7 @@
 """Measure short trainings with different numbers of devices, in rounds. In each round, each training makes some steps.
 
-After the rounds, parts of a step are measured alone in the training with the most devices, for example the all-reduce
-of gradients.
+After the rounds, parts of a step are measured separately, for example the all-reduce of gradients. These measurements
+only use the training with the most devices.
 """
 
 import math
@@ -103,7 +103,7 @@ class Training:
     def can_make_larger(self, larger: int) -> bool:
         """Return whether the ranks can make their batches larger by a factor.
 
-        A batch keeps its size if the user has defined its class. A comparison of the training with and without larger
+        Batches that are objects of a user's class keep their size. A comparison of the training with and without larger
         batches would then only show noise.
         """
         return _samples_of_a_step(self.trial.ask({"steps": FEWEST_STEPS, "larger": larger})) > _samples_of_a_step(
@@ -126,8 +126,8 @@ def _rate(reports: Sequence[Report]) -> float:
 def _compute_of_a_sample(reports: Sequence[Report]) -> float:
     """Return the seconds of computation per sample.
 
-    The seconds are divided by the number of samples, because not every batch can be made larger: a batch keeps its size
-    if the user has defined its class.
+    The time per sample can be compared even if only some batches could be made larger. Batches that are objects of a
+    user's class keep their size.
     """
     seconds = sum(report["parts"].get(name, 0.0) * report["steps"] for report in reports for name in COMPUTE)
     return float(seconds / sum(report["samples"] for report in reports))
@@ -146,7 +146,7 @@ class Bench:
         progress: Function that is called with a short text that says what is measured next.
 
     Attributes:
-        trouble: Reasons why trainings failed. Keys are their numbers of devices.
+        trouble: Reasons why trainings failed. Keys are the numbers of devices of the failed trainings.
     """
 
     words: Mapping[int, Sequence[str]]
@@ -173,7 +173,7 @@ class Bench:
                 self._rounds(trainings, time.monotonic() + share * (1 - ENDING))
                 runs |= {count: training.run() for count, training in trainings.items()}
                 if trainings and max(trainings) == max(set(self.words) - set(self.trouble)):
-                    self.progress("measuring parts of a step alone")
+                    self.progress("measuring single parts of a step, each by itself")
                     facts = self._facts(trainings[max(trainings)], runs[max(trainings)])
         if not runs:
             raise TrialError("; ".join(dict.fromkeys(self.trouble.values())))

@@ -1,7 +1,8 @@
 """Find out from measurements why more devices do not train faster, and suggest a remedy for each cause.
 
 Each rule looks for one cause, and predicts from measured times how much faster training would be without that cause. If
-the measurement that a rule needs is missing, the rule yields nothing, or a reason with the gain 1, which is left out.
+a measurement is missing, the rule yields nothing, or a reason with the gain 1. The function :func:`reasons` leaves out
+such reasons.
 """
 
 import math
@@ -33,7 +34,8 @@ class Reason:
         evidence: Text with the measurements that show the cause.
         remedy: Advice to the user.
         gain: Predicted factor by which the remedy makes training faster.
-        values: The remedy as values of the configuration, by dotted keys; empty if no setting is a remedy.
+        values: Values of the configuration that carry out the remedy. Keys are dotted keys of the configuration. Empty
+            if no setting is a remedy.
         effect: Effect of the remedy on the training result.
     """
 
@@ -57,7 +59,7 @@ def reasons(measurements: Measurements) -> list[Reason]:
 def loading(measurements: Measurements) -> Iterator[Reason]:
     """Yield slow data loading as a reason for slow training.
 
-    The measurement is the time of a step in which the slowest rank waits for its data loader.
+    The gain is computed from the time for which the slowest rank waits for its data loader in a step.
     """
     run, facts = measurements.largest, measurements.facts
     rank = run.slowest
@@ -78,8 +80,8 @@ def loading(measurements: Measurements) -> Iterator[Reason]:
             evidence += f"; two threads that load at the same time take {ms(load.two)} ms each"
         free = MOST_WORKERS if waits_for_storage else max(1, facts.cores // run.devices)
         # In training all ranks load at the same time, so loading a sample may take longer than in the measurement, in
-        # which one rank loads alone. If the loader has no workers, the time for which the rank waits in training shows
-        # how long loading takes, so the longer of the two times is used.
+        # which only one rank loads. If the loader has no workers, the time for which the rank waits in training shows
+        # how long loading takes there, so the longer of the two times is used.
         seconds = load.seconds if facts.workers else max(load.seconds, waited / rank.samples)
         need = math.ceil(rank.samples * seconds / max(step - waited, 1e-6))
         workers = min(free, MOST_WORKERS, need)
@@ -98,8 +100,8 @@ def loading(measurements: Measurements) -> Iterator[Reason]:
 def link(measurements: Measurements) -> Iterator[Reason]:
     """Yield a slow link as a reason for slow training.
 
-    The measurement is the time of a step in which even the slowest rank waits for the all-reduce of gradients. Nothing
-    is yielded if only one device trains, or if the all-reduce was not measured.
+    The gain is computed from the time for which even the slowest rank waits for the all-reduce of gradients in a step.
+    Nothing is yielded if only one device trains, or if the all-reduce was not measured.
     """
     run, facts = measurements.largest, measurements.facts
     open_ = run.slowest.waits
@@ -110,8 +112,8 @@ def link(measurements: Measurements) -> Iterator[Reason]:
     values = {"trainer.strategy": "ddp_bf16"} if facts.strategy == "ddp" else {}
     yield Reason(
         "the link is slow",
-        f"the ranks wait {ms(open_)} ms of a step of {ms(run.step)} ms for the all-reduce; measured alone, the "
-        f"all-reduce takes {ms(facts.link)} ms for {digits(facts.gradient_bytes / 1e6)} MB ({digits(speed)} MB/s)",
+        f"the ranks wait {ms(open_)} ms of a step of {ms(run.step)} ms for the all-reduce; while nothing is computed, "
+        f"the all-reduce takes {ms(facts.link)} ms for {digits(facts.gradient_bytes / 1e6)} MB ({digits(speed)} MB/s)",
         "use `ddp_bf16`, which sends half the bytes. Other ways to send less: `accumulate_grad_batches`; a parameter "
         "server, with compression or with `mode: local`; a pipeline",
         measurements.gain(saved),
@@ -204,8 +206,8 @@ def host_reads(measurements: Measurements) -> Iterator[Reason]:
     waited = min(facts.read_seconds, run.step)
     places = ", ".join(f"{place} ({digits(count)} times)" for place, count in facts.reads.items())
     yield Reason(
-        "a step makes the host wait for the device",
-        f"the host waits {ms(waited)} ms of a step of {ms(run.step)} ms, in {places}",
+        "a step makes the process wait for the device",
+        f"the process waits {ms(waited)} ms of a step of {ms(run.step)} ms, in {places}",
         "keep values on the device: do not use `.item()`, `float()`, `print` or `if` with tensors in a step; log only "
         "every 50 steps",
         measurements.gain(min(waited, run.step - waited)),
@@ -279,7 +281,8 @@ def checkpoints(measurements: Measurements) -> Iterator[Reason]:
 def transfer(measurements: Measurements) -> Iterator[Reason]:
     """Yield the transfer of batches to the device as a reason for slow training.
 
-    The measurement is the time that the slowest rank takes in a step to copy the batch and to run the batch hooks.
+    The gain is computed from the time that the slowest rank takes in a step to copy the batch and to run the batch
+    hooks.
     """
     seconds = measurements.largest.slowest.parts.get("transfer", 0.0)
     evidence = (

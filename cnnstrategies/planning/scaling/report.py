@@ -13,16 +13,18 @@ from cnnstrategies.planning.tune.race import interval
 from cnnstrategies.runtime.whole_file import whole_file
 
 ERROR = 0.1  # Probability that the true speed-up lies outside of its confidence interval.
-SLOWER = 1.15  # If more devices take longer per sample by more than this factor, they seem to share a resource.
-# The samples/s that computation, data loaders or network reach alone are only drawn if they are less than this multiple
-# of the training's samples/s.
+# If a sample's computing time with the most devices is more than this multiple of the time with the fewest devices, the
+# devices seem to share a resource.
+SLOWER = 1.15
+# The diagram shows the samples/s that a step with only computation, only data loading or only the all-reduce would
+# reach. A rate is left out if it is at least this multiple of the training's samples/s.
 SHOWN = 4
 WAITS_FOR_OTHERS = "waiting for the slowest"
 LINK = "communication in the open"
 OTHER = "other"
-# The activities of a step, in the order of the table. Values are the names of the activities in the table. Keys are
-# prefixes of the names of measured parts; a part belongs to the activity whose prefix its name begins with. The keys
-# LINK and WAITS_FOR_OTHERS are not prefixes, because these two activities are computed from several parts.
+# The activities of a step, in the order of the table. Values are the names of the activities in the table. Each key is
+# a prefix: measured parts whose names begin with the prefix belong to the activity. The keys LINK and WAITS_FOR_OTHERS
+# are not prefixes, because these two activities are computed from several parts.
 KINDS = {
     "data": "waiting for data",
     "transfer": "copy, batch hooks",
@@ -38,7 +40,7 @@ KINDS = {
 
 
 def by_kind(run: MeasuredRun) -> dict[str, float]:
-    """Return the seconds that the ranks spend on each activity of `KINDS` in a step, as a mean over the ranks.
+    """Return the seconds that a rank spends on each activity of `KINDS` in a step, as a mean over the ranks.
 
     The seconds add up to the mean step time. Keys are the names of the activities.
     """

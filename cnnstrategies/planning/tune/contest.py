@@ -26,10 +26,11 @@ BLOCK_SECONDS = 0.5
 # Largest relative difference between two losses that rounding can explain. A candidate that may only change rounding is
 # rejected if its losses differ more than this from the default's losses.
 LARGEST_DIFFERENCE = 1e-3
-FRESH = Analysis(7, 0.05)  # The only analysis of the new rounds that confirm a candidate.
+# The new rounds that confirm a candidate have a single analysis, which takes place after 7 rounds.
+FRESH = Analysis(7, 0.05)
 # Of two processes with equal settings, one can be 10 % faster than the other in all rounds (Mytkowicz et al., 2009,
-# explain why). A gain below `CERTAIN_GAIN` must therefore appear again in each of `PAIRS` pairs of new processes. A
-# pair runs the default and the candidate; see benchmarks/planning/tune_equal.md.
+# explain why). A candidate whose gain may be below `CERTAIN_GAIN` must therefore be faster again in each of `PAIRS`
+# pairs of new processes. A pair runs the default and the candidate; see benchmarks/planning/tune_equal.md.
 CERTAIN_GAIN = 1.25
 PAIRS = 3
 DEFAULT = "default"
@@ -46,7 +47,7 @@ class CandidateResult:
     Attributes:
         setting: The candidate.
         verdict: Verdict after the candidate's rounds; None if the candidate was not measured.
-        trouble: Reason why the candidate failed or was rejected; empty if neither is the case.
+        trouble: Reason why the candidate failed or was rejected; otherwise empty.
     """
 
     setting: Setting
@@ -99,7 +100,7 @@ class Contest:
         """Measure all settings, and confirm the fastest setting with new rounds.
 
         Returns:
-            The fastest setting that was confirmed to be faster than the default; None if no setting was.
+            The fastest setting that was confirmed to be faster than the default; None if no setting was confirmed.
 
         Raises:
             TrialError: The default failed.
@@ -123,8 +124,8 @@ class Contest:
         """Start the trials of some settings all at once, then let one trial after another make its first steps.
 
         The first steps are not made at the same time, because more threads than cores would run. Running threads then
-        spin while they wait for threads that have no core. In one case the first steps of four simultaneous runs took
-        twenty times as long.
+        spin while they wait for threads that have no core. In one case, the first steps of four runs took twenty times
+        as long when they were made at the same time.
 
         Args:
             settings: Candidates, and the default if it has not been started yet.
@@ -145,12 +146,12 @@ class Contest:
     def _call_for_each(self, work: str, items: Mapping[str, T], do: Callable[[T], Made]) -> dict[str, Made]:
         """Call a function for each candidate and for the default, and return the results by name.
 
-        A candidate whose call fails is left out, and the reason is written into its row.
+        A candidate whose call fails is left out. The reason is written into the candidate's row of the results.
 
         Args:
             work: Name of the work, for the progress display.
-            items: Arguments of the calls. Keys are the names of the settings.
-            do: The function.
+            items: Argument of each call. Keys are the names of the settings.
+            do: Function to call.
 
         Raises:
             TrialError: The call for the default failed.
@@ -217,8 +218,8 @@ class Contest:
                 if number and time.monotonic() > self.ends:
                     verdicts = [replace(verdict, outcome="undecided")]
                 elif name in alive and verdict.low >= CERTAIN_GAIN:
-                    # If there was only one candidate, it was not selected because it was fast. Its verdict is therefore
-                    # unbiased, and no new rounds are needed.
+                    # Selecting the fastest of several candidates makes its verdict biased. The verdict on the only
+                    # candidate is unbiased, so no new rounds are needed.
                     alone = len(self.rows) == 1
                     verdicts = [verdict if alone else self.fresh_verdict(name, alive)]
                 else:
@@ -237,11 +238,11 @@ class Contest:
     def fresh_verdicts(self, setting: Setting) -> list[RaceVerdict]:
         """Return the verdicts on a setting from up to `PAIRS` pairs of new processes.
 
-        A pair runs the default and the setting. The pairs end after a verdict that is not "faster".
+        A pair runs the default and the setting. After a verdict that is not "faster", no more pairs run.
 
-        In measurements, the process that started last was faster than the process that started first. In the contest,
-        the candidates started last. Therefore the first pair starts the default last, and the order alternates from
-        pair to pair.
+        In measurements, a process that started last was faster than a process that started first. In the contest, the
+        candidates started after the default. Therefore the first pair starts the default last, and the order alternates
+        from pair to pair.
         """
         verdicts: list[RaceVerdict] = []
         for turn in range(PAIRS):
@@ -281,10 +282,9 @@ class Contest:
     def _difference(self, setting: Setting, default: _Runner, runner: _Runner) -> str:
         """Return a text that says how a setting's losses differ from the default's losses.
 
-        The text is empty if the losses agree, or if the losses are not checked.
-
-        Only settings that change the rounding are checked. With other settings, different losses are not necessarily an
-        error: for example, a different number of data loader workers draws different random augmentations.
+        The text is empty if the losses agree, or if they are not checked. Losses are only checked for settings that
+        change the rounding. With other settings, different losses are not necessarily an error: for example, a
+        different number of data loader workers draws different random augmentations.
         """
         if setting.effect is Effect.ROUNDING:
             count = COMPARED_STEPS if self.deterministic else 1

@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Outcome = Literal["faster", "slower", "no difference", "undecided", "behind"]
-# Logarithm of the smallest ratio of two speeds that counts as a difference. The verdict is "no difference" if the
-# confidence interval shows that the ratio is smaller.
+# Logarithm of the smallest ratio of two speeds that counts as a difference. The verdict is "no difference" if the whole
+# confidence interval of the ratio lies between 1 / 1.02 and 1.02.
 MARGIN = math.log(1.02)
 # A candidate is compared with two rivals: the default, and the candidate that is fastest so far. The candidate gets the
-# verdict "behind" after at least `FEWEST_ROUNDS` rounds if it was slower than a rival by more than 5 % in every round.
-# It also gets this verdict after at least `INTERVAL_ROUNDS` rounds if a confidence interval with the error probability
-# `BEHIND_ERROR` shows that it is slower than a rival. This verdict only ends the candidate's measurement and is not a
-# statistical statement, so it does not count towards the error probability of the analyses.
+# verdict "behind" in one of two cases. First, after at least `FEWEST_ROUNDS` rounds, it was slower than a rival by more
+# than 5 % in every round. Second, after at least `INTERVAL_ROUNDS` rounds, a confidence interval with the error
+# probability `BEHIND_ERROR` shows that it is slower than a rival. The verdict "behind" only ends the candidate's
+# measurement and is not a statistical statement, so it does not count towards the analyses' error probability.
 BEHIND = math.log(1.05)
 FEWEST_ROUNDS, INTERVAL_ROUNDS = 4, 6
 BEHIND_ERROR = 0.1
@@ -54,8 +54,9 @@ class RaceVerdict:
     """The result of comparing a candidate's speed with the default's speed.
 
     Attributes:
-        outcome: Whether the candidate is ``faster`` or ``slower`` than the default, or shows ``no difference``. The
-            outcome ``undecided`` needs more rounds; ``behind`` means that the measurement of the candidate ended early.
+        outcome: Whether the candidate is ``faster`` or ``slower`` than the default, or shows ``no difference``. With
+            ``undecided``, more rounds are needed. With ``behind``, the measurement of the candidate ended early,
+            because the candidate is unlikely to become the fastest.
         speed: Estimated speed of the candidate as a multiple of the default's speed.
         low: Lower end of the confidence interval of the speed.
         high: Upper end of the confidence interval of the speed.
@@ -102,8 +103,8 @@ class Race:
     def over(self) -> bool:
         """Whether the race has ended.
 
-        The race ends if no candidate takes part any more, if the final analysis has taken place, or if an analysis has
-        left no candidate undecided.
+        The race ends when no candidate takes part any more, when the final analysis has taken place, or when no
+        candidate is undecided after an analysis.
         """
         rounds = max((len(gains) for gains in self._gains.values()), default=0)
         undecided = any(self.verdicts.get(name, _NOTHING).outcome == "undecided" for name in self.running)
@@ -142,7 +143,7 @@ class Race:
         for name in ordered:
             self.verdicts[name] = verdict(self._gains[name], error / left)
             if self.verdicts[name].outcome != "undecided":
-                # In Holm's procedure, the error probability is divided among one candidate fewer from now on.
+                # Holm's procedure: after each decided candidate, the error probability is divided by a smaller number.
                 left -= 1
 
     def _find_candidates_behind(self) -> None:
@@ -193,7 +194,7 @@ def verdict(gains: Sequence[float], error: float) -> RaceVerdict:
 
 
 def combined(verdicts: Sequence[RaceVerdict]) -> RaceVerdict:
-    """Return one verdict for several pairs of processes that ran the same candidate and the default.
+    """Combine the verdicts of several pairs of processes into one. Each pair ran the same candidate and the default.
 
     The outcome is the outcome of the last pair. The speed is the geometric mean of the pairs' speeds. The interval
     extends from the lowest to the highest end of the pairs' intervals.
@@ -204,7 +205,7 @@ def combined(verdicts: Sequence[RaceVerdict]) -> RaceVerdict:
 
 
 def interval(values: Sequence[float], error: float) -> tuple[float, float, float]:
-    """Return Hodges and Lehmann's estimate of the centre of a symmetric distribution, with its exact interval.
+    """Return Hodges and Lehmann's estimate of a symmetric distribution's centre, with its exact confidence interval.
 
     Args:
         values: Independent values from the distribution.

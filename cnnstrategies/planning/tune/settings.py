@@ -1,8 +1,6 @@
 """Settings that ``tune`` can try, and their conversion to a configuration."""
 
 import itertools
-import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 import yaml
 
 from cnnstrategies.planning.candidates import Effect
+from cnnstrategies.runtime.whole_file import whole_file
 
 CALLBACK = "cnnstrategies.callbacks.ComputeSettings"
 
@@ -19,8 +18,8 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with nested keys from values with dotted keys.
 
     Args:
-        values: Values by dotted keys, such as ``{"trainer.precision": "bf16-mixed"}``. Keys that begin with
-            ``ComputeSettings.`` become the arguments of one callback of that class.
+        values: Values by dotted keys, such as ``{"trainer.precision": "bf16-mixed"}``. Values whose keys begin with
+            ``ComputeSettings.`` become arguments of one callback of the class ``ComputeSettings``.
     """
     result: dict[str, Any] = {}
     arguments = {path.partition(".")[2]: value for path, value in values.items() if path.startswith("ComputeSettings.")}
@@ -38,19 +37,19 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_commented(path: Path, content: Mapping[str, Any], comment: Sequence[str] = ()) -> None:
-    """Write a configuration that begins with a comment. The file only gets its name when it is complete.
+    """Write a configuration file that begins with a comment. A file with the name ``path`` is always complete.
 
-    If several programs write to the same path at once, the program that finishes last replaces the others' files.
+    If several programs write to ``path`` at once, the file of the program that finishes last remains.
     """
-    text = yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=None)
-    part = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
-    part.write_text("".join(f"# {line}\n" for line in comment) + text, encoding="utf-8")
-    part.replace(path)
+    text = "".join(f"# {line}\n" for line in comment)
+    text += yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=None)
+    with whole_file(path, "free some space, or give another path with --output") as file:
+        file.write(text.encode())
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A change of the configuration that can be tried.
+    """A change of the configuration that ``tune`` can try.
 
     Attributes:
         name: Name that tables show.
@@ -75,9 +74,9 @@ def joined(settings: Sequence[Setting]) -> Setting:
 
 
 def factorial(choices: Sequence[Sequence[Setting]]) -> Iterator[Setting]:
-    """Yield every combination that takes one setting or none from each group, except the combination without settings.
+    """Yield every combination that takes one setting or none from each group, except the one without any setting.
 
-    No combination is left out, because settings can influence each other.
+    All these combinations are needed, because the effect of a setting may depend on the other settings.
     """
     for combination in itertools.product(*((None, *group) for group in choices)):
         if chosen := [setting for setting in combination if setting is not None]:

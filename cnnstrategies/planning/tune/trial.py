@@ -1,4 +1,4 @@
-"""Start a training run in separate processes, which makes steps only when it receives a command to make steps."""
+"""Start a training run in separate processes. The run makes steps only when it receives a command to make steps."""
 
 import contextlib
 import importlib
@@ -23,8 +23,8 @@ PATIENCE = 120.0
 # Number of first steps whose losses are compared with the default's losses. The loss of the third step depends on two
 # updates of the weights, so the comparison includes the optimizer.
 COMPARED_STEPS = 3
-# Pairs of error messages and a cause. If the output of a failed run contains one of the error messages, the cause is
-# reported to the user.
+# Each entry has error messages and a cause. If the output of a failed run contains one of the error messages, the user
+# sees the cause.
 CAUSES = (
     (("OutOfMemoryError", "out of memory", "can't allocate memory"), "out of memory"),
     (("BackendCompilerFailed", "InductorError", "CppCompileError", "InvalidCxxCompiler"), "the compiler failed"),
@@ -51,8 +51,8 @@ class Trial:
 
     Attributes:
         output: File with the run's output.
-        process: The process of the run. The process is the leader of a session, to which the processes that it starts
-            also belong.
+        process: The process of the run. It is the leader of a process session. The processes that it starts belong to
+            the same session, so that all of them can be ended together.
     """
 
     def __init__(self, folder: Path, name: str, words: Sequence[str], seconds: float, module: str = ONE_BATCH) -> None:
@@ -137,7 +137,7 @@ class Trial:
                 os.killpg(self._pid, signum)
                 self.process.join(seconds)
         with contextlib.suppress(ProcessLookupError):
-            # The processes of other ranks may outlive the process that started them, so they are killed here.
+            # The processes of other ranks may outlive the main process of the run, so they are killed here.
             os.killpg(self._pid, signal.SIGKILL)
 
     def cause(self) -> str:
@@ -154,7 +154,7 @@ class Trial:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         reasons = [line.removeprefix(FAILED) for line in lines if line.startswith(FAILED)]
         if reasons:
-            return reasons[0]  # The first failure is the cause; the other ranks failed because they lost that rank.
+            return reasons[0]  # The first failure is the cause: the other ranks lost their connections to that rank.
         if code == 0:
             return "it ended by itself: a callback, max_epochs or limit_train_batches allows no more steps"
         return lines[-1] if lines else f"exit code {code}"

@@ -47,9 +47,9 @@ from cnnstrategies.strategies.without_ddp import (
 class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     """DDP strategy that starts and watches the run's processes, and whose collectives go through the coordinator.
 
-    A session is one call of a trainer function, such as ``fit``, from registration with the coordinator to the end.
-    Without an open session, and after a stop was requested, each worker acts alone: a collective then returns the
-    result of this worker's own value.
+    A session is one call of a trainer function, such as ``fit``. It begins when this process registers with the
+    coordinator. If no session is open, or after a stop was requested, collectives do not wait for other workers: they
+    return the result for this worker's own value.
 
     Attributes:
         membership: This worker's membership; None unless a session is open.
@@ -58,7 +58,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
 
     # The servers weight each worker's gradient by the worker's number of samples in the step.
     gradient_weighting: GradientWeighting = "by_rank"
-    # The hosts find each other through the coordinator, so the command line opens no torch store.
+    # The hosts find each other through the coordinator, so the cluster code does not open a torch store.
     connects_hosts = True
     membership: Membership | None = None
 
@@ -195,7 +195,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
 
         Return None if no process of the run has received a signal.
 
-        After this call the worker acts alone, because the workers may stop in different steps.
+        After this call the worker does not wait for other workers, because the workers may stop in different steps.
 
         Args:
             received: The signal that this process has received; None if it has received none.
@@ -252,8 +252,9 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         """End this worker's membership. Do nothing if the worker is not a member.
 
         Args:
-            done: The number of batches that this worker has processed in an epoch, under the keys ``epoch`` and
-                ``processed``. The coordinator then gives the worker's unprocessed batches to other workers.
+            done: This worker's progress. The key ``epoch`` has the number of an epoch, and the key ``processed`` the
+                number of batches that the worker has processed in this epoch. The coordinator gives the worker's
+                unprocessed batches to other workers. None if the worker reports no progress.
         """
         membership, self.membership, self._collectives = self.membership, None, None
         if membership is not None:

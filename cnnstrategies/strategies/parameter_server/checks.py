@@ -18,7 +18,7 @@ from cnnstrategies.paramserver.specification import hyperparameters
 from cnnstrategies.strategies.observer_hooks import TO_PYTHON, HookContexts, TensorOrigins, tensors_in
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
-GATHERS = "gather_distributed"  # Suffix of the names of lightly's options for gathering tensors from all processes.
+GATHERS = "gather_distributed"  # lightly's options with this suffix make losses gather tensors from all processes.
 
 
 def check_module(module: LightningModule, options: ParameterServerOptions) -> None:
@@ -38,7 +38,7 @@ def check_module(module: LightningModule, options: ParameterServerOptions) -> No
         if options.mode != "local" and isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise ConfigurationError(
                 f"{name} is {type(child).__name__}(sparse=True), but the servers accept dense gradients only: use "
-                "sparse=False, mode: local, or strategy ddp"
+                "sparse=False, `mode: local`, or strategy ddp"
             )
         for attribute in (key for key, value in vars(child).items() if value is True and key.endswith(GATHERS)):
             raise ConfigurationError(
@@ -59,7 +59,7 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
         if isinstance(callback, BatchSizeFinder | LearningRateFinder):
             raise ConfigurationError(
                 f"{type(callback).__name__} does not work with strategy parameter_server: run it on one device "
-                "(strategy: auto, devices: 1) with the same global_batch_size, and then train without the callback"
+                "(`strategy: auto`, `devices: 1`) with the same global_batch_size, and then train without the callback"
             )
 
 
@@ -85,14 +85,14 @@ def _check_served(optimizer: Optimizer) -> None:
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise ConfigurationError(
             f"{name} keeps separate weights for training and for evaluation (its methods train and eval), but servers "
-            "hold one set of weights: use mode: local, or strategy ddp"
+            "hold one set of weights: use `mode: local`, or strategy ddp"
         )
     for number, group in enumerate(hyperparameters(optimizer)):
         for option, value in group.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigurationError(
                     f"{name} has {option}={value} in parameter group {number}, but the servers accept finite numbers "
-                    "only: set a finite value, or use mode: local or strategy ddp"
+                    "only: set a finite value, or use `mode: local` or strategy ddp"
                 )
 
 
@@ -106,8 +106,8 @@ def check_dispatch(trainer: Trainer, options: ParameterServerOptions) -> None:
         return
     for setting, replacement in _within_epochs(trainer):
         raise ConfigurationError(
-            f"{setting}: with data_dispatch: dynamic workers make different numbers of steps, and wait for each other "
-            f"only at the end of an epoch; use {replacement}, or data_dispatch: static"
+            f"{setting}: with `data_dispatch: dynamic` each worker makes its own number of steps, and the workers wait "
+            f"for each other only at the end of an epoch; use {replacement}, or `data_dispatch: static`"
         )
 
 
@@ -131,14 +131,16 @@ def _within_epochs(trainer: Trainer) -> Iterator[tuple[str, str]]:
             yield f"{type(callback).__name__} with {argument}", replacement
 
 
-# Names of the hooks between backward and the optimizer's step. Such a hook sees the gradient of its own worker's
-# images, because the servers compute the mean later. A linear function of gradients (to scale, mask, add or drop them)
-# gives the same result before and after the mean. A norm, a clamp or a test for NaN gives different results.
+# Names of the hooks that run between backward and the optimizer's step. They see the gradient of one worker's images,
+# because the servers compute the mean over the workers later. A linear function (to scale, mask, add or drop gradients)
+# may be applied before the mean, because the result is the same. A norm, a clamp or a test for NaN gives a different
+# result.
 HOOKS = ("on_after_backward", "on_before_optimizer_step")
 # Names of torch's functions that are linear in gradients. `_is_linear` also accepts the in-place variants and operators
-# of these functions, such as `mul_` and `__rmul__` for `mul`. The functions in `PRODUCTS` are linear if only one
-# argument comes from a gradient, and the functions in `QUOTIENTS` if only the dividend comes from a gradient. The
-# functions in `LINEAR` are linear in all arguments, or do not depend on the values.
+# of these functions, such as `mul_` and `__rmul__` for `mul`.
+# `PRODUCTS`: linear if only one argument was computed from gradients.
+# `QUOTIENTS`: linear if only the dividend was computed from gradients.
+# `LINEAR`: linear in all arguments, or independent of the tensors' values.
 PRODUCTS = ("mul", "multiply", "matmul", "masked_fill", "where")
 QUOTIENTS = ("div", "truediv", "true_divide")
 LINEAR = (
@@ -155,7 +157,7 @@ def watch_gradients(module: LightningModule, callbacks: Iterable[Callback]) -> H
     """Make the user's hooks in `HOOKS` raise a ConfigurationError if they compute a nonlinear function of gradients.
 
     Returns:
-        The replacement of the hooks. Its method ``end`` restores the original hooks.
+        The wrapper of the hooks. Its method ``end`` restores the original hooks.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return HookContexts((module, *callbacks), HOOKS, partial(Linear, names))
@@ -173,7 +175,8 @@ class Linear(TorchFunctionMode):
         super().__init__()
         self._hook = hook
         self._names = names
-        # Records for each gradient, and for each tensor that is computed from gradients, the name of a parameter.
+        # For each gradient, and each tensor that was computed from gradients: the name of one of the parameters whose
+        # gradients were used. The error message contains this name.
         self._gradients: TensorOrigins[str] = TensorOrigins()
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -190,7 +193,7 @@ class Linear(TorchFunctionMode):
         return result
 
     def _parameters_of(self, values: Iterable[Any]) -> list[str]:
-        """Return the names of the parameters from whose gradients the tensors in some values were computed."""
+        """Return the name of a parameter for each tensor in `values` that was computed from gradients."""
         return [name for tensor in tensors_in(values) if (name := self._gradients.origin_of(tensor, ""))]
 
     def _is_linear(self, func: Callable[..., Any], args: Sequence[Any], parameters: Sequence[str]) -> bool:
@@ -198,7 +201,7 @@ class Linear(TorchFunctionMode):
             return False
         name = func.__name__.removeprefix("_foreach_").strip("_")
         if func.__name__.startswith("__") and name[:1] in ("r", "i") and name[1:] in (*PRODUCTS, *QUOTIENTS, *LINEAR):
-            name = name[1:]  # The reflected and in-place operators `__rmul__` and `__imul__` count as `mul`.
+            name = name[1:]  # Reflected and in-place operators, such as `__rmul__` and `__imul__`, count as `mul`.
         if name in QUOTIENTS:
             return len(parameters) == 1 and not self._parameters_of(args[1:])
         if name in PRODUCTS:
@@ -210,5 +213,5 @@ class Linear(TorchFunctionMode):
             f"{self._hook} computes {func.__name__} of the gradient of {name}, which comes from this worker's images "
             "alone: the servers compute the mean over the workers later, so only linear functions (to scale, mask, add "
             "or drop gradients) give the same result as on one device; to clip, set Trainer(gradient_clip_val=...); "
-            "otherwise use mode: async or local, or strategy ddp"
+            "otherwise use `mode: async`, `mode: local` or strategy ddp"
         )

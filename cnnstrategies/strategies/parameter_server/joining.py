@@ -1,4 +1,4 @@
-"""The strategy of a joiner: a process that joins a run which trains already, and adds gradients to the training."""
+"""The strategy of a joiner: a process that joins a run in progress, and adds gradients to the run's training."""
 
 import signal
 import threading
@@ -43,20 +43,20 @@ from cnnstrategies.strategies.parameter_server.start import (
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-TOLD_TO_LEAVE = "it was told to leave"  # The reason in the last line of the output of `cnnstrategies join`.
+TOLD_TO_LEAVE = "it was told to leave"  # The last line that `cnnstrategies join` prints ends with this reason.
 LEAST_BEATS = 4  # Least number of heartbeats that this process sends within the coordinator's time-out.
 
 
 class JoinedDispatch(BatchDispatch):
-    """Source of a joiner's batches, which requests batches from the coordinator until the process is told to leave."""
+    """Source of a joiner's batches. It requests batches until the joiner receives Ctrl-C or SIGTERM."""
 
     def __init__(self, strategy: "JoiningStrategy") -> None:
         super().__init__(strategy)
         self._joiner = strategy
-        # Positions of the batches that this process got when it was admitted; None once the loader has yielded these
+        # Positions of the batches that this process got when it was admitted; None if the loader has taken these
         # batches.
         self.first: Chunk | None = None
-        self._rests = False  # Whether the loader must not request batches now, because no epoch has begun.
+        self._rests = False  # Whether the loader must not request batches yet, because the next epoch has not begun.
 
     @override
     def epoch(self, trainer: Trainer) -> int:
@@ -80,7 +80,7 @@ class JoinedDispatch(BatchDispatch):
 
     @override
     def progress(self, epoch: int) -> str:
-        return ""  # A joiner saves no checkpoints, so nobody needs its progress.
+        return ""  # A joiner does not save checkpoints, so its progress is not needed.
 
     @override
     def take(self, epoch: int) -> Chunk:
@@ -95,9 +95,9 @@ class JoinedDispatch(BatchDispatch):
 class JoiningStrategy(ParameterServerStrategy):
     """Strategy of a joiner: an additional worker of a run, which gets its batches from the run's coordinator.
 
-    For Lightning the process is a run of one process. Each call of ``fit`` covers an epoch of the run, or the rest of
-    an epoch. The joiner first waits for its admission by the run, and leaves the run at the end of the epoch, so that
-    the other workers can end the epoch without the joiner.
+    Lightning treats the joiner as a run of one process. In each call of ``fit`` the joiner waits for its admission to
+    the run, trains until the end of the run's current epoch, and leaves the run. The other workers can therefore end
+    the epoch without the joiner.
 
     Attributes:
         leaving: Whether the process was told to leave, by Ctrl-C or SIGTERM.
@@ -134,9 +134,9 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def open_session(self) -> None:
-        """Do nothing, because the session is opened after set-up.
+        """Do nothing, because this process registers with the coordinator after set-up.
 
-        The coordinator therefore reserves no id for this process during set-up.
+        If the process registered here, the coordinator would reserve an id for the process during the set-up.
         """
 
     @property
@@ -144,8 +144,8 @@ class JoiningStrategy(ParameterServerStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Arguments for the distributed sampler of the training data.
 
-        The coordinator gives out positions in the order of all workers' batches, so the sampler must have as many
-        replicas as the run has workers.
+        The sampler must return the same order of batches as on the other workers, so it gets the run's number of
+        workers. The rank has no effect, because the coordinator chooses the batches of each worker.
         """
         return {"num_replicas": self.world_size, "rank": 0}
 
@@ -153,8 +153,8 @@ class JoiningStrategy(ParameterServerStrategy):
     def setup(self, trainer: Trainer) -> None:
         loop = trainer.fit_loop
         self._configured = self._configured or (loop.max_epochs, loop.max_steps)
-        # Learning-rate schedules read max_epochs and max_steps during set-up. These must have the same values as on the
-        # other workers, so the configured values are restored here.
+        # Learning-rate schedules read max_epochs and max_steps during set-up, and must be the same on all workers. An
+        # earlier `fit` has changed the two settings, so the configured values are restored here.
         loop.max_epochs, loop.epoch_loop.max_steps = self._configured
         super().setup(trainer)
         worker = self._enter()
@@ -186,7 +186,7 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def agree_on_stop(self, received: int | None) -> int | None:
-        """Return None, because this process stops by its own signal handlers, and no other process stops with it."""
+        """Return None, because a joiner stops by its own signal handlers, independently of the other workers."""
         return None
 
     @override
@@ -217,11 +217,11 @@ class JoiningStrategy(ParameterServerStrategy):
         return worker
 
     def _try(self) -> Worker | None:
-        """Try once to join the run, and return the connection to the servers.
+        """Try once to join the run.
 
         Returns:
             The connection to the servers. None if another process has registered under the offered id, or if the epoch
-            has no batches left.
+            has no batches left. The caller then tries again.
         """
         place = self._find_place()
         try:
@@ -272,7 +272,7 @@ class JoiningStrategy(ParameterServerStrategy):
         self.register(address, self._run.key_file)
 
     def _wait_for_admission(self) -> tuple[Worker, Specification]:
-        """Wait until the run admits this process, and return the connection to the servers.
+        """Wait until the run admits this process.
 
         Returns:
             The connection to the servers, and the run's specification.
@@ -303,7 +303,9 @@ class JoiningStrategy(ParameterServerStrategy):
         """Prepare the epoch. The connection to the servers exists already, because it was made during set-up."""
         self._handle_signals()  # At the start of `fit` Lightning has replaced the signal handlers.
         for config in self.trainer.lr_scheduler_configs:
-            config.strict = False  # A joiner does not validate, so the value that a schedule monitors may be missing.
+            # A joiner does not validate, so a schedule may not find the value that it monitors. If `strict` were true,
+            # Lightning would raise an error.
+            config.strict = False
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -48,7 +48,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Signals that are
 def forwarding(supervision: Supervision) -> Iterator[None]:
     """Forward the signals in `FORWARDED` from this process to the ranks, inside this context.
 
-    Ctrl-C is not forwarded: the terminal sends it to all processes, and the ranks handle it. This process ignores it.
+    This process ignores Ctrl-C, and does not forward it, because the terminal sends Ctrl-C to the ranks as well.
     """
 
     def forward(signum: int, frame: FrameType | None) -> None:
@@ -226,10 +226,12 @@ class WatchingScriptLauncher(_Watching, ScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Start the ranks, wait until they have ended, and end this process. A rank runs the function instead.
+        """Start the ranks, wait until they have ended, and end this process.
+
+        If this process is a rank, run the function instead, and return its result.
 
         Raises:
-            SystemExit: The ranks have ended. Only the process that has started the ranks raises it.
+            SystemExit: This process has started the ranks, and all ranks have ended.
         """
         training = self.check(trainer)
         if self.cluster_environment.creates_processes_externally:
@@ -258,8 +260,9 @@ class _Reports:
     """Reports that the ranks send when they end.
 
     Attributes:
-        received: Kind, rank and value of each report. The value is the result if the kind is ``result``, a traceback if
-            it is ``failed``, and the reason why the run has ended if it is ``ended``.
+        received: Kind, rank and value of each report. The value of kind ``result`` is the result of the rank's
+            function. The value of kind ``failed`` is a traceback. The value of kind ``ended`` is the reason why the run
+            has ended.
     """
 
     def __init__(self) -> None:
@@ -285,7 +288,8 @@ class _Reports:
             code: Largest exit code of a rank.
 
         Raises:
-            ProcessRaisedException: A rank has raised an error. A ConfigurationError takes precedence.
+            ProcessRaisedException: A rank has raised an error. If several ranks have raised errors, a
+                ConfigurationError is preferred.
             SystemExit: The ranks were stopped by a signal.
             RunEnded: The run could not continue.
         """

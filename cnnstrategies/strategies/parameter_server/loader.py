@@ -1,6 +1,6 @@
-"""Loading with ``data_dispatch: dynamic``: the coordinator gives batches to the workers that request them.
+"""Loading with ``data_dispatch: dynamic``: the coordinator assigns batches to the workers that request them.
 
-All workers know the same order of an epoch's batches, so the coordinator only sends positions in this order.
+All workers compute the same order of an epoch's batches, so the coordinator sends only positions in this order.
 """
 
 import zlib
@@ -19,9 +19,10 @@ from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 
 
 class ChunkSampler:
-    """Sampler that yields this worker's items of another sampler. The coordinator gives the items' positions.
+    """Sampler that yields those items of another sampler that the coordinator assigns to this worker.
 
-    An item of the other sampler is the index of a sample, or a list with the indices of a batch.
+    An item is the index of a sample, or a list with the indices of a batch. The coordinator sends the positions of the
+    assigned items in the other sampler's order.
 
     Attributes:
         epoch: Number of the current epoch.
@@ -54,8 +55,8 @@ class ChunkSampler:
         self.dispatch.begin(self.epoch, self.count, done if epoch == self.epoch else "")
         while chunk := self.dispatch.take(self.epoch):
             if chunk.epoch not in epochs:
-                # The coordinator gave out items of an earlier epoch, because the worker that had taken these items died
-                # at the end of that epoch. This worker processes the items instead.
+                # These items belong to an earlier epoch. Another worker took them and died at the end of that epoch, so
+                # this worker processes them instead.
                 epochs[chunk.epoch] = items_of(self.sampler, chunk.epoch)
             yield from epochs[chunk.epoch][chunk.start : chunk.stop]
 
@@ -85,12 +86,13 @@ class BatchDispatch:
             trainer: The trainer that trains with the loader.
 
         Raises:
-            ConfigurationError: There is a second training loader, or the batches of the loader cannot be given out.
+            ConfigurationError: This is a second training loader, or the loader's class, its sampler or the order of its
+                samples does not work with ``data_dispatch: dynamic``.
         """
         if self.has_loader:
             raise ConfigurationError(
-                "training has several loaders (CombinedLoader), but data_dispatch: dynamic works with a single loader: "
-                "use one loader, or data_dispatch: static"
+                "training has several loaders (CombinedLoader), but `data_dispatch: dynamic` works with a single "
+                "loader only: use one loader, or `data_dispatch: static`"
             )
         self.has_loader = True
         dispatched = DispatchedLoader(dataloader, self, trainer)
@@ -98,9 +100,9 @@ class BatchDispatch:
         return dispatched
 
     def epoch(self, trainer: Trainer) -> int:
-        """Return the number of the epoch that a trainer is about to load.
+        """Return the number of the epoch whose batches a trainer loads next.
 
-        This can differ from the trainer's `current_epoch`, which is too small in a resumed run.
+        In a resumed run the trainer's `current_epoch` may be too small.
         """
         return int(trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
 
@@ -122,9 +124,9 @@ class BatchDispatch:
         self._strategy.collectives.begin_epoch(epoch, batches, 1, done)
 
     def progress(self, epoch: int) -> str:
-        """Return a text that encodes the positions of all batches that any worker has processed, for a checkpoint.
+        """Return a text that encodes the positions of all batches that the workers have processed.
 
-        All workers must call this.
+        The text is saved in a checkpoint. All workers must call this.
         """
         run = self._strategy
         return "" if run.membership is None else run.collectives.progress(epoch, self.processed)
@@ -151,8 +153,8 @@ class DispatchedLoader(DataLoader[Any]):
     def __init__(self, loader: Any, dispatch: BatchDispatch, trainer: Trainer) -> None:
         if not isinstance(loader, DataLoader):
             raise ConfigurationError(
-                f"the training loader is a {type(loader).__name__}, but data_dispatch: dynamic needs a torch "
-                "DataLoader: use a DataLoader, or data_dispatch: static"
+                f"the training loader is a {type(loader).__name__}, but `data_dispatch: dynamic` needs a torch "
+                "DataLoader: use a DataLoader, or `data_dispatch: static`"
             )
         self.dispatch = dispatch
         self.trainer = trainer
@@ -171,7 +173,7 @@ class DispatchedLoader(DataLoader[Any]):
 
         The dictionary has three keys. ``epoch`` is the number of the epoch, ``batches`` the number of batches in the
         epoch, and ``done`` a text that encodes the positions of the processed batches. If a worker died at the end of
-        the previous epoch, the state does not contain the batches that this worker had not processed.
+        the previous epoch, the state does not contain the dead worker's unprocessed batches.
         """
         epoch = self.chunks.epoch
         return {"epoch": epoch, "batches": self.chunks.count, "done": self.dispatch.progress(epoch)}
@@ -184,13 +186,14 @@ class DispatchedLoader(DataLoader[Any]):
         """
         if not {"epoch", "batches", "done"} <= state.keys():
             raise ConfigurationError(
-                "the checkpoint was saved within an epoch with data_dispatch: static, but this run has data_dispatch: "
-                "dynamic: resume with data_dispatch: static, or from a checkpoint that was saved at the end of an epoch"
+                "the checkpoint was saved within an epoch with `data_dispatch: static`, but this run has "
+                "`data_dispatch: dynamic`: set `data_dispatch: static`, or resume from a checkpoint that was saved at "
+                "the end of an epoch"
             )
         self.chunks.before = int(state["epoch"]), int(state["batches"]), str(state["done"])
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield this worker's batches of the trainer's current epoch, as the coordinator gives them out."""
+        """Yield the batches of the trainer's current epoch that the coordinator assigns to this worker."""
         self.chunks.epoch = self.dispatch.epoch(self.trainer)
         for batch in super().__iter__():
             if isinstance(batch, ConfigurationError):
@@ -211,15 +214,15 @@ def check_order(sampler: Any, strategy: CoordinatedStrategy) -> None:
     name = type(wrapped_sampler(inner)).__name__
     if drawn[0] != drawn[1]:
         raise ConfigurationError(
-            f"{name} returns the samples of an epoch in a different order in each call, but data_dispatch: dynamic "
+            f"{name} returns the samples of an epoch in a different order in each call, but `data_dispatch: dynamic` "
             "needs an order that all workers know: create the sampler without a generator of its own, because torch's "
-            "generator is seeded for each epoch, or use data_dispatch: static"
+            "generator is seeded for each epoch, or use `data_dispatch: static`"
         )
     if len(set(strategy.gather(drawn[0], "order of the samples").values())) > 1:
         raise ConfigurationError(
-            f"{name} returns the samples of an epoch in a different order in each worker, but data_dispatch: dynamic "
-            "needs an order that all workers know: seed all workers equally (seed_everything), or use data_dispatch: "
-            "static"
+            f"{name} returns the samples of an epoch in a different order in each worker, but `data_dispatch: dynamic` "
+            "needs an order that all workers know: seed all workers equally (seed_everything), or use `data_dispatch: "
+            "static`"
         )
 
 
@@ -232,7 +235,7 @@ def distributed(sampler: Any) -> DistributedSampler[Any]:
     inner = getattr(sampler, "sampler", sampler)
     if not isinstance(inner, DistributedSampler):
         raise ConfigurationError(
-            f"the training loader has the sampler {type(inner).__name__}, but data_dispatch: dynamic needs a "
-            "DistributedSampler: set trainer.use_distributed_sampler to true, or use data_dispatch: static"
+            f"the training loader has the sampler {type(inner).__name__}, but `data_dispatch: dynamic` needs a "
+            "DistributedSampler: set trainer.use_distributed_sampler to true, or use `data_dispatch: static`"
         )
     return inner

@@ -29,7 +29,7 @@ Security = Literal["auto", "curve", "none"]
 # the slice have arrived.
 PIPELINED_BYTES = 1 << 19
 MOST_HEARTBEAT = 0.5  # Largest time between two heartbeats of a process, in seconds.
-BEATS = 20  # Number of heartbeats within a time-out.
+BEATS = 20  # Smallest number of heartbeats that a process sends within a time-out.
 AVERAGING = (1.0, 0.0)  # With these values of outer_lr and outer_momentum, an outer step averages the workers' weights.
 USUAL_STALENESS = 4  # Default of staleness in mode ssp.
 USUAL_SYNC_EVERY = 8  # Default of sync_every in mode local.
@@ -50,9 +50,9 @@ def usual_sync_every(mode: Mode) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServerOptions(RunOptions):
-    """All options of the strategy ``parameter_server``.
+    """All options of the strategy ``parameter_server``, which :class:`.ParameterServerStrategy` describes.
 
-    :class:`.ParameterServerStrategy` describes them. The base class has the options that the engine needs.
+    The base class has the options that become part of the run's specification.
     """
 
     sync_every: int
@@ -76,9 +76,9 @@ class ParameterServerOptions(RunOptions):
         yield from self._mistakes_of_places()
 
     def _mistakes_of_modes(self) -> Iterator[str]:
-        """Yield an error message for each option that the mode, or a related option, does not allow."""
+        """Yield an error message for each option that contradicts the mode or another option."""
         if self.sync_every > 1 and self.mode != "local":
-            yield f"sync_every={self.sync_every} is for mode: local, not mode: {self.mode}; leave it out"
+            yield f"sync_every={self.sync_every} is for `mode: local`, not `mode: {self.mode}`; leave sync_every out"
         if not 0 < self.outer_lr < math.inf:
             yield (
                 f"outer_lr={self.outer_lr}: use a finite value above 0; outer_lr 1 with outer_momentum 0 averages the "
@@ -88,47 +88,49 @@ class ParameterServerOptions(RunOptions):
             yield f"outer_momentum={self.outer_momentum}: use 0 or more and less than 1"
         if (self.outer_lr, self.outer_momentum) != AVERAGING and self.mode != "local":
             yield (
-                f"outer_lr={self.outer_lr} and outer_momentum={self.outer_momentum} are for mode: local, not mode: "
-                f"{self.mode}; leave them out"
+                f"outer_lr={self.outer_lr} and outer_momentum={self.outer_momentum} are for `mode: local`, not `mode: "
+                f"{self.mode}`; leave both options out"
             )
         if self.data_dispatch == "dynamic" and self.mode not in ("async", "ssp"):
             yield (
-                f"data_dispatch: dynamic is for mode: async and ssp: in mode: {self.mode} every worker makes the same "
-                "number of steps; use data_dispatch: static"
+                f"`data_dispatch: dynamic` is for the modes async and ssp, because in mode {self.mode} every worker "
+                "makes the same number of steps; use `data_dispatch: static`"
             )
         if self.shares != "equal" and self.mode != "sync":
             yield (
-                f"shares={self.shares} are for mode: sync, not mode: {self.mode}, in which workers make separate "
-                "steps; leave shares out, or use mode: async and data_dispatch: dynamic, so that faster workers take "
-                "more batches"
+                f"shares={self.shares} are for `mode: sync`, not `mode: {self.mode}`, in which workers make separate "
+                "steps; leave shares out, or use `mode: async` and `data_dispatch: dynamic`, so that faster workers "
+                "take more batches"
             )
         if self.max_joiners and self.aggregates:
             mode = self.mode + (" with staleness 0" if self.mode == "ssp" else "")
             yield (
-                f"max_joiners={self.max_joiners} is for mode: async, and ssp with a staleness above 0: in mode: {mode} "
-                "all workers step together, so no worker can join or leave; use mode: async, or leave max_joiners out"
+                f"max_joiners={self.max_joiners} is for mode async, and for mode ssp with a staleness above 0. In mode "
+                f"{mode} all workers step together, so no worker can join or leave; use `mode: async`, or leave "
+                "max_joiners out"
             )
         if self.max_joiners and self.data_dispatch != "dynamic":
             yield (
-                f"max_joiners={self.max_joiners} with data_dispatch: {self.data_dispatch}: the batches of an epoch are "
-                "divided before the epoch begins, so a joiner would get none; use data_dispatch: dynamic"
+                f"max_joiners={self.max_joiners} cannot be used with `data_dispatch: {self.data_dispatch}`, which "
+                "divides the batches of an epoch before the epoch begins, so a joiner would get none; use "
+                "`data_dispatch: dynamic`"
             )
         if self.combine_per_node and self.mode != "sync":
             yield (
-                f"combine_per_node: true is for mode: sync, not mode: {self.mode}: in other modes the workers of a "
-                "node make separate steps, or push rarely; leave combine_per_node out"
+                f"`combine_per_node: true` is for `mode: sync`, not `mode: {self.mode}`: in all modes except sync the "
+                "workers of a node make separate steps, or push rarely; leave combine_per_node out"
             )
         if self.combine_per_node and self.max_restarts:
             yield (
-                f"combine_per_node: true with max_restarts={self.max_restarts}: a restarted worker cannot share the "
-                "node's memory; set only one of the two options"
+                f"`combine_per_node: true` cannot be used with max_restarts={self.max_restarts}, because a restarted "
+                "worker cannot share the node's memory; set only one of the two options"
             )
 
     def _mistakes_of_places(self) -> Iterator[str]:
         """Yield an error message for each mistake in the addresses, the number of servers or the key file."""
         for endpoint in self.endpoints:
             if not endpoint.startswith("tcp://") or endpoint.endswith("*"):
-                yield f"endpoints: {endpoint!r}: write the address of a dedicated server as tcp://address:port"
+                yield f"endpoints: write the address of a dedicated server as tcp://address:port, not {endpoint!r}"
             check_endpoint(endpoint, encrypted=self.security != "none", insecure=self.security == "none")
             is_local(endpoint)  # Raises an error if the address is not valid.
         if self.coordinator is not None:
@@ -136,7 +138,7 @@ class ParameterServerOptions(RunOptions):
         if self.endpoints and self.coordinator is None:
             yield (
                 "endpoints: dedicated servers need the address of the coordinator, which runs on the machine of rank "
-                "0: set coordinator: tcp://address:port"
+                "0: set `coordinator: tcp://address:port`"
             )
         if self.endpoints and self.servers_per_node > 1:
             yield (
@@ -150,7 +152,7 @@ class ParameterServerOptions(RunOptions):
             )
         if self.key_file is not None and not Path(self.key_file).is_file():
             yield (
-                f"key_file: {self.key_file} does not exist; make it with `cnnstrategies-server --make-keys "
+                f"key_file: the file {self.key_file} does not exist; make it with `cnnstrategies-server --make-keys "
                 f"{self.key_file}` and copy it to every machine"
             )
 
@@ -198,7 +200,7 @@ class ParameterServerOptions(RunOptions):
         Raises:
             ConfigurationError: Connections to other machines are encrypted, and ``key_file`` is not set.
         """
-        # Only this user can enter the directory of the socket file, so no encryption is needed.
+        # A run with a socket file is not encrypted by default, because only this user can enter the file's directory.
         ipc = coordinator.startswith("ipc://")
         local = is_local(coordinator) and all(is_local(endpoint) for endpoint in self.endpoints)
         wanted = self.security == "curve" or (self.security == "auto" and not ipc)
@@ -206,14 +208,14 @@ class ParameterServerOptions(RunOptions):
             raise ConfigurationError(
                 f"the coordinator listens at {coordinator}, and connections to it are encrypted: make a key file with "
                 "`cnnstrategies-server --make-keys FILE`, copy it to every machine and set key_file; on a private "
-                "network you may set security: none instead"
+                "network you may set `security: none` instead"
             )
         return wanted
 
     def specification(
         self, module: LightningModule, optimizer: Optimizer, nodes: int, workers: int, **changes: Any
     ) -> Specification:
-        """Return the settings of a run for its workers and servers.
+        """Return the run's specification: the settings on which all workers and servers agree.
 
         Args:
             module: The module that is trained.
@@ -227,8 +229,8 @@ class ParameterServerOptions(RunOptions):
         options |= {"servers": self.server_count(nodes), "timeout": max(self.timeout, LEAST_SECONDS), **changes}
         if self.mode == "local":
             optimizer = self._outer(module, optimizer)
-        # Pipelining is used only with dedicated servers. If servers share nodes with workers, returning values and
-        # outgoing gradients would compete for the nodes' links.
+        # Pipelining is used only with dedicated servers. If servers ran on the workers' nodes, pulled values and pushed
+        # gradients would compete for the nodes' links.
         dedicated = bool(self.endpoints) and self.mode == "sync" and not may_be_lossy(self.pull_compression)
         if dedicated and "clip_norm" not in changes:
             options = {"pipelined": True, "slice_bytes": PIPELINED_BYTES, **options}

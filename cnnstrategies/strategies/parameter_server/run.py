@@ -32,15 +32,16 @@ from cnnstrategies.strategies.parameter_server.options import ParameterServerOpt
 VARIABLE = "CNNSTRATEGIES_PARAMETER_SERVER"  # Environment variable with the rendezvous, as JSON.
 INCARNATION = "CNNSTRATEGIES_INCARNATION"  # Environment variable with the number of earlier starts of a rank.
 WAIT = 300.0  # Seconds within which all processes must register with the coordinator.
-# Seconds within which the coordinator of a later session must reply. The time is long, because rank 0 starts that
-# coordinator and may do other work between two trainer functions.
+# Seconds within which the coordinator of a second or later session must reply. The time is long, because rank 0 starts
+# this coordinator, and may do other work between two trainer functions.
 LATER = 600.0
-SESSIONS_OF_LAUNCH = 1 << 16  # Largest number of sessions of the ranks of one launch.
+# Largest number of sessions after one launch of the ranks. The sessions of the next launch begin with a higher number.
+SESSIONS_OF_LAUNCH = 1 << 16
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The data that the processes of a session need to find each other: the coordinator's address, keys and time-out.
+    """The data with which the processes of a session find each other: the coordinator's address, keys and time-out.
 
     A launcher of this package passes the rendezvous to the ranks in an environment variable.
 
@@ -136,7 +137,7 @@ def machine_directory(layout: NodeLayout) -> Path:
 
 
 def _shared_directory(name: str) -> Path:
-    """Return the private directory that belongs to a name, for this user's processes on this machine.
+    """Return the private directory that this user's processes on this machine share under a name.
 
     The last process that uses the directory removes it when it ends.
     """
@@ -164,9 +165,7 @@ def key_file_of(options: ParameterServerOptions, coordinator: str) -> str | None
 def open_supervision(
     options: ParameterServerOptions, layout: NodeLayout, place: Rendezvous, training: bool, method: StartMethod
 ) -> Supervision:
-    """Start the servers of this node, and on node 0 also the coordinator.
-
-    Return the supervision of the started processes.
+    """Start the servers of this node, and on node 0 also the coordinator; return the supervision of these processes.
 
     Args:
         options: The strategy's options.
@@ -177,7 +176,7 @@ def open_supervision(
     """
     allow_threads(1 + layout.processes + options.servers_per_node)
     # Only the first session checks the port. In later sessions the previous coordinator may still use the port, and the
-    # new coordinator waits until it is free.
+    # new coordinator waits until the port is free.
     if layout.node == 0 and place.session == 0:
         _check_free(place.coordinator)
     servers = options.server_count(layout.nodes) if training else 0
@@ -269,8 +268,8 @@ def _start_server(
 def _listening(coordinator: str) -> str:
     """Return the endpoint to which the coordinator binds its socket.
 
-    For a TCP address other than localhost, the endpoint has the port of this address, and listens on all interfaces. A
-    machine's own host name may resolve to a loopback address, which other machines cannot reach.
+    If the coordinator's address is a TCP address other than localhost, the coordinator listens on all interfaces: on
+    the coordinator's own machine, the host name may resolve to a loopback address, which other machines cannot reach.
     """
     if coordinator.startswith("ipc://"):
         return coordinator
@@ -318,7 +317,7 @@ def own_address(coordinator: str) -> str:
 
 
 class Sessions:
-    """Numbering of this process's sessions, which is the same on all ranks.
+    """Counter of this process's sessions. All ranks count alike, so a session has the same number on all ranks.
 
     Attributes:
         lost: Ranks that died during the previous session.
@@ -359,9 +358,9 @@ class Sessions:
             )
         if opened and training and options.endpoints:
             raise ConfigurationError(
-                f"endpoints: dedicated servers end with the first function of a script, and this is function number "
-                f"{opened + 1}: start the servers again and run this function in a separate script, or leave endpoints "
-                "out"
+                "endpoints: dedicated servers end with a script's first trainer function, but this is trainer function "
+                f"number {opened + 1}: start the servers again and run this function in a separate script, or leave "
+                "endpoints out"
             )
         first = 0 if published is None else published.session
         directory = None if published is None else published.directory

@@ -39,8 +39,8 @@ def join_servers(
 ) -> tuple[Worker | CombinedWorker, Specification, int | None]:
     """Connect this worker to the servers at the start of training. All workers must call this.
 
-    Rank 0 publishes the run's specification. If the run trains already, this worker was restarted. The worker then
-    waits for its admission, and takes over the progress of the other workers.
+    Rank 0 publishes the run's specification. If this worker was restarted while the run was training, the worker waits
+    until the run admits it, and takes over the progress of the other workers.
 
     Args:
         strategy: The strategy, with an open session.
@@ -49,9 +49,9 @@ def join_servers(
         outer_state: State of the outer optimizer of mode ``local`` from a checkpoint; None if there is none.
 
     Returns:
-        The connection to the servers, the run's specification, and a number of steps. For a restarted worker, the last
-        value is the number of steps that the other workers have made since the last outer step, which is 0 unless the
-        mode is ``local``. If training has just begun, the last value is None.
+        The connection to the servers; the run's specification; and None, or a number of steps if this worker was
+        restarted. In mode ``local`` the number of steps is that of the other workers since the last outer step. In
+        other modes it is 0.
     """
     options, run, trainer = strategy.options, strategy.collectives, module.trainer
     if strategy.global_rank == 0:
@@ -120,8 +120,8 @@ def connection(
 def value_tensors(module: LightningModule, specification: Specification) -> list[Tensor]:
     """Return the tensors into which a worker writes the values from the servers, in the order of the specification.
 
-    The tensor of a parameter is the parameter itself. The tensor of a frozen parameter is a copy, because the module
-    may change a frozen parameter itself: a teacher's weights, for example, may follow the weights of a student.
+    A trained parameter's tensor is the parameter's own data. A frozen parameter's tensor is a copy, because the module
+    itself may change a frozen parameter: for example, a teacher's weights may follow a student's weights.
     """
     named = dict(module.named_parameters())
     parameters = [named[info.name] for info in specification.parameters]
@@ -150,8 +150,8 @@ def combined_worker(
         strategy: The strategy, with an open session.
         specification: The run's specification.
         parameters: Tensors into which received values are written, in the order of the specification.
-        connect: Returns a connection to the servers. The argument of ``connect`` is a function that is called with the
-            index and the value of each parameter that arrives.
+        connect: Function that takes a callback and returns a connection to the servers. The connection calls the
+            callback with the index and the value of each parameter that arrives.
     """
     size, this_rank, per_node = size_of(parameters), strategy.global_rank, strategy.num_processes
     memory = SharedMemory(size)
@@ -248,7 +248,8 @@ def restore_trainer(trainer: Trainer, optimizer: Optimizer, state: dict[str, Any
     """
     loop = trainer.fit_loop
     if trainer.current_epoch != int(state["epoch"]):
-        # Otherwise the loop would continue within the epoch of the checkpoint that it has loaded.
+        # If this process has loaded a checkpoint that was saved within an epoch, its loop would continue within that
+        # epoch. The next two lines prevent this.
         loop.restarting = False
         loop.on_iteration_done()
     epochs, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
@@ -294,7 +295,7 @@ def take_state_of_rank_zero(module: nn.Module, strategy: CoordinatedStrategy) ->
 def _pieces(parts: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Group tensors into lists that are sent together, and yield these lists.
 
-    A list has at most `PIECE_BYTES` bytes in total. The order of the tensors is kept.
+    The tensors of a list have at most `PIECE_BYTES` bytes in total. The order of the tensors is kept.
     """
     piece: list[Tensor] = []
     size = 0
@@ -318,8 +319,14 @@ def average_buffers(module: nn.Module, strategy: CoordinatedStrategy) -> None:
     buffers = [buffer for buffer in module.buffers() if id(buffer) not in metrics]
     if not buffers or strategy.world_size == 1:
         return
-    values = strategy.gather(buffers, "buffers")
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in buffers:
+        groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     with torch.no_grad():
-        for index, buffer in enumerate(buffers):
-            stacked = torch.stack([values[rank][index] for rank in sorted(values)])
-            buffer.copy_(stacked.mean(0) if buffer.is_floating_point() else stacked.amax(0))
+        for (dtype, _), members in groups.items():
+            # All buffers of a dtype are reduced together, because each reduction waits for all workers.
+            flat = torch.cat([buffer.flatten() for buffer in members])
+            reduced = strategy.reduce(flat, reduce_op="mean" if dtype.is_floating_point else "max")
+            parts = reduced.split([buffer.numel() for buffer in members])
+            for buffer, part in zip(members, parts, strict=True):
+                buffer.copy_(part.view_as(buffer))

@@ -30,29 +30,30 @@ class Stepper:
     Usually each gradient is pushed as soon as backward has accumulated it. If a hook of the user may read or change
     gradients after backward, all gradients are pushed later, in the optimizer's step.
 
-    Usually each module waits for its own parameters right before its forward. If a hook of the user may read weights
+    Usually each submodule waits for its own parameters right before its forward. If a hook of the user may read weights
     between two steps, each step waits for all parameters at its end.
 
-    Code may also read a parameter outside of the module that owns it. The first `NOTED_STEPS` steps wait for all
-    parameters before the forward, and record which parameters are read outside of their modules. Later steps wait
-    before the forward only for the recorded parameters.
+    Code may also read a parameter while the forward of the parameter's submodule is not running. The first
+    `NOTED_STEPS` steps wait for all parameters before the forward, and record which parameters are read like this.
+    Later steps wait before the forward only for the recorded parameters.
 
     Args:
         module: The module that is trained.
         worker: The worker, which pushes gradients and pulls values.
         specification: The run's specification.
         optimizer: The module's optimizer.
-        early: Whether gradients may be pushed during backward, because no hook of the user reads or changes them later.
+        early: Whether gradients may be pushed during backward. This is allowed if no hook of the user reads or changes
+            gradients after backward.
         sees_weights: Names of the hooks that may read weights between two steps.
         sync_every: In mode ``local``, the number of steps between two outer steps; otherwise 0.
-        own_steps: Initial value of the attribute `own_steps`. It can be above 0 if the worker joins a run that trains.
+        own_steps: Initial value of the attribute `own_steps`. The value is 0 unless this worker was restarted.
 
     Attributes:
         worker: The worker.
         optimizer: The module's optimizer.
         own_steps: In mode ``local``, the number of steps of this worker since the last outer step.
         accumulating: Whether the next backward only accumulates gradients, which are not pushed yet.
-        eager: Whether each step waits for all values at its end.
+        eager: Whether each step waits for all parameters at its end.
         parameters: The trained parameters, in the order of the specification.
     """
 
@@ -88,16 +89,16 @@ class Stepper:
         if is_compiled_whole(module) or any(is_compiled(child) for child in module.modules()):
             self._noted, self._readers.indices = NOTED_STEPS, set(range(len(self.parameters)))
         self._waited: set[int] = set()  # Indices of the parameters whose modules have run a forward in this step.
-        # For each parameter: its write count and its memory address when its value was received.
+        # For each parameter: the write count and the memory address that it had when its value was received.
         self._written = [writes(parameter) for parameter in self.parameters]
         self._memory = [parameter.data_ptr() for parameter in self.parameters]
         # Copies of the values received from the servers; None if no hook may write weights.
         self._received: list[Tensor] | None = None
         self._received_from: int | None = None  # Rank of the worker that received the values for this node.
         self._in_step = False  # Whether the push of a step has begun and not ended.
-        self._codecs = worker.codecs  # Encodings of pushes and of pulls that were last logged.
-        # By a parameter's index: the gradient that was pushed in this step, and the gradient's write count at that
-        # time.
+        self._codecs = worker.codecs  # Encodings of pushes and of pulls in the last log line.
+        # Keys: indices of parameters. Values: the gradient that was pushed in this step, and the gradient's write count
+        # when it was pushed.
         self._pushed: dict[int, tuple[Tensor, int]] = {}
         # Hyperparameters of the servers' optimizer, which is the outer optimizer in mode local.
         self._options = [group.options for group in specification.groups]
@@ -150,7 +151,7 @@ class Stepper:
     def forward(self) -> Iterator[None]:
         """Return a context for the forward of a batch.
 
-        The context first waits for the parameters that are read outside of their own modules.
+        On entry the context waits for the parameters that code may read outside of their own modules.
         """
         if self._sync_every or self._noted >= NOTED_STEPS:
             for index in () if self._sync_every else self._readers.indices:
@@ -256,8 +257,8 @@ class Stepper:
     def _take_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Wrap the closure of the optimizer's step, so that the closure pushes the gradients and then removes them.
 
-        This is a pre-hook of the optimizer's step. Without gradients the optimizer changes nothing, because the servers
-        update the parameters instead.
+        This is a pre-hook of the optimizer's step. The servers update the parameters, so this worker's optimizer must
+        leave them unchanged. An optimizer that finds no gradients does so.
         """
         closure = kwargs["closure"]
 
@@ -309,18 +310,19 @@ class Stepper:
                     "steps only: call the module, use the parameter directly from the first step on, or use strategy "
                     "ddp"
                 )
-            # An assignment to `.data` does not increase the write count, but changes the memory address. If a weight
-            # has no gradient, a new address is allowed, because a callback may replace weights by an average.
+            # An assignment to `.data` does not increase the write count, but changes the memory address, so the address
+            # is compared as well. If a weight has no gradient, a new address is allowed, because a callback may replace
+            # weights by an average.
             moved = parameter.grad is not None and parameter.data_ptr() != self._memory[index]
             if moved or writes(parameter) != self._written[index] or changed[index]:
                 suspects = f" (maybe by {', '.join(self._sees_weights)})" if self._sees_weights else ""
                 raise ConfigurationError(
                     f"{self._names[index]} was changed between two steps, or in training_step{suspects}: the servers "
-                    "hold the parameters and would overwrite the change; use mode: local, or strategy ddp"
+                    "hold the parameters and would overwrite the change; use `mode: local`, or strategy ddp"
                 )
 
     def _changed(self) -> list[bool]:
-        """Return a boolean for each parameter, which says whether the parameter differs from the received value.
+        """Return, for each parameter, whether the parameter differs from the received value.
 
         The values are compared only if hooks may write weights. Otherwise all results are False.
         """
@@ -329,17 +331,16 @@ class Stepper:
         if self._received is None or self._received_from != self.worker.leader:
             return [False] * len(self.parameters)
         pairs = zip(self.parameters, self._received, strict=True)
-        # The results for all parameters are read at once, because each read waits for the device.
+        # Each read of a result waits for the device, so the results for all parameters are read at once.
         different: list[bool] = torch.stack([(value != received).any() for value, received in pairs]).tolist()
         return different
 
 
 class Readers(TorchFunctionMode):
-    """Mode of torch that records which parameters are read outside of a forward of the module that owns them.
+    """Mode of torch that records which parameters are read while the forward of their own module is not running.
 
-    Examples of such parameters are a weight that is passed to ``F.linear``; a weight in a penalty of the loss; a weight
-    in a moving average; and the weight of the last layer of ``nn.MultiheadAttention``, because the forward of this
-    layer is never called.
+    Examples are a weight that the user's code passes to ``F.linear``; a weight in a penalty that is added to the loss;
+    and ``out_proj.weight`` in ``nn.MultiheadAttention``, which never calls the forward of ``out_proj``.
 
     Attributes:
         indices: Indices of the recorded parameters.

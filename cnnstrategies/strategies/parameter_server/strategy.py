@@ -65,7 +65,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             as under DDP. ``async``: with each gradient when it arrives. ``ssp`` (stale synchronous parallel, Ho et al.,
             NeurIPS 2013): like ``async``, but no worker runs more than ``staleness`` steps ahead of the slowest worker.
             ``local`` (DiLoCo, Douillard et al. 2023): each worker makes ``sync_every`` steps with its own optimizer;
-            then the servers make an outer step with the mean of the workers' changes.
+            then the servers make an outer step with the mean of the changes that the workers made to their weights.
         staleness: For mode ``ssp``: number of steps that a worker may be ahead of the slowest worker; 4 by default.
             With 0, ``ssp`` is the same as ``sync``.
         sync_every: For mode ``local``: number of steps that each worker makes between two outer steps; 8 by default.
@@ -81,9 +81,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
             default a run on one node uses a socket file in a private directory, and a run on several nodes uses
             Lightning's main address and port.
         compression: Compression of pushed gradients. ``none`` sends them as they are. ``fp16`` and ``bf16`` round to 16
-            bits. ``topk`` sends only the elements with the largest absolute values, and ``onebit`` one bit for each
-            element, both with error feedback. ``auto`` measures step times during training, and uses the fastest of
-            ``none``, ``bf16`` and ``onebit``.
+            bits. ``topk`` sends only the elements with the largest absolute values. ``onebit`` sends one bit for each
+            element. ``topk`` and ``onebit`` use error feedback: the error of a push is added to the next gradient.
+            ``auto`` measures step times during training, and uses the fastest of ``none``, ``bf16`` and ``onebit``.
         topk_density: For ``topk``: fraction of the elements that are sent; above 0 and at most 1.
         pull_compression: Compression of pulled parameters. With ``fp16`` and ``bf16``, forward and backward use rounded
             weights; the servers, validation and checkpoints use full precision. ``topk`` and ``onebit`` need mode
@@ -118,7 +118,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
             ``plan`` writes such a list.
         start_method: How the workers of a node are started: ``popen`` runs the script again for each worker, ``spawn``
             starts new Python processes that run only the trainer function, and ``fork`` forks the process that calls
-            the trainer function. The strategy names ``parameter_server_spawn`` and ``parameter_server_fork`` set it.
+            the trainer function. The strategy names ``parameter_server_spawn`` and ``parameter_server_fork`` set this
+            option.
         **kwargs: Options of :class:`~lightning.pytorch.strategies.DDPStrategy` about devices.
 
     Raises:
@@ -336,7 +337,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._stepper is not None
         if self._stepper.leaves_out():
-            # No parameter gets a gradient from this loss.
+            # This batch is skipped. The loss does not depend on parameters, so no parameter gets a gradient.
             return torch.zeros((), device=self.root_device, requires_grad=True)
         self._stepper.count(self._samples_in(args[0] if args else next(iter(kwargs.values()))))
         self._buffers_are_equal = False
@@ -383,8 +384,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
     ) -> Any:
         """Run forward and backward, and push the gradients. The servers make the optimizer's step.
 
-        The closure runs inside the optimizer's own `step`, and the pushed gradients are removed. The optimizer then has
-        no gradients, and changes nothing.
+        The optimizer's own `step` calls the closure, which runs forward and backward. Pushed gradients are removed
+        before the closure returns, so the optimizer finds no gradients and changes nothing.
         """
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self._stepper is not None
@@ -417,8 +418,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         worker.interrupt()
         if self.options.mode == "local":
             self._stepper.outer_step()
-            # The outer step above was made early. This call makes sure that the choice of encodings ignores the
-            # duration of the early step.
+            # The outer step above was made before `sync_every` steps had passed. This call excludes the step's duration
+            # from the times by which `auto` chooses the encodings.
             worker.interrupt()
         worker.wait_all()
         self._dispatch.processed = self._dispatch.seen
@@ -437,7 +438,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def on_validation_end(self) -> None:
         if self._stepper is not None:
-            # A callback may write weights during validation. The next step must not refuse these writes.
+            # A callback may write weights during validation. This call makes the next step accept these writes.
             self._stepper.note_values()
 
     @property
@@ -449,7 +450,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def on_train_end(self) -> None:
         """Take the weights and the optimizer's state from the servers, and disconnect from the servers.
 
-        Afterwards the module of each rank holds the trained weights, and the optimizer of rank 0 its final state.
+        Afterwards the module of each rank holds the trained weights, and rank 0 also holds the optimizer's state.
         """
         self._settle(refresh=not self._averages_weights)
         if self._averages_weights:
@@ -473,8 +474,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer for a checkpoint, in the same form as in a run on one device.
 
-        During training the servers hold the state, except in mode ``local``, and only rank 0 receives the state from
-        the servers. All ranks must call this.
+        Unless the mode is ``local``, the servers hold the state during training, and only rank 0 receives the state.
+        All ranks must call this.
         """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
@@ -531,7 +532,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def may_skip_steps(self) -> bool:
         """Whether the other nodes may make a step without this worker's node.
 
-        This can happen if the workers of a node are combined. The node then continues with the other nodes' next step.
+        This is possible only if the workers of each node combine their gradients. After a skipped step, the node
+        continues with the other nodes' next step.
         """
         return self.options.combines(self.num_processes)
 

@@ -186,7 +186,7 @@ class Invariants:
                     raise ViolationError(
                         f"10: collective {sequence} has incarnation {mark} of worker {worker}, which was not a member"
                     )
-            answers = {str((result.fields["ids"], contents(result))) for result in results.values()}
+            answers = {str(contents(result)) for result in results.values()}
             if len(answers) > 1:
                 raise ViolationError(f"12: collective {sequence} has the results {answers}")
             for peer, result in results.items():

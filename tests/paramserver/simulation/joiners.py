@@ -9,7 +9,7 @@ from cnnstrategies.paramserver.coordinator.settings import WORKER
 from cnnstrategies.paramserver.coordinator.status import PLACE, WATCHER
 from cnnstrategies.paramserver.core.node import Message, Peer, Send
 from simulation.faults import draw
-from simulation.toys import CHUNK, SAMPLES, Toys, contents, newer_view
+from simulation.toys import CHUNK, SAMPLES, Toys, first_value, newer_view
 from simulation.world import Ask, Program, Sleep, World
 
 AHEAD = 2  # Number of chunks that a joiner holds at once.
@@ -55,7 +55,7 @@ class Joiners:
         yield from newer_view(participant, -1)
         yield Ask("get")
         started = yield from self._toys.collect(participant, "start", seal=True)
-        epoch = contents(started)[min(started.fields["ids"])][2]
+        epoch = first_value(started)[2]
         self._world.faults.counts["join" + " after a boundary" * (MIDWAY in started.fields)] += 1
         if MIDWAY not in started.fields:
             yield from self._toys.collect(participant, "admitted")

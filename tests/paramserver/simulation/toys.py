@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from cnnstrategies.paramserver.coordinator.collective_rounds import MIDWAY
+from cnnstrategies.paramserver.coordinator.contributions import unpack
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.journal import MOST_RECORDS, Journaled
 from cnnstrategies.paramserver.coordinator.participant import Participant, Reporter
@@ -164,7 +165,7 @@ class Toys:
         epoch = 0
         joined, midway = started.flag("joined"), MIDWAY in started.fields
         if joined:
-            epoch = contents(started)[min(started.fields["ids"])][2]
+            epoch = first_value(started)[2]
             if epoch and self.plan.eager:
                 yield Ask("give_back", {"epoch": epoch})
                 first = None
@@ -291,7 +292,13 @@ def _numbers(chunk: Message) -> range:
 
 def contents(result: Message) -> dict[int, bytes]:
     """Return each participant's contribution: three bytes with its id, its incarnation modulo `MARKS` and its epoch."""
-    return dict(zip(result.fields["ids"], (bytes(frame) for frame in result.frames), strict=True))
+    return {worker: b"".join(frames) for worker, frames in unpack(result.frames).items()}
+
+
+def first_value(result: Message) -> bytes:
+    """Return the contribution of the participant with the lowest id."""
+    values = contents(result)
+    return values[min(values)]
 
 
 def newer_view(participant: Participant, number: int) -> Generator[Ask | Tell | Sleep | Until, Any, View]:

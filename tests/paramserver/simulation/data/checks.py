@@ -115,6 +115,6 @@ class Checks:
     def check(self) -> None:
         """Raise if an invariant does not hold at the end of the run."""
         for identity, process in self._members.servers.items():
-            entries = process.role.server.mode.entries
-            if entries > ENTRIES:
-                raise ViolationError(f"14: server {identity} keeps {entries} entries")
+            server = process.role.server
+            if server.mode.entries > ENTRIES:
+                raise ViolationError(f"14: server {identity} keeps {server.mode.entries} entries")

@@ -116,6 +116,8 @@ class SimulatedServer:
                 done.append(effect)
             else:
                 self._world.note(effect.text)
+                if "dropped a message" in effect.text:  # All members are correct here.
+                    raise ViolationError(f"20: {effect.text}")
         if self.server.busy and not self._working:
             self._working = True
             done.append(Timer("work", now + self._slow + self._seconds(0.0, 0.002)))
