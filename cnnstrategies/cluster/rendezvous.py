@@ -143,7 +143,7 @@ def ranks_meet(strategy: Strategy, seconds: float = ON_SEVERAL_HOSTS) -> Iterato
     if (set_ranks := getattr(strategy, "set_world_ranks", None)) is not None:
         set_ranks()  # In a forked rank, the environment still has the rank of the parent process.
     rank, world = environment.global_rank(), environment.world_size()
-    identity = run_identity(strategy.lightning_module)
+    identity = run_identity()
     party = Party(environment, facts.host_count, rank, world, identity, type(strategy).__name__, seconds)
     meeting = take_part(party, serve)
     starts = not environment.creates_processes_externally
@@ -193,7 +193,7 @@ def take_part(party: Party, open_store: Callable[[str, int], tuple[int, Store | 
         store = None
         if party.rank == 0:
             with contextlib.suppress(OSError):  # The store that this process has opened before may still be served.
-                store = open_store(_listening(_meeting.address), _meeting.port)[1]
+                store = open_store(_listening(party, _meeting.address), _meeting.port)[1]
         return replace(_meeting, store=store)
     agent = _agent(party.identity) if is_under_torchrun() else None
     if agent is not None and os.environ.get("GROUP_WORLD_SIZE") == "1":
@@ -202,7 +202,7 @@ def take_part(party: Party, open_store: Callable[[str, int], tuple[int, Store | 
     store = None
     if party.rank == 0:
         # If the address cannot be resolved, this raises an error with a clear message. torch would print a stack trace.
-        listening = _listening(address)
+        listening = _listening(party, address)
         port, store = open_store(listening, 0)
         door = _open_door(party, listening, port, agent)
     else:
@@ -219,12 +219,15 @@ def is_under_torchrun() -> bool:
     return os.environ.get(SERVED) == "True" and MET not in os.environ
 
 
-def _listening(address: str) -> str:
-    """Return the IP address at which rank 0 has to listen, so that the other ranks reach it at the main address."""
+def _listening(party: Party, address: str) -> str:
+    """Return the IP address at which rank 0 has to listen, so that the other ranks reach it at the main address.
+
+    A machine's own name may resolve to a loopback address, which other machines cannot reach.
+    """
     resolved = resolve(address)
-    if ipaddress.ip_address(resolved).is_loopback:
+    if party.hosts == 1 and ipaddress.ip_address(resolved).is_loopback:
         return resolved
-    return "::" if ":" in resolved else "0.0.0.0"
+    return "::" if ":" in resolved and not ipaddress.ip_address(resolved).is_loopback else "0.0.0.0"
 
 
 def _agent(identity: Identity) -> PrefixStore:
@@ -270,7 +273,7 @@ def _rank(party: Party) -> Rank:
 def candidates(environment: ClusterEnvironment) -> list[int]:
     """Return the ports at which rank 0 may listen, the preferred port first. All ranks get the same list."""
     if (first := main_port_of(os.environ)) is None:
-        launch = run_identity(None).launch
+        launch = run_identity().launch
         first = launch_port(launch) if launch else environment.main_port
     return [port for port in range(first, first + CANDIDATES) if port < 2**16]
 

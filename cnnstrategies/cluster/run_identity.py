@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cnnstrategies.cluster import launchers
 from cnnstrategies.cluster.launchers import RUN_NAME, Environ
-from cnnstrategies.identity import Identity, digest_of, text_digest
+from cnnstrategies.identity import Identity, text_digest
 
 # Environment variable for the processes of a launch. It contains a secret, and after a space a description of the
 # launch if the launcher has no id of its own.
@@ -27,21 +27,16 @@ def declare(name: str | None, configuration: str) -> None:
     _declared = (name or "", configuration)
 
 
-def run_identity(module: object = None) -> Identity:
+def run_identity() -> Identity:
     """Return the identity of this process's run.
 
-    Without a configuration, which :func:`declare` announces, the name of the program and the class of the module take
-    its place.
-
-    Args:
-        module: The LightningModule that the run trains, or None.
+    Without a configuration, which :func:`declare` announces, the name of the program takes the place of the run's name,
+    unless the variable `RUN_NAME` is set.
     """
     launch = launch_of(os.environ)
     if _declared is not None:
         return Identity(*_declared, launch)
-    program = Path(sys.argv[0]).name
-    settings = [("program", program), ("module", type(module).__qualname__ if module is not None else "")]
-    return Identity(os.environ.get(RUN_NAME, program)[:LONGEST_ID], digest_of(settings), launch)
+    return Identity(_short(os.environ.get(RUN_NAME) or Path(sys.argv[0]).name), "", launch)
 
 
 def launch_of(environ: Environ) -> str:

@@ -27,7 +27,6 @@ from cnnstrategies.cluster.rendezvous import Party, take_part
 from cnnstrategies.cluster.run_identity import LAUNCH, declare
 from cnnstrategies.cluster.search import Failed
 from cnnstrategies.cluster.stores import SERVED, serve
-from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.identity import Identity, StrangerError
 
 HOST = Rank(Identity("digits", "0123456789ab", "SLURM step 7.0"), "DDPStrategy", 0, 2, 100)
@@ -97,7 +96,10 @@ class Member:
 
     def result(self) -> Any:
         assert self.pipe.poll(100), "no answer"
-        return self.pipe.recv()
+        result = self.pipe.recv()
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     def end(self) -> None:
         self.pipe.send("end")
@@ -112,7 +114,7 @@ def _main(
     declare(name, "0123456789ab")
     try:
         pipe.send(action(name, rank))
-    except ConfigurationError as error:
+    except BaseException as error:
         pipe.send(error)
     pipe.recv()
     os._exit(0)

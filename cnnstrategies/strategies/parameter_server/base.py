@@ -19,6 +19,7 @@ from cnnstrategies.cluster.addresses import free_port
 from cnnstrategies.cluster.rendezvous import Party, is_under_torchrun, take_part
 from cnnstrategies.cluster.run_identity import run_identity
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.identity import Identity
 from cnnstrategies.paramserver.collectives import REDUCTIONS, Collectives
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.view import RunEnded
@@ -54,6 +55,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     Attributes:
         membership: This worker's membership; None unless a session is open.
         options: The strategy's options.
+        configuration: Digest of the run's configuration; empty before :meth:`register`, and in a script.
     """
 
     # The servers weight each worker's gradient by the worker's number of samples in the step.
@@ -61,6 +63,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     # The hosts find each other through the coordinator, so the cluster code does not open a torch store.
     connects_hosts = True
     membership: Membership | None = None
+    configuration = ""
 
     def __init__(
         self, options: ParameterServerOptions, start_method: Literal["popen", "spawn", "fork"], **kwargs: Any
@@ -101,7 +104,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         """Return the run's nodes and processes, from Lightning's cluster environment."""
         environment = self.cluster_environment
         assert environment is not None
-        address, port, run = environment.main_address, environment.main_port, run_identity(self.lightning_module).text()
+        address, port, run = environment.main_address, environment.main_port, run_identity().text()
         return NodeLayout(self.num_nodes, self.node_rank, self.num_processes, address, port, self._host_timeout, run)
 
     def find_main_port(self, number: int, processes: int) -> None:
@@ -117,7 +120,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         assert environment is not None
         if self.options.coordinator is None and (self.num_nodes > 1 or is_under_torchrun()):
             kind, wait = type(self).__name__, self._host_timeout
-            identity = run_identity(self.lightning_module)
+            identity = run_identity()
             party = Party(environment, self.num_nodes, number, processes, identity, kind, wait, exclusive=False)
             take_part(party, lambda address, port: (port or free_port(), None))
 
@@ -168,6 +171,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
             key_file: File with the run's keys; None without encryption.
         """
         self._address = RunAddress(address.coordinator, key_file)
+        self.configuration = Identity.read(address.run).configuration if address.run else ""
         self.membership = Membership(address, keys=load_keys(key_file))
         self._collectives = Collectives(self.membership)
 
