@@ -1,9 +1,9 @@
 """Identity of a run: the data by which the processes of a run recognise each other, and refuse all other processes.
 
 Two processes belong to the same run if the name of the run, the digest of the configuration and the launch are equal. A
-digest covers only the settings that all ranks of a run share and that stay the same when the run resumes: it leaves out
-the layout, the number of devices, the strategy, the files that a host reads and writes, and the number of workers that
-load data.
+digest covers only the settings that all ranks of a run share, and that stay the same when the run resumes or a worker
+joins it: it leaves out the layout, the number of devices, the strategy, the number of epochs, the files that a host
+reads and writes, and the number of workers that load data.
 """
 
 import hashlib
@@ -15,13 +15,16 @@ from typing import Any
 
 from cnnstrategies.errors import ConfigurationError
 
+# Environment variable for the processes of a launch. It contains a secret, and after a space a description of the
+# launch if the launcher has no id of its own.
+LAUNCH = "CNNSTRATEGIES_LAUNCH"
 LONGEST = 256  # Largest number of characters in a field of an identity.
 DIGITS = 12  # Number of hexadecimal digits in a digest.
 # Sections of a configuration that the digest covers. In the section `trainer` it covers only the keys in `TRAINER`.
 SECTIONS = ("seed_everything", "model", "data")
 TRAINER = (
-    *("max_epochs", "max_steps", "precision", "accumulate_grad_batches", "limit_train_batches", "overfit_batches"),
-    *("gradient_clip_val", "gradient_clip_algorithm", "sync_batchnorm", "use_distributed_sampler"),
+    *("precision", "accumulate_grad_batches", "limit_train_batches", "overfit_batches", "sync_batchnorm"),
+    *("gradient_clip_val", "gradient_clip_algorithm", "use_distributed_sampler"),
 )
 # Pattern of keys whose values may differ between the hosts of a run: files, directories, and how a host loads data.
 OF_A_HOST = re.compile(r"(root|path|file|dir|folder|cache|num_workers|pin_memory|persistent_workers|prefetch_factor)$")

@@ -31,11 +31,11 @@ from cnnstrategies.cluster import launchers
 from cnnstrategies.cluster.addresses import launch_port, main_port_of, resolve, use_interface
 from cnnstrategies.cluster.door import OpenDoor, knock, listen
 from cnnstrategies.cluster.handshake import Door, Rank, Refused
-from cnnstrategies.cluster.run_identity import LAUNCH, launch_secret, process_start, run_identity
+from cnnstrategies.cluster.run_identity import FIRST_PORT, launch_secret, process_start, run_identity
 from cnnstrategies.cluster.search import GRACE, Search
 from cnnstrategies.cluster.stores import LOOPBACK, SERVED, serve, serve_on_loopback, served_by_parent
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.identity import Identity
+from cnnstrategies.identity import LAUNCH, Identity
 from cnnstrategies.strategies.protocol import facts_of
 
 # Environment variable for the ranks that this process starts as programs: port of rank 0's door.
@@ -209,6 +209,8 @@ def take_part(party: Party, open_store: Callable[[str, int], tuple[int, Store | 
         port, door = _find(party, address, agent)
     if agent is not None:
         os.environ[SERVED] = "False"
+    if (first := os.environ.get("MASTER_PORT")) is not None:
+        os.environ.setdefault(FIRST_PORT, first)
     set_main_port(party.environment, port)
     _meeting = Meeting(address, port, door)
     return replace(_meeting, store=store)

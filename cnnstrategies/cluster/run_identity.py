@@ -7,11 +7,10 @@ from pathlib import Path
 
 from cnnstrategies.cluster import launchers
 from cnnstrategies.cluster.launchers import RUN_NAME, Environ
-from cnnstrategies.identity import Identity, text_digest
+from cnnstrategies.identity import LAUNCH, Identity, text_digest
 
-# Environment variable for the processes of a launch. It contains a secret, and after a space a description of the
-# launch if the launcher has no id of its own.
-LAUNCH = "CNNSTRATEGIES_LAUNCH"
+# Environment variable with the value that MASTER_PORT had before this package changed it to the port of the store.
+FIRST_PORT = "CNNSTRATEGIES_FIRST_PORT"
 LONGEST_ID = 80  # Launch ids with more characters are replaced by a digest.
 _declared: tuple[str, str] | None = None
 
@@ -48,7 +47,10 @@ def launch_of(environ: Environ) -> str:
     candidates = launchers.detected(environ) if launcher is None else [launcher]
     ids = [f"{launcher.title} {_short(launch)}" for launcher in candidates if (launch := launcher.launch_id(environ))]
     _, _, description = environ.get(LAUNCH, "").partition(" ")
-    return ", ".join([*ids[:1], *([description] if description else [])])
+    texts = [*ids[:1], *([description] if description else [])]
+    if not texts and (port := environ.get(FIRST_PORT, environ.get("MASTER_PORT"))) is not None:
+        texts = [f"MASTER_PORT {port}"]  # The users start the processes, and distinguish their runs by the port.
+    return ", ".join(texts)
 
 
 def launch_secret(environ: Environ) -> bytes:

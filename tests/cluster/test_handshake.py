@@ -190,13 +190,14 @@ def with_value(path: str, value: object) -> dict[str, object]:
     [
         ("model.init_args.lr", 0.2, True),
         ("seed_everything", 2, True),
-        ("trainer.max_epochs", 4, True),
+        ("trainer.precision", "bf16-mixed", True),
         ("data.init_args.batch_size", 64, True),
         ("data.init_args.root", "/scratch/data", False),
         ("data.init_args.num_workers", 8, False),
         ("trainer.devices", 4, False),
         ("trainer.num_nodes", 2, False),
         ("trainer.strategy", "hybrid_pipeline", False),
+        ("trainer.max_epochs", 4, False),
         ("ckpt_path", "last", False),
     ],
 )
