@@ -7,11 +7,13 @@ import test_handshake
 import test_job
 import test_job_files
 import test_loopback
+import test_platforms
 import test_rendezvous
 import test_run_folder
 from mutants.faulty import removes, replaces
 from torch.distributed import TCPStore
 
+from cnnstrategies.cluster.claimed_processes import check_processes
 from cnnstrategies.cluster.handshake import Door
 from cnnstrategies.cluster.job import sbatch_script
 from cnnstrategies.cluster.job_files import JobFiles
@@ -47,6 +49,13 @@ removes(
 @replaces(serve_on_loopback, killed_by=test_rendezvous.test_under_torchrun_each_start_of_each_run_has_its_own_store)
 def the_store_of_one_machine_listens_on_all_interfaces(original, address=LOOPBACK, port=0):
     return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+
+
+removes(
+    check_processes,
+    "each process of a platform trains alone on all data",
+    killed_by=test_platforms.test_a_process_joins_or_is_refused_and_never_trains_alone,
+)
 
 
 @replaces(JobFiles.write, killed_by=test_job_files.test_a_submission_does_not_change_the_files_of_an_earlier_one)

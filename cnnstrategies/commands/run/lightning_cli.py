@@ -54,6 +54,7 @@ from cnnstrategies.models.network_module import NetworkModule
 from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
 from cnnstrategies.pretrained import trained_with
 from cnnstrategies.runtime.processes import ended_by
+from cnnstrategies.strategies.exact_means import average_exactly
 
 NUM_CLASSES = "model.init_args.num_classes"
 # Subcommands that only load the weights of a checkpoint, and neither train nor evaluate.
@@ -225,6 +226,7 @@ class CLI(LightningCLI):
         # Each rank repeats these checks in `setup`. The checks are also made here, to fail before any process starts.
         if self.trainer is not None:
             check_world(self.trainer)
+            average_exactly(self.trainer)
         if self.datamodule is None and not is_overridden(self._own_loader(), self.model):
             raise ConfigurationError(none_given({"data"}))
         if isinstance(self.model, NetworkModule):

@@ -1,6 +1,7 @@
 """The start and the end of a run's processes. After a failure, one rank reports the failure, and all ranks end."""
 
 import contextlib
+import multiprocessing
 import os
 import shutil
 import signal
@@ -21,10 +22,11 @@ from cnnstrategies._lightning_private import end_observation, ranks_are_children
 from cnnstrategies.callbacks.graceful_stop import StoppedTogether
 from cnnstrategies.cluster.hosts import Interconnect, across_hosts
 from cnnstrategies.commands.run.failures import explain_run_error
-from cnnstrategies.commands.run.interrupt import heeds_signals
+from cnnstrategies.commands.run.pass_on import passed_on, stopped_by
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.private_directory import let_go, make_run_directory
+from cnnstrategies.runtime.helper_processes import end_helpers
 from cnnstrategies.runtime.processes import (
     cannot_be_sent,
     end_group_at_exit,
@@ -36,6 +38,7 @@ from cnnstrategies.runtime.processes import (
     one_refusal,
     spawned_by_a_thread,
 )
+from cnnstrategies.runtime.stop_signals import cleaned_up, wait_if_ending
 
 PATIENCE = 20.0  # Time in seconds within which a rank should notice another rank's failure and end by itself.
 
@@ -60,15 +63,22 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
         try:
             trainer.callbacks.insert(0, FirstToFail())  # type: ignore[attr-defined]
             with (
-                heeds_signals(partial(_end_others, trainer)),
+                cleaned_up(partial(_end_others, trainer)),
+                passed_on(trainer.strategy.launcher)
+                if ranks_are_children(trainer.strategy.launcher)
+                else contextlib.nullcontext(),
                 across_hosts(trainer, interconnect),
                 spawned_by_a_thread(),
             ):
                 yield
             end_group_at_exit()
         except BaseException as error:
+            wait_if_ending()
+            if (stopped := stopped_by(error)) is not None:
+                raise StoppedTogether(stopped) from error
             if isinstance(error, StoppedTogether):
                 end_group_at_exit()
+                end_helpers()
             launcher = trainer.strategy.launcher
             killed = killed_rank(launcher) if isinstance(error, Exception) and not _names_the_cause(error) else None
             silent = isinstance(error, Exception) and not _reports_failure(error)
@@ -87,9 +97,6 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
                     "trainer.strategy spawns its ranks, but the model, the data or the callbacks cannot be pickled for "
                     f"them: {error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
                 ) from error
-            if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
-                # Lightning has replaced the KeyboardInterrupt by a SystemExit, so raise a KeyboardInterrupt again.
-                raise KeyboardInterrupt from None
             raise
 
 
@@ -109,7 +116,8 @@ def own_temporary_folder(launcher: Any) -> Iterator[None]:
     folder, before = make_run_directory(), os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     try:
-        yield
+        with cleaned_up(partial(shutil.rmtree, folder, ignore_errors=True)):
+            yield
     finally:
         # A rank that is being killed may still write to the folder, so wait until the rank has ended.
         for rank in launcher.procs:
@@ -170,6 +178,8 @@ def _end_others(trainer: Trainer) -> None:
     launcher = trainer.strategy.launcher
     if launcher is not None:
         launcher.kill(signal.SIGKILL)
+    for child in multiprocessing.active_children():
+        child.kill()
     forget_failure()
 
 

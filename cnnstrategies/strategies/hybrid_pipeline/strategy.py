@@ -42,6 +42,7 @@ from cnnstrategies.runtime.processes import end_group_at_exit, failed_before, le
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.dealt_loader import by_shares
+from cnnstrategies.strategies.exact_means import widened
 from cnnstrategies.strategies.hybrid_pipeline.balancing import begin_dealing
 from cnnstrategies.strategies.hybrid_pipeline.batches import NoBatch, PredictionLoader, StageLoader
 from cnnstrategies.strategies.hybrid_pipeline.comparison import (
@@ -466,7 +467,8 @@ class HybridPipelineStrategy(StrategyFacts, MeetingDDPStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """Combine a value over the ranks; a sum is taken as a mean, since every rank has counted the whole batch."""
         is_sum = str(reduce_op).lower() in ("sum", "redoptype.sum")
-        return super().reduce(tensor, group, "mean" if is_sum else reduce_op)
+        reduce_op = "mean" if is_sum else reduce_op
+        return super().reduce(widened(tensor, reduce_op), group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

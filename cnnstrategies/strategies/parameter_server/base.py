@@ -27,6 +27,7 @@ from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.places import RunAddress
 from cnnstrategies.paramserver.services import load_keys
 from cnnstrategies.paramserver.supervision import Supervision
+from cnnstrategies.strategies.exact_means import widened
 from cnnstrategies.strategies.parameter_server.launcher import WatchingProcessLauncher, WatchingScriptLauncher
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 from cnnstrategies.strategies.parameter_server.run import (
@@ -295,14 +296,14 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """Return the mean, or another reduction, of a tensor over all living workers. All workers must call this.
 
-        A value that is not a tensor is returned unchanged.
+        A value that is not a tensor is returned unchanged. The mean of integers is of dtype float64.
         """
         if not isinstance(tensor, Tensor) or self._alone or self._collectives is None:
             return tensor
         name = str(reduce_op or "sum").lower().removeprefix("redoptype.").replace("avg", "mean")
         if name not in REDUCTIONS:
             raise ConfigurationError(f"reduce_op={reduce_op!r}: use one of {', '.join(REDUCTIONS)}, avg")
-        return self._collectives.reduce(tensor, name)
+        return self._collectives.reduce(widened(tensor, name), name)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
