@@ -41,7 +41,7 @@ torch.cuda.traceback = torch.xpu.traceback = torch.mtia.traceback = SimpleNamesp
 # If a launcher's job runs the tests, they must not believe that they are its ranks: with SLURM_NTASKS set every rank
 # would be rank 0.
 LAUNCHERS = ("SLURM_", "PMI_", "MPI_LOCAL", "OMPI_", "TORCHELASTIC_", "JSM_", "LSF_PM_", "FLUX_", "PALS_", "PBS_")
-LAUNCHERS += ("SM_HOSTS", "PET_", "CLUSTER_SPEC", "TF_CONFIG", "CNNSTRATEGIES_")
+LAUNCHERS += ("SM_HOSTS", "PET_", "CLUSTER_SPEC", "TF_CONFIG", "CNNSTRATEGIES_RUN_", "CNNSTRATEGIES_CHECKED")
 for name in list(os.environ):
     if name.startswith(LAUNCHERS) or name in ("LOCAL_RANK", "NODE_RANK", "NNODES", "RANK", "WORLD_SIZE"):
         del os.environ[name]

@@ -8,7 +8,7 @@ from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
@@ -84,6 +84,8 @@ def test_a_port_without_a_door_is_described() -> None:
 class Member:
     """A rank of a run in a process of its own, which waits at its end until the test lets it go."""
 
+    started: ClassVar[list["Member"]] = []
+
     def __init__(self, name: str, rank: int, port: int, action: Callable[[str, int], object], launch: str = "") -> None:
         context = get_context("fork")
         self.pipe, theirs = context.Pipe()
@@ -92,12 +94,16 @@ class Member:
             variables[LAUNCH] = f"{launch} {launch}"
         self.process: BaseProcess = context.Process(target=_main, args=(theirs, variables, name, rank, action))
         self.process.start()
+        self.started.append(self)
         theirs.close()
 
     def result(self) -> Any:
         assert self.pipe.poll(100), "no answer"
         result = self.pipe.recv()
         if isinstance(result, BaseException):
+            for member in Member.started:
+                member.process.kill()
+                member.process.join()
             raise result
         return result
 
