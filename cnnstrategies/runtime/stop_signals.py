@@ -200,6 +200,38 @@ def acting_on(signums: Iterable[int], action: Action) -> Iterator[None]:
             _thread.stop()
 
 
+@contextlib.contextmanager
+def passing_on(signums: Iterable[int], send: Callable[[int], bool]) -> Iterator[None]:
+    """Return a context in which this process, which has started ranks, passes its signals on to the ranks.
+
+    The process ends when its ranks have ended. Without ranks, SIGINT or SIGTERM ends the process at once. If SIGINT or
+    SIGTERM is sent again, the process and the ranks end at once.
+
+    Args:
+        signums: Numbers of the signals.
+        send: Function that sends a signal to the ranks, and returns whether there are ranks.
+    """
+    repeated = Repeated()
+
+    def pass_on(signum: int) -> None:
+        first = repeated.received is None
+        if signum not in STOPPING:
+            send(signum)
+        elif repeated.note(signum) or (first and not send(signum)):
+            end_process(signum)
+
+    before = os.environ.get(PASSES_ON)
+    os.environ[PASSES_ON] = str(os.getpid())
+    try:
+        with acting_on(signums, pass_on):
+            yield
+    finally:
+        if before is None:
+            del os.environ[PASSES_ON]
+        else:
+            os.environ[PASSES_ON] = before
+
+
 def settle() -> None:
     """Wait until the actions of all signals that have arrived have returned. Only the main thread may call this."""
     _thread.settle()

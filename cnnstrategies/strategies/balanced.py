@@ -16,11 +16,11 @@ from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.balancing import GatherRows, gather_rows
 from cnnstrategies.strategies.dealing import Dealing
 from cnnstrategies.strategies.exact_means import ExactMeans
-from cnnstrategies.strategies.meeting import MeetingDDPStrategy
+from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.protocol import StrategyFacts
 
 
-class BalancedDDPStrategy(StrategyFacts, ExactMeans, MeetingDDPStrategy):
+class BalancedDDPStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
     """DDP in which ranks may get different numbers of samples of each global batch, and all samples count equally.
 
     For any shares, the gradient is the mean over all samples of the global batch. A run on one device would compute the

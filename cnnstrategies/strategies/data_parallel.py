@@ -11,7 +11,7 @@ from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.paramserver.compression import COMPRESSIONS, ddp_names
 from cnnstrategies.quantities import as_timedelta
 from cnnstrategies.strategies.exact_means import ExactMeans
-from cnnstrategies.strategies.meeting import MeetingDDPStrategy
+from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.protocol import StrategyFacts
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ else:  # jsonargparse reads this type: the help lists its names, and the parser 
     DDPCompression = Literal[ddp_names()]
 
 
-class CompressedDDPStrategy(StrategyFacts, ExactMeans, MeetingDDPStrategy):
+class CompressedDDPStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
     """DDP that compresses gradients with torch's communication hooks, on every kind of device.
 
     Lightning's own option ``DDPStrategy(ddp_comm_hook=...)`` has an effect on CUDA devices only.

@@ -381,7 +381,7 @@ def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
             raise
         # The error message contains the traceback of a spawned or forked rank. The traceback of this process is not
         # printed, because this process was only waiting.
-        print(_with_notes(error, str(error)), file=sys.stderr)
+        print(*getattr(error, "__notes__", ()), str(error).strip(), sep="\n", file=sys.stderr)
         sys.exit(1)
 
 

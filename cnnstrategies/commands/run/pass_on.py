@@ -2,42 +2,28 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from cnnstrategies.runtime.stop_signals import PASSES_ON, STOPPING, Repeated, acting_on, end_process
+from cnnstrategies.runtime.stop_signals import STOPPING, passing_on
 
 
-@contextlib.contextmanager
-def passed_on(launcher: Any) -> Iterator[None]:
+def passed_on(launcher: Any) -> contextlib.AbstractContextManager[None]:
     """Return a context in which SIGINT and SIGTERM are passed on to the ranks that a launcher has spawned or forked.
-
-    The process itself ends when its ranks have ended. Without ranks it ends at once, and also after a second signal.
 
     Args:
         launcher: Lightning's launcher.
     """
-    repeated = Repeated()
 
-    def pass_on(signum: int) -> None:
-        first = repeated.received is None
-        again = repeated.note(signum)
-        ranks: list[BaseProcess] = [rank for rank in launcher.procs if rank.is_alive()]
-        if again or not ranks:
-            end_process(signum)
-        for rank in ranks if first else ():
+    def send(signum: int) -> bool:
+        ranks = [rank for rank in launcher.procs if rank.is_alive()]
+        for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.pid or 0, signum)
+                os.kill(rank.pid, signum)
+        return bool(ranks)
 
-    os.environ[PASSES_ON] = str(os.getpid())
-    try:
-        with acting_on(STOPPING, pass_on):
-            yield
-    finally:
-        del os.environ[PASSES_ON]
+    return passing_on(STOPPING, send)
 
 
 def stopped_by(error: BaseException) -> int | None:

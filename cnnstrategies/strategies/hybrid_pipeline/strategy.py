@@ -43,6 +43,7 @@ from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.exact_means import widened
+from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.hybrid_pipeline.balancing import begin_dealing
 from cnnstrategies.strategies.hybrid_pipeline.batches import NoBatch, PredictionLoader, StageLoader
 from cnnstrategies.strategies.hybrid_pipeline.comparison import (
@@ -78,12 +79,11 @@ from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
 )
 from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
 from cnnstrategies.strategies.hybrid_pipeline.steps import Steps, after_the_lost_rank, clip_by_joint_norm, clip_by_value
-from cnnstrategies.strategies.meeting import MeetingDDPStrategy
 from cnnstrategies.strategies.protocol import GradientWeighting, StepKind, StrategyFacts
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
 
 
-class HybridPipelineStrategy(StrategyFacts, MeetingDDPStrategy):
+class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
     """Pipeline and data parallel training: the network is cut into stages, and a stage may have several replicas.
 
     Each replica is one device. The replicas of the first stage load batches as DDP processes do; the other ranks load
@@ -585,7 +585,7 @@ class HybridPipelineStrategy(StrategyFacts, MeetingDDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
         leave_group_at_exit()
-        if isinstance(exception, PeerError) and not failed_before():
+        if isinstance(exception, PeerError) and not (failed_before() or self.failed_elsewhere):
             # Lightning kills all ranks when it sees a dead one, maybe before the traceback is shown.
             print(exception, file=sys.stderr, flush=True)
         if isinstance(

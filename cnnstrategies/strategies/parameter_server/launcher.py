@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,41 +37,12 @@ from cnnstrategies.paramserver.private_directory import let_go
 from cnnstrategies.paramserver.services import Forked, Handle, StartMethod
 from cnnstrategies.paramserver.supervision import Supervision, Watched
 from cnnstrategies.runtime.processes import end_with_parent
-from cnnstrategies.runtime.stop_signals import (
-    PASSES_ON,
-    STOPPING,
-    Repeated,
-    acting_on,
-    cleaned_up,
-    end_process,
-    ends_on_signals,
-)
+from cnnstrategies.runtime.stop_signals import STOPPING, cleaned_up, ends_on_signals, passing_on
 from cnnstrategies.strategies.parameter_server.checks import check_callbacks, check_dispatch
 from cnnstrategies.strategies.parameter_server.run import INCARNATION, SESSIONS, choose_rendezvous, open_supervision
 
 ENDED = 75  # Exit code (EX_TEMPFAIL) of a rank that ends because another process of the run has failed.
 FORWARDED = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)  # Signals that are forwarded to the ranks.
-
-
-@contextlib.contextmanager
-def forwarding(supervision: Supervision) -> Iterator[None]:
-    """Pass the signals in `FORWARDED` on from this process to the ranks, inside this context.
-
-    If SIGINT or SIGTERM is sent again, this process and the ranks end at once.
-    """
-    repeated = Repeated()
-
-    def forward(signum: int) -> None:
-        first = repeated.received is None
-        if signum not in STOPPING:
-            supervision.send_signal(signum)
-        elif repeated.note(signum):
-            end_process(signum)
-        elif first:
-            supervision.send_signal(signum)
-
-    with acting_on(FORWARDED, forward):
-        yield
 
 
 class _Watching:
@@ -118,7 +89,6 @@ class _Watching:
         options, layout = self._strategy.options, self._strategy.layout()
         place = choose_rendezvous(options, layout, SESSIONS.launch(), supervised=True)
         place.publish()
-        os.environ[PASSES_ON] = str(os.getpid())
         try:
             with (
                 open_supervision(options, layout, place, training, method) as supervision,
@@ -126,18 +96,24 @@ class _Watching:
             ):
                 self._supervision = supervision
                 at_end.enter_context(cleaned_up(partial(supervision.send_signal, signal.SIGKILL)))
+                at_end.enter_context(passing_on(FORWARDED, self._send_to_all))
                 for local_rank in range(layout.processes):
                     rank = layout.node * layout.processes + local_rank
                     supervision.start(Watched(WORKER, rank, partial(start, local_rank), options.max_restarts))
-                with forwarding(supervision):
-                    supervision.watch(tick)
+                supervision.watch(tick)
         finally:
             self._supervision = None
-            del os.environ[PASSES_ON]
             if place.directory is not None:
                 shutil.rmtree(place.directory, ignore_errors=True)
                 let_go(Path(place.directory))
         return supervision
+
+    def _send_to_all(self, signum: int) -> bool:
+        """Send a signal to all ranks of this node, and return whether all ranks have been started."""
+        assert self._supervision is not None
+        self._supervision.send_signal(signum)
+        processes: int = self._strategy.layout().processes
+        return len(self._supervision.workers) == processes
 
     def kill(self, signum: int) -> None:
         """Send a signal to all ranks of this node. Lightning calls this method when it interrupts a run."""
