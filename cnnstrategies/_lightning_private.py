@@ -126,6 +126,19 @@ def asks_of_sigterm(trainer: Trainer) -> bool:
     return "_broadcast_sigterm_tensor" not in trainer.fit_loop.epoch_loop.__dict__
 
 
+def leave_signals(trainer: Trainer) -> None:
+    """Prevent the trainer from installing its own signal handlers.
+
+    Lightning's handler of SIGTERM sends SIGTERM to the other ranks and runs a broadcast, possibly in the middle of
+    another collective.
+    """
+    trainer._signal_connector.register_signal_handlers = _register_nothing  # type: ignore[method-assign]
+
+
+def _register_nothing() -> None:
+    """Do nothing. A spawned rank gets a pickled trainer, so this cannot be a lambda expression."""
+
+
 def built_by_cli() -> bool:
     """Whether LightningCLI is currently building a LightningModule from a configuration.
 

@@ -10,10 +10,6 @@ from collections.abc import Sequence
 
 from cnnstrategies.errors import ConfigurationError
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import FrameType
-
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command that the command-line arguments name.
@@ -27,13 +23,14 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if args is not None:
             sys.argv[1:] = args
-        # The handler turns SIGTERM into an exception, because `ends_together` ends the run's other processes after an
-        # exception. During training, the callback GracefulStop handles the signal instead.
-        signal.signal(signal.SIGTERM, _exit_on_signal)
-        from cnnstrategies.commands.arguments.refuse import write_anywhere
+        from cnnstrategies.runtime.stop_signals import ends_on_signals
 
-        write_anywhere()
-        _run(sys.argv[1:])
+        # During training, the callback GracefulStop acts on signals instead.
+        with ends_on_signals():
+            from cnnstrategies.commands.arguments.refuse import write_anywhere
+
+            write_anywhere()
+            _run(sys.argv[1:])
     except ConfigurationError as error:
         from cnnstrategies.commands.arguments.refuse import fail, in_one_line, shows_tracebacks
 
@@ -73,15 +70,14 @@ def _run(arguments: Sequence[str]) -> None:
         COMMANDS[name].run(arguments[1:])
 
 
-def _exit_on_signal(signum: int, frame: "FrameType | None") -> None:
-    sys.exit(128 + signum)
-
-
 def server() -> None:
     """Run the program ``cnnstrategies-server``, which :mod:`cnnstrategies.commands.server` describes."""
     try:
-        from cnnstrategies.commands.server import main
+        from cnnstrategies.runtime.stop_signals import ends_on_signals
 
-        main()
+        with ends_on_signals():
+            from cnnstrategies.commands.server import main
+
+            main()
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

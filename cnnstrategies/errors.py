@@ -1,4 +1,4 @@
-"""Error type for mistakes in a configuration, and iteration over the causes of an error."""
+"""Error type for mistakes in a configuration, exit of a stopped rank, and iteration over the causes of an error."""
 
 from collections.abc import Iterator
 
@@ -8,6 +8,10 @@ class ConfigurationError(ValueError):
 
     The command line prints the message as one line and exits with code 2. In Python it is an ordinary ``ValueError``.
     """
+
+
+class StoppedTogether(SystemExit):
+    """Exit of a rank after all ranks have agreed to stop at the same step. No rank waits for another rank any more."""
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

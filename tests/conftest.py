@@ -40,9 +40,10 @@ lightning_environment.find_free_network_port = free_port
 torch.cuda.traceback = torch.xpu.traceback = torch.mtia.traceback = SimpleNamespace(format_stack=list)
 # If a launcher's job runs the tests, they must not believe that they are its ranks: with SLURM_NTASKS set every rank
 # would be rank 0.
-LAUNCHERS = ("SLURM_", "PMI_", "MPI_LOCAL", "OMPI_", "TORCHELASTIC_", "CNNSTRATEGIES_RUN_")
+LAUNCHERS = ("SLURM_", "PMI_", "MPI_LOCAL", "OMPI_", "TORCHELASTIC_", "JSM_", "LSF_PM_", "FLUX_", "PALS_", "PBS_")
+LAUNCHERS += ("SM_HOSTS", "PET_", "CLUSTER_SPEC", "TF_CONFIG", "CNNSTRATEGIES_RUN_", "CNNSTRATEGIES_CHECKED")
 for name in list(os.environ):
-    if name.startswith(LAUNCHERS) or name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
+    if name.startswith(LAUNCHERS) or name in ("LOCAL_RANK", "NODE_RANK", "NNODES", "RANK", "WORLD_SIZE"):
         del os.environ[name]
 
 

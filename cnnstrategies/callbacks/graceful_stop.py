@@ -1,31 +1,33 @@
 """Callback that saves a checkpoint and ends a run between two steps, after Ctrl-C, SIGTERM or a scheduler's warning."""
 
+import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from tqdm import tqdm  # type: ignore[import-untyped]
 from typing_extensions import override
 
-from cnnstrategies._lightning_private import ask_of_sigterm
+from cnnstrategies._lightning_private import ask_of_sigterm, leave_signals
+from cnnstrategies.errors import StoppedTogether
 from cnnstrategies.quantities import Duration, seconds
+from cnnstrategies.runtime.helper_processes import shield_helpers
+from cnnstrategies.runtime.stop_signals import Repeated, acting_on, expected_repeats, settle
 from cnnstrategies.strategies.protocol import facts_of
 
 CHECK_SECONDS = 0.5  # Seconds between two exchanges of the flags that tell whether a rank has received a signal.
 # Largest number of steps by which a stop is postponed. Without this limit, a run that logs or validates after every
 # step would never stop.
 MOST_POSTPONED = 3
-
-
-class StoppedTogether(SystemExit):
-    """Exit of a rank after all ranks have agreed to stop at the same step, so that no rank waits for another rank."""
+LOST_WORKER = "DataLoader worker"  # Beginning of torch's error messages about a loader worker that has ended.
+BARS = ("val", "train")  # Prefixes of the properties of TQDMProgressBar that return the bars of a training run.
 
 
 class GracefulStop(Callback):
@@ -36,14 +38,14 @@ class GracefulStop(Callback):
     is about to log or validate, the stop is postponed by up to three steps. Without this delay, the run would stop
     before the logging or the validation, and a resumed run would skip it.
 
-    Lightning's own signal handler runs a broadcast, which can go wrong in the middle of another collective. This class
-    installs a handler that only sets a flag. The ranks exchange their flags about twice a second, at steps that rank 0
+    Lightning's own signal handler runs a broadcast, which can go wrong in the middle of another collective. In this
+    class a signal only sets a flag. The ranks exchange their flags about twice a second, at steps that rank 0
     announces, and all ranks stop after the same step. A signal to one rank therefore stops all ranks, for example when
-    a pod is evicted.
+    a pod is evicted. Loader workers ignore the signals, because the rank still needs them.
 
     If a process has not ended after ``grace`` seconds, for example because its step is long, the process is killed.
     Even then the last checkpoint is complete, because each checkpoint is written under a temporary name and then
-    renamed. A second signal kills the run immediately.
+    renamed. A second signal, more than a second after the first signal, kills the run immediately.
 
     The warning is a signal that a scheduler such as SLURM sends some time before it ends a job. The run has more time
     to stop after a warning than after the other signals, and repeated warnings are ignored.
@@ -72,8 +74,8 @@ class GracefulStop(Callback):
         self.on_each_node = on_each_node
         self._warning = signal.Signals[f"SIG{warning_signal}"]
         self._trainer: Trainer | None = None
-        self._received: int | None = None
-        self._previous: dict[int, Any] = {}
+        self._signals = Repeated()
+        self._acting: contextlib.ExitStack | None = None
         self._next_check = 0
         self._step_at_start = 0
         self._checked_at = 0.0
@@ -81,15 +83,17 @@ class GracefulStop(Callback):
         self._postponed = 0
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        leave_signals(trainer)
+
+    @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._install(trainer)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning installs its own signal handlers after `setup` and `on_fit_start`, and before this hook. It would
-        # replace handlers that an earlier hook had installed.
         self._install(trainer)
-        ask_of_sigterm(trainer, not self._previous)
+        ask_of_sigterm(trainer, self._acting is None)
         self._next_check = trainer.global_step
         self._checked_step = trainer.global_step
         self._checked_at = time.monotonic()
@@ -113,11 +117,12 @@ class GracefulStop(Callback):
         # contain them, so the run does not stop here.
         if step == self._step_at_start or step < self._next_check:
             return
+        settle()  # A signal that has arrived before this point counts.
         facts = facts_of(trainer.strategy)
         if not facts.steps_in_lockstep:
             # The ranks make their steps independently of each other, so they cannot exchange flags by a collective. The
             # strategy itself makes all ranks stop.
-            stop = facts.agree_on_stop(self._received)
+            stop = facts.agree_on_stop(self._signals.received)
             if stop is not None:
                 self._stop(trainer, stop)
             return
@@ -125,7 +130,7 @@ class GracefulStop(Callback):
         pace = max(now - self._checked_at, 1e-6) / (step - self._checked_step)
         self._checked_at, self._checked_step = now, step
         announced = step + max(1, min(1000, int(CHECK_SECONDS / pace))) if trainer.is_global_zero else 0
-        received = self._received or facts.requested_stop() or 0
+        received = self._signals.received or facts.requested_stop() or 0
         flags = torch.tensor([received, announced], device=trainer.strategy.root_device)
         stop, self._next_check = trainer.strategy.reduce(flags, reduce_op="max").tolist()
         if not stop:
@@ -137,34 +142,65 @@ class GracefulStop(Callback):
         self._stop(trainer, stop)
 
     @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        signum = self._signals.received
+        if signum is not None and isinstance(exception, RuntimeError) and str(exception).startswith(LOST_WORKER):
+            # The loader worker has not ignored the signal, for example because a user's code has started it.
+            name = signal.Signals(signum).name
+            self._say_last(
+                trainer, f"Stopped at once by {name}, because a loader worker has ended; the last checkpoint is kept"
+            )
+            self._kill()
+
+    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for signum, handler in self._previous.items():
-            signal.signal(signum, handler)
-        self._previous.clear()
+        if self._acting is not None:
+            self._acting.close()
+            self._acting = None
         ask_of_sigterm(trainer, True)
 
     def _install(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        if self._previous or threading.current_thread() is not threading.main_thread():
+        if self._acting is not None or threading.current_thread() is not threading.main_thread():
             return
-        for signum in (signal.SIGINT, signal.SIGTERM, self._warning):
-            self._previous[signum] = signal.signal(signum, self._on_signal)
+        self._signals = Repeated(expected_repeats())
+        self._acting = contextlib.ExitStack()
+        self._acting.enter_context(acting_on((signal.SIGINT, signal.SIGTERM, self._warning), self._on_signal))
+        shield_helpers()
+        self._acting.callback(shield_helpers, False)
 
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+    def _on_signal(self, signum: int) -> None:
+        """Act on a signal. A thread calls this method, so that it works while the main thread runs C++ code."""
         warned = signum == self._warning
-        if self._received is not None:
-            if warned:
-                return
-            self._kill()
-        self._received = signum
+        if self._signals.received is not None:
+            if not warned and self._signals.note(signum):
+                self._kill()
+            return
+        self._signals.note(signum)
         grace = self.warning_grace if warned else self.grace
-        rank_zero_info(
-            f"\n{signal.Signals(signum).name}: stopping after this step, within {grace:g} s"
-            + ("" if warned else "; send the signal again to stop at once")
-        )
         timer = threading.Timer(grace, self._kill)
         timer.daemon = True
         timer.start()
+        assert self._trainer is not None
+        text = f"{signal.Signals(signum).name}: stopping after this step, within {grace:g} s"
+        self._say(self._trainer, text + ("" if warned else "; send the signal again to stop at once"))
+
+    def _say(self, trainer: Trainer, text: str) -> None:
+        """Print a line on rank 0, above the progress bar if there is one."""
+        if trainer.is_global_zero:
+            with contextlib.suppress(Exception), tqdm.external_write_mode(sys.stderr):
+                print(text, file=sys.stderr, flush=True)
+
+    def _say_last(self, trainer: Trainer, text: str) -> None:
+        """Print a line on rank 0, and end the progress bar first, which would overwrite the line."""
+        bar = trainer.progress_bar_callback
+        if bar is not None:
+            bar.teardown(trainer, trainer.lightning_module, "fit")
+        if isinstance(bar, TQDMProgressBar):
+            for name in BARS:
+                with contextlib.suppress(AttributeError, TypeError):  # The bar has not been shown yet.
+                    getattr(bar, f"{name}_progress_bar").close()
+        self._say(trainer, text)
 
     def _stop(self, trainer: Trainer, signum: int) -> None:
         checkpoint = trainer.checkpoint_callback
@@ -175,7 +211,7 @@ class GracefulStop(Callback):
             path = Path(checkpoint.dirpath) / f"{checkpoint.CHECKPOINT_NAME_LAST}{checkpoint.FILE_EXTENSION}"
             trainer.save_checkpoint(path)
             outcome = f"continue with --ckpt_path {path}"
-        rank_zero_info(f"Stopped by {signal.Signals(signum).name} after step {trainer.global_step}; {outcome}")
+        self._say_last(trainer, f"Stopped by {signal.Signals(signum).name} after step {trainer.global_step}; {outcome}")
         # Rank 0 gives the run its exit code. The other ranks exit with 0, because a launcher that watches them would
         # treat another exit code as a failure.
         reports_signal = trainer.local_rank == 0 if self.on_each_node else trainer.is_global_zero
@@ -186,7 +222,7 @@ class GracefulStop(Callback):
         launcher = self._trainer.strategy.launcher
         if launcher is not None:
             launcher.kill(signal.SIGKILL)
-        os._exit(128 + (self._received or signal.SIGKILL))
+        os._exit(128 + (self._signals.received or signal.SIGKILL))
 
 
 def _more_follows(trainer: Trainer, batch_idx: int) -> bool:

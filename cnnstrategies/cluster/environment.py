@@ -9,6 +9,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
 
 from cnnstrategies.cluster import launchers
+from cnnstrategies.cluster.claimed_processes import adopt_platform, check_processes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.protocol import facts_of
 
@@ -36,6 +37,7 @@ def environment_plugins(plugins: list[Any], num_nodes: int = 1) -> list[ClusterE
     """
     if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
         return []
+    adopt_platform()
     if (launcher := launchers.rank_launcher(os.environ)) is not None:
         return [] if launcher.lightning_detects else [launcher.environment()]
     for launcher in launchers.detected(os.environ):
@@ -68,6 +70,7 @@ def find_place() -> DoctorPlace | None:
 
     The result is None if no launcher has started this process.
     """
+    adopt_platform()
     for launcher in launchers.launchers():
         if launcher.starts_ranks(os.environ) or launcher.starts_nodes(os.environ):
             environment, nodes = launcher.environment(), launcher.nodes(os.environ)
@@ -86,6 +89,7 @@ def check_world(trainer: Trainer) -> None:
     """
     launcher = launchers.rank_launcher(os.environ)
     environment = facts_of(trainer.strategy).environment
+    check_processes(environment, trainer.num_nodes, trainer.num_devices)
     if environment is None and launcher is not None:
         environment = launcher.environment()
     # With `LightningEnvironment`, Lightning itself starts the processes, so the number of processes is correct.

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from cnnstrategies.cluster.job import Size
-from cnnstrategies.cluster.options import KubernetesOptions
+from cnnstrategies.cluster.options import EnvValue, KubernetesOptions
 
 MAIN_PORT, SERVER_PORT = 29500, 29600
 CONFIGURATION, KEYS, KEY = "/run/cnnstrategies/config", "/run/cnnstrategies/keys", "run.key"
@@ -161,6 +161,7 @@ def _container(run: PodRun, role: str) -> Object:
     if trains and run.size.gpus_per_node:
         resources[options.gpu] = str(run.size.gpus_per_node)
     result: Object = {
+        **options.container,
         "name": role,
         "image": options.image,
         "command": ["/bin/sh", "-c", trainer_script(run) if trains else server_script(run)],
@@ -175,7 +176,7 @@ def _container(run: PodRun, role: str) -> Object:
 
 
 def _environment(run: PodRun) -> list[Object]:
-    fixed = {
+    fixed: dict[str, Any] = {
         "MASTER_ADDR": host(run.name, TRAINER, 0),
         "MASTER_PORT": str(MAIN_PORT),
         "NNODES": str(run.size.nodes),
@@ -183,7 +184,14 @@ def _environment(run: PodRun) -> list[Object]:
         **run.options.env,
     }
     index: Object = {"name": "NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}
-    return [index, *({"name": name, "value": value} for name, value in fixed.items())]
+    return [index, *({"name": name, **_variable(value)} for name, value in fixed.items())]
+
+
+def _variable(value: EnvValue) -> Object:
+    """Return the fields of an environment variable. Kubernetes accepts only texts, so numbers become texts."""
+    if isinstance(value, dict):
+        return value
+    return {"value": str(value).lower() if isinstance(value, bool) else str(value)}
 
 
 def _mounted(run: PodRun) -> list[tuple[str, str, Object]]:

@@ -8,6 +8,7 @@ import zlib
 from lightning.fabric.plugins import ClusterEnvironment
 from typing_extensions import override
 
+from cnnstrategies.cluster.variables import number_of
 from cnnstrategies.errors import ConfigurationError
 
 TYPE_CHECKING = False
@@ -50,6 +51,8 @@ class LaunchedEnvironment(ClusterEnvironment):
             return os.environ["MASTER_ADDR"]
         if self.local_size() == self.world_size():
             return "127.0.0.1"
+        if (address := self.launcher.main_address(os.environ)) is not None:
+            return address
         raise ConfigurationError(
             f"{self.launcher.program} has started ranks on several machines, but rank {self.global_rank()} does not "
             f"know the address of rank 0: {self.launcher.address_remedy}"
@@ -83,13 +86,14 @@ class LaunchedEnvironment(ClusterEnvironment):
     def local_rank(self) -> int:
         return self._number(self.launcher.local_rank_variable)
 
-    def local_size(self) -> int:
-        """Return the number of ranks on this machine."""
-        return self._number(self.launcher.local_size_variable)
+    def local_size(self) -> int | None:
+        """Return the number of ranks on this machine, or None if the launcher sets only the number of the machine."""
+        return self.launcher.local_size(os.environ)
 
     @override
     def node_rank(self) -> int:
-        return self.global_rank() // self.local_size()
+        local = self.local_size()
+        return self._number("NODE_RANK") if local is None else self.global_rank() // local
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
@@ -98,7 +102,7 @@ class LaunchedEnvironment(ClusterEnvironment):
         Raises:
             ConfigurationError: The number of ranks is wrong, or the ranks of a machine are not numbered consecutively.
         """
-        local, world, expected = self.local_size(), self.world_size(), num_devices * num_nodes
+        local, world, expected = self.local_size() or num_devices, self.world_size(), num_devices * num_nodes
         if num_devices != local or expected != world or self.global_rank() % local != self.local_rank():
             raise ConfigurationError(
                 f"rank {self.global_rank()} of {world} is process {self.local_rank()} of {local} on "
@@ -109,4 +113,7 @@ class LaunchedEnvironment(ClusterEnvironment):
 
     @staticmethod
     def _number(variable: str) -> int:
-        return int(os.environ[variable])
+        number = number_of(os.environ, variable)
+        if number is None:
+            raise ConfigurationError(f"{variable} is not set: set it for each rank")
+        return number

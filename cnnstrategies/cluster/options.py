@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from cnnstrategies.cluster.kubernetes_fields import check_fields
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.quantities import Duration, seconds
 
@@ -34,6 +35,10 @@ POD_MARGIN_SECONDS = 10
 POD_FOLDERS = ("/dev/shm", "/run/cnnstrategies")
 # Fields of a pod's specification that users cannot set, because submit sets them.
 POD_FIELDS = {"containers", "restartPolicy", "subdomain", "terminationGracePeriodSeconds", "volumes"}
+# Fields of a container that users cannot set, because submit sets them.
+CONTAINER_FIELDS = {"args", "command", "env", "image", "name", "ports", "resources", "restartPolicy", "volumeMounts"}
+# Value of an environment variable of a pod. A mapping is the variable's source, in Kubernetes' format.
+EnvValue = str | int | float | bool | dict[str, Any]
 # Environment variables that users cannot set, because submit or Lightning sets them.
 NODE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "NNODES", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
@@ -51,6 +56,8 @@ class KubernetesOptions:
         queue: Name of a local queue of Kueue.
         pod: Other fields of the pods' specification, in Kubernetes' format, such as nodeSelector, tolerations,
             priorityClassName, imagePullSecrets, or a securityContext with runAsUser and fsGroup.
+        container: Other fields of the pods' container, in Kubernetes' format, such as securityContext, envFrom or
+            imagePullPolicy.
         resources: Resource requests and limits of a trainer pod, such as {cpu: 8, memory: 64Gi}.
         gpu: Kubernetes' name of the resource for GPUs.
         server_resources: Resource requests and limits of a pod with a dedicated server (cluster.server_nodes).
@@ -59,7 +66,8 @@ class KubernetesOptions:
         shared_memory: Largest size of /dev/shm, such as 8Gi. It counts towards the pod's memory; by default only the
             pod's memory limit applies.
         key_secret: Name of the Secret with a parameter server's keys. Create the Secret from a file named run.key.
-        env: Environment variables of the pods, such as {NCCL_SOCKET_IFNAME: eth0}.
+        env: Environment variables of the pods, such as {NCCL_SOCKET_IFNAME: eth0}. A variable from a Secret is written
+            as in Kubernetes: {TOKEN: {valueFrom: {secretKeyRef: {name: my-secret, key: token}}}}.
         grace_seconds: Time between SIGTERM and SIGKILL of a pod, as seconds or ``minutes:seconds``. In this time the
             run must finish its step, or a validation, and save a checkpoint.
         max_restarts: Number of times that failed pods are restarted. Pods that have stopped with a checkpoint, because
@@ -73,13 +81,14 @@ class KubernetesOptions:
     namespace: str | None = None
     queue: str | None = None
     pod: dict[str, Any] = field(default_factory=dict)
-    resources: dict[str, str | int] = field(default_factory=dict)
+    container: dict[str, Any] = field(default_factory=dict)
+    resources: dict[str, str | int | float] = field(default_factory=dict)
     gpu: str = "nvidia.com/gpu"
-    server_resources: dict[str, str | int] = field(default_factory=dict)
+    server_resources: dict[str, str | int | float] = field(default_factory=dict)
     volumes: dict[str, str] = field(default_factory=dict)
     shared_memory: str | None = None
     key_secret: str | None = None
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, EnvValue] = field(default_factory=dict)
     grace_seconds: Duration = 120
     max_restarts: int = 6
 
@@ -100,11 +109,23 @@ class KubernetesOptions:
                     f"cluster.kubernetes.volumes: {path!r} cannot be mounted: use an absolute path, such as /runs, "
                     f"outside of {' and '.join(POD_FOLDERS)}"
                 )
-        if decided := self.pod.keys() & POD_FIELDS:
-            raise ConfigurationError(
-                f"cluster.kubernetes.pod: submit sets {', '.join(sorted(decided))}; leave these fields out"
-            )
-        for name in self.env:
+        for key, fields, kind, reserved in (
+            ("pod", self.pod, "PodSpec", POD_FIELDS),
+            ("container", self.container, "Container", CONTAINER_FIELDS),
+        ):
+            if decided := fields.keys() & reserved:
+                raise ConfigurationError(
+                    f"cluster.kubernetes.{key}: submit sets {', '.join(sorted(decided))}; leave these fields out"
+                )
+            check_fields(f"cluster.kubernetes.{key}", fields, kind)
+        for name, value in self.env.items():
+            if isinstance(value, dict):
+                if value.keys() != {"valueFrom"}:
+                    raise ConfigurationError(
+                        f"cluster.kubernetes.env.{name}={value} is not the source of a variable: write {{valueFrom: "
+                        "{secretKeyRef: {name: SECRET, key: KEY}}}"
+                    )
+                check_fields(f"cluster.kubernetes.env.{name}", value, "EnvVar")
             if name in NODE_VARIABLES or name.startswith("PET_"):
                 raise ConfigurationError(
                     f"cluster.kubernetes.env: submit sets {name} according to trainer.num_nodes and trainer.devices; "

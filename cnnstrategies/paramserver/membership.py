@@ -221,6 +221,14 @@ class Membership:
         """
         self._call(Call(0, "signal", {"signal": signal}))
 
+    def give_up(self, reason: str) -> None:
+        """Make all waits of this process raise RunEnded. Other processes do not learn of this.
+
+        Args:
+            reason: Text of the RunEnded.
+        """
+        self._set_ended(End(reason, clean=True))
+
     @property
     def stop_signal(self) -> int | None:
         """Number of the first signal that a process has reported with :meth:`stop_all`; None without such a report."""

@@ -52,8 +52,8 @@ class Batch:
         images: In the first stage, the rank's own images (n, C, H, W); None in other stages.
         image_shapes: Shape of one image, for each tensor that the network takes.
         image_dtypes: Dtype of each tensor that the network takes.
-        rest: All other tensors (N, ...) of the global batch, such as targets. Their rows are in the order in which one
-            process alone would load them.
+        rest: All other tensors (N, ...) of the global batch, such as targets. Their rows are in the order in which a
+            single process would load them.
         forms: For each replica of the first stage, `BatchHeader.form` of the replica's samples; None if the replica has
             no samples.
     """

@@ -14,10 +14,21 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from multiprocessing import context, popen_spawn_posix, reduction, resource_tracker, spawn, util
+from multiprocessing import (
+    context,
+    forkserver,
+    popen_forkserver,
+    popen_spawn_posix,
+    reduction,
+    resource_tracker,
+    spawn,
+    util,
+)
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from cnnstrategies.runtime.helper_processes import blocked_start, task_of
 
 # Environment variable: path of a symbolic link that the first failing rank of this machine creates.
 REFUSED = "CNNSTRATEGIES_REFUSED"
@@ -190,7 +201,32 @@ def first_to_fail(code: int) -> bool:
     return True
 
 
-def failed_elsewhere(launcher: Any, seconds: float = 10.0) -> int:
+def wait_for_end(process: int, launcher: Any, seconds: float = 10.0) -> None:
+    """Wait until a rank of this machine has ended.
+
+    Args:
+        process: Id of the rank's process.
+        launcher: Lightning's launcher, which may have started the rank.
+        seconds: Longest time to wait.
+    """
+    for started in started_processes(launcher):
+        if isinstance(started, subprocess.Popen) and started.pid == process:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                started.wait(seconds)
+            return
+    deadline = time.monotonic() + seconds
+    while _is_running(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _is_running(process: int) -> bool:
+    """Whether a process of this machine has not ended. A zombie has ended, even if its parent has not waited for it."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def failed_elsewhere(launcher: Any) -> int:
     """Wait until the rank that failed first has reported its error and ended, and return the exit code of this rank.
 
     Without waiting, Lightning would kill all ranks as soon as any rank has ended, possibly before the rank that failed
@@ -198,17 +234,9 @@ def failed_elsewhere(launcher: Any, seconds: float = 10.0) -> int:
 
     Args:
         launcher: Lightning's launcher, which has started the ranks.
-        seconds: Longest time to wait.
     """
     process, code = map(int, os.readlink(os.environ[REFUSED]).split())
-    for started in started_processes(launcher):
-        if isinstance(started, subprocess.Popen) and started.pid == process:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                started.wait(seconds)
-            return code
-    deadline = time.monotonic() + seconds
-    while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for_end(process, launcher)
     return code
 
 
@@ -234,17 +262,30 @@ class _ThreadedSpawn(popen_spawn_posix.Popen):
         context.set_spawning_popen(self)
         try:
             reduction.dump(spawn.get_preparation_data(process.name), data)
-            reduction.dump(process, data)
+            reduction.dump(task_of(process), data)
         finally:
             context.set_spawning_popen(None)
         (self.sentinel, theirs), (reads, writes) = os.pipe(), os.pipe()
         start: Any = util
         self.finalizer = util.Finalize(self, start.close_fds, (self.sentinel, writes))
         command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=reads)
-        self.pid = start.spawnv_passfds(spawn.get_executable(), command, [*self._fds, tracker, reads, theirs])
+        with blocked_start():
+            self.pid = start.spawnv_passfds(spawn.get_executable(), command, [*self._fds, tracker, reads, theirs])
         os.close(theirs)
         os.close(reads)
         threading.Thread(target=_send, args=(writes, data.getbuffer()), daemon=True).start()
+
+
+class _FromForkServer(popen_forkserver.Popen):
+    """Process of Python's fork server that handles signals as :func:`.task_of` describes."""
+
+    def _launch(self, process: Any) -> None:
+        tracker: Any = resource_tracker
+        tracker.ensure_running()  # The fork server would start this process, and accept signals after the start.
+        with blocked_start():
+            forkserver.ensure_running()
+        launch: Any = super()._launch  # type: ignore[misc]
+        launch(task_of(process))
 
 
 def _send(pipe: int, data: memoryview) -> None:
@@ -260,11 +301,17 @@ def spawned_by_a_thread() -> Iterator[None]:
     Normally the parent process writes the task into a pipe, and waits until the new process has read it, which happens
     after the new process's imports. If the new process is killed or stopped before that, the parent waits forever: the
     write does not fail, because the parent itself holds the read end of the pipe open.
+
+    Inside this context, processes that are spawned or started by a fork server handle signals as :func:`.task_of`
+    describes.
     """
-    kind: Any = context.SpawnProcess
-    before = kind._Popen  # noqa: SLF001
-    kind._Popen = staticmethod(_ThreadedSpawn)  # noqa: SLF001
+    replacements = {context.SpawnProcess: _ThreadedSpawn, context.ForkServerProcess: _FromForkServer}
+    kinds: list[Any] = list(replacements)
+    before = {kind: kind._Popen for kind in kinds}  # noqa: SLF001
+    for kind in kinds:
+        kind._Popen = staticmethod(replacements[kind])  # noqa: SLF001
     try:
         yield
     finally:
-        kind._Popen = staticmethod(before)  # noqa: SLF001
+        for kind, popen in before.items():
+            kind._Popen = staticmethod(popen)  # noqa: SLF001

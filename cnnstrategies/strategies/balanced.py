@@ -4,7 +4,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -17,10 +16,12 @@ from cnnstrategies.quantities import as_timedelta
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.balancing import GatherRows, gather_rows
 from cnnstrategies.strategies.dealing import Dealing
+from cnnstrategies.strategies.exact_means import ExactMeans
+from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.protocol import StrategyFacts
 
 
-class BalancedDDPStrategy(StrategyFacts, DDPStrategy):
+class BalancedDDPStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
     """DDP in which ranks may get different numbers of samples of each global batch, and all samples count equally.
 
     For any shares, the gradient is the mean over all samples of the global batch. A run on one device would compute the

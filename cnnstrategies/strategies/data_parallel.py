@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -12,6 +11,8 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.paramserver.compression import COMPRESSIONS, ddp_names
 from cnnstrategies.quantities import as_timedelta
+from cnnstrategies.strategies.exact_means import ExactMeans
+from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.protocol import StrategyFacts
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ else:  # jsonargparse reads this type: the help lists its names, and the parser 
     DDPCompression = Literal[ddp_names()]
 
 
-class CompressedDDPStrategy(StrategyFacts, DDPStrategy):
+class CompressedDDPStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
     """DDP that compresses gradients with torch's communication hooks, on every kind of device.
 
     Lightning's own option ``DDPStrategy(ddp_comm_hook=...)`` has an effect on CUDA devices only.

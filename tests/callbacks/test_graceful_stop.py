@@ -1,9 +1,14 @@
 """Signals end every process of a run within seconds, and a resumed run equals an uninterrupted run."""
 
 import contextlib
+import fcntl
 import os
+import pty
 import re
 import signal
+import struct
+import subprocess
+import termios
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cluster.processes_of import PYTHON, Program, fit
+from cluster.processes_of import PYTHON, Program, environment, fit
 from conftest import PlainCNN, alive, kill_group, quiet_trainer
 from digit_commands import served
 from lightning.pytorch import Callback
@@ -186,7 +191,7 @@ def test_no_strategy_stops_within_an_accumulation(monkeypatch, run_cli, quick, n
     few = ["--trainer.limit_train_batches=7", "--trainer.limit_val_batches=1", "--trainer.max_epochs=1000"]
     few += ["--trainer.accumulate_grad_batches=3"]
     code, output = run_cli("fit", *quick, *STRATEGIES[name], *few, *warned)
-    assert code != 0
+    assert code == 128 + signal.SIGUSR1, output  # Only rank 1 has got the signal.
     assert "Stopped by SIGUSR1 after step" in output, output
     step, processed = progress(next(Path("runs").rglob("last.ckpt")))
     # An epoch has three steps; the last of them is made after a single batch.
@@ -221,6 +226,7 @@ def test_rank_0_or_each_nodes_first_rank_ends_with_the_signals_code(each, codes)
     strategy = Independent()
     for rank in range(4):
         place = {"is_global_zero": rank == 0, "local_rank": rank % 2, "global_step": 1, "checkpoint_callback": None}
+        place["progress_bar_callback"] = None
         trainer = SimpleNamespace(strategy=strategy, **place)
         with pytest.raises(SystemExit) as stop:
             GracefulStop(on_each_node=each).on_train_batch_end(trainer, None, None, None, 0)
@@ -242,4 +248,50 @@ def test_a_killed_rank_ends_the_others():
     program.wait_until(lambda: "Training" in program.output())
     os.kill(program.process.pid, signal.SIGKILL)  # The program is rank 0, which has started the other rank.
     assert program.wait() == -signal.SIGKILL
+    assert not kill_group(program.process.pid, 60)
+
+
+# A run with loader workers. A terminal sends its signal to the whole process group; so does `timeout`, which also sends
+# it to the program itself.
+LOADERS = ("--trainer.devices=1", "--data.init_args.num_workers=1", "--trainer.max_epochs=3000", "--stop.grace=100")
+
+
+@pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])
+def test_a_terminal_shows_one_notice_and_one_last_line(bar):
+    terminal, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
+    words = [*fit(*LOADERS), "--trainer.enable_progress_bar=true", f"--trainer.callbacks+={bar}"]
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    variables = environment(TERM="xterm", COLUMNS="200")
+    process = subprocess.Popen([PYTHON, *words], **streams, env=variables, start_new_session=True)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # The terminal is closed when the last process has ended.
+        while part := os.read(terminal, 65536):
+            shown += part
+            if process and b"Epoch 1" in shown:
+                os.killpg(process.pid, signal.SIGINT)
+                process, stopped = None, process
+    assert stopped.wait(100) == 128 + signal.SIGINT
+    text = shown.decode()
+    assert "Traceback" not in text
+    assert text.count("SIGINT: stopping after this step") == 1
+    last = "Stopped by SIGINT after step"
+    assert text.count(last) == 1
+    # Nothing but the end of the line follows, and the line begins at the start of a line.
+    before, _, after = text.partition(last)
+    assert re.fullmatch(r" \d+; continue with --ckpt_path \S+/last\.ckpt\r\n", after), text[-1000:]
+    assert re.search(r"[\r\n](\x1b\[\??\d*[A-Za-z])*$", before), text[-1000:]
+
+
+def test_a_log_shows_one_notice_and_one_last_line():
+    program = start("logged", *LOADERS)
+    program.wait_until(lambda: Path("runs/logged/version_0/checkpoints/last.ckpt").exists())
+    before = program.output()
+    for _ in range(2):
+        os.killpg(program.process.pid, signal.SIGTERM)
+    assert program.wait() == 128 + signal.SIGTERM
+    notice, last = program.output().removeprefix(before).splitlines()
+    assert notice == "SIGTERM: stopping after this step, within 100 s; send the signal again to stop at once"
+    assert re.fullmatch(r"Stopped by SIGTERM after step \d+; continue with --ckpt_path \S+/last.ckpt", last)
     assert not kill_group(program.process.pid, 60)

@@ -1,6 +1,7 @@
 """The objects of a run on Kubernetes match Kubernetes' schemas, and their scripts and creation work."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import time
@@ -17,11 +18,22 @@ from conftest import ROOT
 from cnnstrategies.cluster import kubernetes
 from cnnstrategies.cluster.job import Size
 from cnnstrategies.cluster.kubernetes import PodRun, server_script, trainer_script
+from cnnstrategies.cluster.kubernetes_fields import FIELDS
 from cnnstrategies.cluster.launchers.kubernetes import create
 from cnnstrategies.cluster.options import KubernetesOptions
 from cnnstrategies.errors import ConfigurationError
 
 pytestmark = pytest.mark.light
+
+# A container that the Pod Security Standard "restricted" accepts.
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+SECRET = {"valueFrom": {"secretKeyRef": {"name": "tokens", "key": "wandb"}}}
+VERSIONS = ("1.31", "1.35", "1.37")
 
 
 def run(**options: Any) -> PodRun:
@@ -31,12 +43,13 @@ def run(**options: Any) -> PodRun:
         "namespace": "vision",
         "queue": "users",
         "pod": {"nodeSelector": {"pool": "a100"}, "securityContext": {"fsGroup": 1000}},
-        "resources": {"cpu": 8, "memory": "64Gi"},
+        "container": {"securityContext": RESTRICTED, "envFrom": [{"secretRef": {"name": "tokens"}}]},
+        "resources": {"cpu": 4.5, "memory": "64Gi"},
         "server_resources": {"cpu": 2},
         "volumes": {"/runs": "runs"},
         "shared_memory": "8Gi",
         "key_secret": "run-key",
-        "env": {"NCCL_SOCKET_IFNAME": "eth0"},
+        "env": {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_TIMEOUT": 22, "RATE": 0.5, "VERBOSE": True, "TOKEN": SECRET},
         **options,
     }
     return PodRun("cnn-1", KubernetesOptions(**full), Size(2, 8, 8), 3, False, "/runs", "a: 1\n", "python", (), "cmd")
@@ -52,7 +65,7 @@ def test_the_printed_yaml_matches_the_objects_and_the_schemas_of_kubernetes():
         "no YAML anchors, no script on one line, no $$, which Kubernetes replaces by $"
     )
     for made in kubernetes.objects(run()):
-        for version in ("1.31", "1.35"):
+        for version in VERSIONS:
             kubernetes_validate.validate(made, version, strict=True)
 
 
@@ -65,7 +78,13 @@ def test_pods_have_the_resources_of_training_and_survive_eviction():
     assert container["resources"]["limits"] == {"cpu": "2"}, "a server has no GPU"
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert container["resources"]["limits"] == {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "8"}
+    assert container["resources"]["limits"] == {"cpu": "4.5", "memory": "64Gi", "nvidia.com/gpu": "8"}
+    assert container["securityContext"] == RESTRICTED
+    assert container["envFrom"] == [{"secretRef": {"name": "tokens"}}]
+    variables = {variable["name"]: variable for variable in container["env"]}
+    values = [variables[name]["value"] for name in ("NCCL_IB_TIMEOUT", "RATE", "VERBOSE")]
+    assert values == ["22", "0.5", "true"], "Kubernetes accepts only texts"
+    assert variables["TOKEN"] == {"name": "TOKEN", **SECRET}
     assert {"name": "shared-memory", "mountPath": "/dev/shm"} in container["volumeMounts"]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
@@ -77,6 +96,46 @@ def test_pods_have_the_resources_of_training_and_survive_eviction():
     assert rules[0]["onExitCodes"]["values"] == [78]
     assert rules[1]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     assert rules[2]["onExitCodes"]["values"] == [143]
+
+
+MISSPELT: list[tuple[dict[str, Any], str]] = [
+    (
+        {"pod": {"nodeSelectr": {"pool": "a100"}}},
+        "pod.nodeSelectr is not a field of PodSpec: did you mean nodeSelector?",
+    ),
+    ({"pod": {"node_selector": {}}}, "pod.node_selector is not a field of PodSpec: did you mean nodeSelector?"),
+    ({"pod": {"tolerations": [{}, {"efect": "NoSchedule"}]}}, r"pod.tolerations\[1\].efect .* did you mean effect"),
+    ({"pod": {"securityContext": {"runAsUsr": 1}}}, "pod.securityContext.runAsUsr .* did you mean runAsUser"),
+    ({"container": {"securityContext": {"fsgroup": 1, "runasuser": 1}}}, "did you mean runAsUser"),
+    ({"container": {"envForm": []}}, "container.envForm is not a field of Container: did you mean envFrom"),
+    ({"container": {"envFrom": [{"secretRf": {"name": "a"}}]}}, r"envFrom\[0\].secretRf .* did you mean secretRef"),
+    ({"pod": {"securityContext": "restricted"}}, "pod.securityContext='restricted' is not a mapping"),
+    ({"env": {"TOKEN": {"secretKeyRef": {"name": "a", "key": "b"}}}}, "env.TOKEN=.* write {valueFrom: {secretKeyRef:"),
+    ({"env": {"TOKEN": {"valueFrom": {"secretKeyRf": {}}}}}, "env.TOKEN.valueFrom.secretKeyRf .* mean secretKeyRef"),
+    ({"container": {"image": "cnn:2"}}, "container: submit sets image; leave these fields out"),
+]
+
+
+def test_misspelt_fields_are_refused_without_a_cluster():
+    for options, message in MISSPELT:
+        with pytest.raises(ConfigurationError, match=message):
+            run(**options)
+    # Newer versions of Kubernetes may have this field, and kubectl refuses it otherwise.
+    run(pod={"priorityOfTomorrow": 1, "affinity": None})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("kubernetes_validate") is None, reason="pip install kubernetes-validate")
+def test_the_known_fields_are_those_of_kubernetes():
+    known = {kind: dict(word.partition(":")[::2] for word in words.split()) for kind, words in FIELDS.items()}
+    expected: dict[str, dict[str, str]] = {kind: {} for kind in known}
+    folder = Path(importlib.util.find_spec("kubernetes_validate").origin).parent / "kubernetes-json-schema"
+    for version in VERSIONS:
+        definitions = json.loads((folder / f"v{version}.0-local" / "_definitions.json").read_text())["$defs"]
+        for kind, fields in expected.items():
+            for name, field in definitions[f"io.k8s.api.core.v1.{kind}"]["properties"].items():
+                link = field.get("$ref") or field.get("items", {}).get("$ref", "")
+                fields[name] = kind_of if (kind_of := link.rpartition(".")[2]) in known else fields.get(name, "")
+    assert known == expected
 
 
 def test_the_containerfile_copies_existing_files_and_uses_the_recipes_user():
@@ -163,6 +222,7 @@ def test_a_pods_script_passes_signals_and_the_runs_exit_code(tmp_path: Path):
 KUBECTL = """#!/bin/sh
 echo "$1 $2" >> "$SEEN"
 grep -q "kind: Job" || [ "$1" = delete ] || exit 1
+echo 'Warning: would violate PodSecurity "restricted:latest"' >&2
 case "$2$REFUSES" in
 --dry-run=servertrial) echo "E1122 tries\nJob is\ninvalid" >&2; exit 1 ;;
 --output=namejob) echo configmap/cnn-1; echo service/cnn-1; echo "Job is\ninvalid" >&2; exit 1 ;;
@@ -170,7 +230,9 @@ esac
 """
 
 
-def test_all_objects_are_created_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_all_objects_are_created_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     (tmp_path / "kubectl").write_text(KUBECTL)
@@ -184,6 +246,12 @@ def test_all_objects_are_created_or_none(tmp_path: Path, monkeypatch: pytest.Mon
         ):
             create(run())
         assert (tmp_path / "seen").read_text().splitlines() == seen
+        printed = capsys.readouterr().err
+        warns = (
+            'Note: Kubernetes warns: would violate PodSecurity "restricted:latest"; set cluster.kubernetes.container.'
+        )
+        assert printed.count("warns") == (0 if refuses else 1), "the trial and the creation print the same warning"
+        assert refuses or printed.startswith(warns)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     with pytest.raises(ConfigurationError, match="kubectl is not installed"):
         create(run())

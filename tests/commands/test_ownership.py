@@ -58,11 +58,11 @@ def test_a_run_owns_the_folders_to_which_it_writes() -> None:
 
 @light
 def test_two_runs_without_a_name_get_two_folders() -> None:
-    one, two = (TensorBoardLogger("runs", "quickstart") for _ in range(2))
-    assert one.version == two.version == 0, "both choose the same number before either has created the folder"
-    with own_version(one), own_version(two):
-        assert [one.version, two.version] == [0, 1]
-        Path(two.log_dir, "events").touch()
+    first, second = (TensorBoardLogger("runs", "quickstart") for _ in range(2))
+    assert first.version == second.version == 0, "both choose the same number before either has created the folder"
+    with own_version(first), own_version(second):
+        assert [first.version, second.version] == [0, 1]
+        Path(second.log_dir, "events").touch()
     assert os.listdir("runs/quickstart") == ["version_1"], "a folder without files is removed"
 
 

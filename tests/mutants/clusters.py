@@ -8,11 +8,13 @@ import test_job_files
 import test_lease
 import test_loopback
 import test_ownership
+import test_platforms
 import test_run_folder
 import test_torchrun
 from mutants.faulty import removes, replaces
 from torch.distributed import TCPStore
 
+from cnnstrategies.cluster.claimed_processes import check_processes
 from cnnstrategies.cluster.job import sbatch_script
 from cnnstrategies.cluster.job_files import JobFiles
 from cnnstrategies.cluster.lease import Lease
@@ -54,6 +56,13 @@ removes(
 @replaces(serve_on_loopback, killed_by=test_torchrun.test_each_start_has_its_own_store_instead_of_the_agents)
 def the_store_of_one_machine_listens_on_all_interfaces(original, address=LOOPBACK, port=0):
     return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+
+
+removes(
+    check_processes,
+    "each process of a platform trains alone on all data",
+    killed_by=test_platforms.test_a_process_joins_or_is_refused_and_never_trains_alone,
+)
 
 
 @replaces(JobFiles.write, killed_by=test_job_files.test_a_submission_does_not_change_the_files_of_an_earlier_one)

@@ -8,7 +8,15 @@ import importlib
 import pkgutil
 
 from cnnstrategies.cluster.launchers.jobs import ClusterJob, ScriptJob, hand_over
-from cnnstrategies.cluster.launchers.launcher import RUN_NAME, Environ, Launcher, Restart
+from cnnstrategies.cluster.launchers.launcher import (
+    CHECKED,
+    RUN_NAME,
+    Environ,
+    Launcher,
+    Restart,
+    is_inherited,
+)
+from cnnstrategies.cluster.launchers.nodes import NodeLauncher, NodePlace, adopt
 from cnnstrategies.cluster.launchers.registry import (
     detected,
     job_launchers,
@@ -22,14 +30,19 @@ from cnnstrategies.cluster.launchers.registry import (
 )
 
 __all__ = [
+    "CHECKED",
     "RUN_NAME",
     "ClusterJob",
     "Environ",
     "Launcher",
+    "NodeLauncher",
+    "NodePlace",
     "Restart",
     "ScriptJob",
+    "adopt",
     "detected",
     "hand_over",
+    "is_inherited",
     "job_launchers",
     "launcher_named",
     "launchers",

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from cnnstrategies.cluster.submission import Submission
 
 SECTION = "cluster.kubernetes"
+WARNING = "Warning: "  # Beginning of a line in which kubectl prints a warning of the cluster.
 # Largest number of characters in cluster.job_name. A pod's name has at most 63 characters, and the timestamp, the role,
 # the index and Kubernetes' random suffix need 35 of them.
 LONGEST_NAME = 28
@@ -198,17 +200,32 @@ def _changes(submission: "Submission", name: str) -> dict[str, Any]:
 
 
 def create(run: PodRun) -> None:
-    """Create the Kubernetes objects of a run. If the cluster refuses an object, no objects are created.
+    """Create the Kubernetes objects of a run, and print what the cluster warns of.
+
+    If the cluster refuses an object, no objects are created.
 
     Raises:
         ConfigurationError: kubectl is not installed, or the cluster refuses an object.
     """
     objects = text(run)
-    _check(_kubectl(run, "create", "--dry-run=server", "--filename=-", manifest=objects))
+    trial = _kubectl(run, "create", "--dry-run=server", "--filename=-", manifest=objects)
+    _check(trial)
     process = _kubectl(run, "create", "--output=name", "--filename=-", manifest=objects)
     if process.returncode and process.stdout:
         _kubectl(run, "delete", "--wait=false", *process.stdout.split())
     _check(process)
+    for warning in _warnings(trial.stderr + process.stderr):
+        print(f"Note: Kubernetes warns: {warning}", file=sys.stderr)
+
+
+def _warnings(output: str) -> list[str]:
+    """Return each warning in kubectl's output once.
+
+    A warning matters although the Job was created: for example, a namespace may reject the pods of the Job later.
+    """
+    lines = [line.removeprefix(WARNING) for line in output.splitlines() if line.startswith(WARNING)]
+    remedy = f"; set {SECTION}.container.securityContext and {SECTION}.pod.securityContext, or ask the cluster's admin"
+    return [line + remedy if "PodSecurity" in line else line for line in dict.fromkeys(lines)]
 
 
 def _kubectl(run: PodRun, *words: str, manifest: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -226,8 +243,9 @@ def _kubectl(run: PodRun, *words: str, manifest: str | None = None) -> subproces
 def _check(process: subprocess.CompletedProcess[str]) -> None:
     """Raise a ConfigurationError if kubectl has ended with an error."""
     if process.returncode:
-        # Lines such as "E1129 ..." are log messages of kubectl about failed attempts. The other lines give the reason.
-        reasons = [line for line in process.stderr.splitlines() if not re.match(r"E\d{4} ", line)]
+        # Lines such as "E1129 ..." are log messages of kubectl about failed attempts. Except for warnings, the other
+        # lines give the reason.
+        reasons = [line for line in process.stderr.splitlines() if not re.match(rf"E\d{{4}} |{WARNING}", line)]
         raise ConfigurationError(
             f"Kubernetes refuses the run ({' '.join(reasons)}): check `kubectl config get-contexts` and `kubectl "
             "cluster-info`, or print the objects with --dry_run, which does not need a cluster"

@@ -1,11 +1,14 @@
 """Base class of launchers, which are the programs and platforms that start the processes of a run."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from cnnstrategies.cluster.launchers.jobs import ClusterJob
 from cnnstrategies.cluster.options import ClusterOptions
+from cnnstrategies.cluster.variables import number_of
+from cnnstrategies.errors import ConfigurationError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -14,6 +17,9 @@ if TYPE_CHECKING:
     from cnnstrategies.cluster.submission import Submission
 
 RUN_NAME = "CNNSTRATEGIES_RUN_NAME"  # Environment variable in which programs that start `fit` can set the run's name.
+# Environment variable with the process id of a rank whose variables were checked. Programs that the rank starts, such
+# as tests, trials and servers, inherit the rank's variables, but are not ranks.
+CHECKED = "CNNSTRATEGIES_CHECKED"
 Environ = Mapping[str, str]
 
 
@@ -30,7 +36,7 @@ class Restart(NamedTuple):
 
 
 class Launcher(ABC):
-    """Base class of launchers: SLURM, torchrun, mpirun, Kubernetes, Ray, and "none".
+    """Base class of launchers: SLURM, torchrun, mpirun, Kubernetes, Ray, other platforms, and "none".
 
     A process can run under several launchers at the same time, for example under torchrun inside a SLURM job. The
     launcher with the lowest ``precedence`` is the innermost launcher and is considered first.
@@ -44,7 +50,7 @@ class Launcher(ABC):
             ``submit --to`` takes this name.
         title: Name for error messages, such as ``SLURM``.
         precedence: Number by which the launchers are sorted; the lowest number comes first. No two launchers have the
-            same number: torchrun has 10, mpirun 20 and 30, Kubernetes 40, Ray 50, SLURM 60, and none 100.
+            same number; docs/development/add-a-launcher.md lists the numbers.
         program: Name of the program that starts the ranks, such as ``srun``; None if Lightning starts the ranks.
         rank_variable: Name of the environment variable with the global rank.
         size_variable: Name of the environment variable with the world size.
@@ -55,6 +61,8 @@ class Launcher(ABC):
         reads: Keys of the section ``cluster`` that this launcher uses for submissions, except for the launcher's own
             section and for job_name, setup, python and folder, which all launchers use.
         lightning_detects: Whether Lightning itself chooses the right cluster environment under this launcher.
+        lightning_knows: Whether Lightning also detects this launcher in scripts that do not use the command line. If
+            each rank of such a script trains alone, the user has chosen this by another cluster environment.
     """
 
     name: str
@@ -68,6 +76,7 @@ class Launcher(ABC):
     variables: tuple[str, ...] = ()
     reads: frozenset[str] = frozenset()
     lightning_detects = False
+    lightning_knows = False
 
     @abstractmethod
     def detect(self, environ: Environ) -> bool:
@@ -118,7 +127,35 @@ class Launcher(ABC):
 
         The method is called only if :meth:`starts_ranks` or :meth:`starts_nodes` is true.
         """
-        return int(environ[self.size_variable]) // int(environ[self.local_size_variable])
+        local, world = self.local_size(environ), number_of(environ, self.size_variable)
+        if local is None or world is None:
+            raise ConfigurationError(
+                f"the number of ranks on each machine is not known: set {self.local_size_variable} for each rank"
+            )
+        return world // local
+
+    def local_size(self, environ: Environ) -> int | None:
+        """Return the number of ranks on this node, or None if it is not known.
+
+        By default the number is the value of the launcher's environment variable.
+        """
+        return number_of(environ, self.local_size_variable)
+
+    def main_address(self, environ: Environ) -> str | None:
+        """Return the address of rank 0's node from the launcher's own variables or files.
+
+        The result is None if the launcher does not tell the address, which is the default. ``MASTER_ADDR`` has
+        precedence.
+        """
+        return None
+
+    def refusal(self, environ: Environ) -> str | None:
+        """Return an error message if variables say that there are several processes, but not which one this process is.
+
+        Such a process would train alone on all data. The message names the variables and the remedy. The default is
+        None. The method is called only if no launcher has started this process as a rank or on one of several nodes.
+        """
+        return None
 
     def launch_id(self, environ: Environ) -> str | None:
         """Return an id of this launch, such as the job id and the step id. All ranks of a launch have the same id.
@@ -193,12 +230,13 @@ class Launcher(ABC):
 
     def local_number(self, environ: Environ) -> int | None:
         """Return the local rank. Return None if the launcher's environment variable is not set."""
-        return _number(environ, self.local_rank_variable)
+        return number_of(environ, self.local_rank_variable)
 
     def number(self, environ: Environ) -> int | None:
         """Return the global rank. Return None if the launcher's environment variable is not set."""
-        return _number(environ, self.rank_variable)
+        return number_of(environ, self.rank_variable)
 
 
-def _number(environ: Environ, variable: str) -> int | None:
-    return int(environ[variable]) if variable in environ else None
+def is_inherited(environ: Environ) -> bool:
+    """Whether this process has inherited its launcher's variables from a rank, and is not a rank itself."""
+    return environ.get(CHECKED, str(os.getpid())) != str(os.getpid())

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from cnnstrategies.cluster.launchers.launcher import Environ, Launcher
 from cnnstrategies.cluster.launchers.registry import register
+from cnnstrategies.cluster.variables import number_of
 
 
 class Mpirun(Launcher):
@@ -56,6 +57,24 @@ class OpenMPI(Mpirun):
 
 
 @register
+class AzureML(OpenMPI):
+    """Launcher for MPI jobs of Azure ML, which calls Open MPI's mpirun itself and names the first node."""
+
+    name = "azureml"
+    title = "Azure ML"
+    precedence = 18
+
+    @override
+    def detect(self, environ: Environ) -> bool:
+        return super().detect(environ) and self.main_address(environ) is not None
+
+    @override
+    def main_address(self, environ: Environ) -> str | None:
+        first = environ.get("AZ_BATCH_MASTER_NODE", environ.get("AZ_BATCHAI_MPI_MASTER_NODE", ""))
+        return first.partition(":")[0] or None
+
+
+@register
 class MPICH(Mpirun):
     """Launcher for the mpirun of MPICH, and of MPI libraries that are derived from MPICH, such as Intel MPI.
 
@@ -82,6 +101,23 @@ class MPICH(Mpirun):
         alone = environ.get(self.local_size_variable) == environ.get(self.size_variable)
         parent = os.getppid() if alone and _is_hydra(os.getppid()) else ""
         return repr((os.getuid(), os.getcwd(), sys.argv[1:], parent))
+
+    @override
+    def refusal(self, environ: Environ) -> str | None:
+        """Refuse ranks of a library that does not set the variables of a node, such as an MPI that uses only PMI.
+
+        In a SLURM job the launcher for SLURM decides, because srun may also set these variables.
+        """
+        if "SLURM_JOB_ID" in environ:
+            return None
+        for rank, size in (("PMI_RANK", "PMI_SIZE"), ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE")):
+            if rank in environ and (number_of(environ, size) or 1) > 1:
+                return (
+                    f"{rank}={environ[rank]} and {size}={environ[size]} say that there are several processes, but "
+                    f"{self.local_rank_variable} is not set: start the run with the mpirun of Open MPI or MPICH, or "
+                    f"with torchrun, or unset {rank} and {size} for independent runs"
+                )
+        return None
 
 
 def _is_hydra(process: int) -> bool:

@@ -39,6 +39,7 @@ class Slurm(Launcher):
     local_rank_variable = "SLURM_LOCALID"
     variables = ("SLURM_*",)
     reads = frozenset(field.name for field in fields(ClusterOptions))
+    lightning_knows = True
 
     @override
     def detect(self, environ: Environ) -> bool:

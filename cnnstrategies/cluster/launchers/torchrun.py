@@ -28,7 +28,7 @@ class Torchrun(Launcher):
     rank_variable, size_variable = "RANK", "WORLD_SIZE"
     local_rank_variable, local_size_variable = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
     variables = ("TORCHELASTIC_*", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-    lightning_detects = True
+    lightning_detects = lightning_knows = True
 
     @override
     def detect(self, environ: Environ) -> bool:

@@ -53,6 +53,7 @@ from cnnstrategies.models.network_module import NetworkModule
 from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
 from cnnstrategies.pretrained import trained_with
 from cnnstrategies.runtime.processes import ended_by
+from cnnstrategies.strategies.exact_means import average_exactly
 
 NUM_CLASSES = "model.init_args.num_classes"
 # Subcommands that only load the weights of a checkpoint, and neither train nor evaluate.
@@ -223,6 +224,7 @@ class CLI(LightningCLI):
         # Each rank repeats these checks in `setup`. The checks are also made here, to fail before any process starts.
         if self.trainer is not None:
             check_world(self.trainer)
+            average_exactly(self.trainer)
         if self.datamodule is None and not is_overridden(self._own_loader(), self.model):
             raise ConfigurationError(none_given({"data"}))
         if isinstance(self.model, NetworkModule):
@@ -382,7 +384,7 @@ def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
             raise
         # The error message contains the traceback of a spawned or forked rank. The traceback of this process is not
         # printed, because this process was only waiting.
-        print(_with_notes(error, str(error)), file=sys.stderr)
+        print(*getattr(error, "__notes__", ()), str(error).strip(), sep="\n", file=sys.stderr)
         sys.exit(1)
 
 

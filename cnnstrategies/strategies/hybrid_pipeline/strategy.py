@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed import ReduceOp
@@ -44,6 +43,8 @@ from cnnstrategies.runtime.processes import end_group_at_exit, failed_before, le
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.dealt_loader import by_shares
+from cnnstrategies.strategies.exact_means import widened
+from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.hybrid_pipeline.balancing import begin_dealing
 from cnnstrategies.strategies.hybrid_pipeline.batches import NoBatch, PredictionLoader, StageLoader
 from cnnstrategies.strategies.hybrid_pipeline.comparison import (
@@ -83,7 +84,7 @@ from cnnstrategies.strategies.protocol import GradientWeighting, StepKind, Strat
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
 
 
-class HybridPipelineStrategy(StrategyFacts, DDPStrategy):
+class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
     """Pipeline and data parallel training: the network is cut into stages, and a stage may have several replicas.
 
     Each replica is one device. The replicas of the first stage load batches as DDP processes do; the other ranks load
@@ -468,7 +469,8 @@ class HybridPipelineStrategy(StrategyFacts, DDPStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """Combine a value over the ranks; a sum is taken as a mean, since every rank has counted the whole batch."""
         is_sum = str(reduce_op).lower() in ("sum", "redoptype.sum")
-        return super().reduce(tensor, group, "mean" if is_sum else reduce_op)
+        reduce_op = "mean" if is_sum else reduce_op
+        return super().reduce(widened(tensor, reduce_op), group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -585,7 +587,7 @@ class HybridPipelineStrategy(StrategyFacts, DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
         leave_group_at_exit()
-        if isinstance(exception, PeerError) and not failed_before():
+        if isinstance(exception, PeerError) and not (failed_before() or self.failed_elsewhere):
             # Lightning kills all ranks when it sees a dead one, maybe before the traceback is shown.
             print(exception, file=sys.stderr, flush=True)
         if isinstance(

@@ -1,5 +1,6 @@
 """The base class of ``parameter_server``: ranks register with a coordinator, and use no torch process group."""
 
+import threading
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -18,11 +19,13 @@ from typing_extensions import override
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.collectives import REDUCTIONS, Collectives
 from cnnstrategies.paramserver.coordinator.settings import Address
-from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.places import RunAddress
 from cnnstrategies.paramserver.services import load_keys
 from cnnstrategies.paramserver.supervision import Supervision
+from cnnstrategies.strategies.exact_means import widened
+from cnnstrategies.strategies.failing import watch_failures
 from cnnstrategies.strategies.parameter_server.launcher import WatchingProcessLauncher, WatchingScriptLauncher
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 from cnnstrategies.strategies.parameter_server.run import SESSIONS, WAIT, NodeLayout, open_supervision, worker_address
@@ -112,6 +115,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         own_metric_states(self.lightning_module)
         if self.membership is None:
             self.open_session()
+        watch_failures(self.lightning_module.trainer)
 
     def open_session(self) -> None:
         """Begin the next session, and register this process with the session's coordinator.
@@ -180,10 +184,29 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         return self.membership.stop_signal if self.membership is not None else None
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        if self.membership is not None and isinstance(exception, Exception) and not isinstance(exception, RunEnded):
+    def fail_together(self, point: str, seconds: float, exception: BaseException) -> bool:
+        if self.membership is None or isinstance(exception, RunEnded | RemovedError | ServersUnreachableError):
+            return False
+        # If the other workers have not failed, this call ends the run, so that the collective below ends as well.
+        timer = threading.Timer(seconds, self._report, [exception])
+        timer.start()
+        try:
+            points = self.gather(point, "save after an exception").values()
+        except RunEnded:
+            return False
+        finally:
+            timer.cancel()
+        return len(set(points)) == 1
+
+    def _report(self, exception: BaseException) -> None:
+        if self.membership is not None:
             reason = f"{type(exception).__name__}: {exception}"
             self.membership.end(f"worker {self.global_rank} failed: {reason}")
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, Exception) and not isinstance(exception, RunEnded):
+            self._report(exception)
         self._interrupted = True
         super().on_exception(exception)
 
@@ -259,14 +282,14 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """Return the mean, or another reduction, of a tensor over all living workers. All workers must call this.
 
-        A value that is not a tensor is returned unchanged.
+        A value that is not a tensor is returned unchanged. The mean of integers is of dtype float64.
         """
         if not isinstance(tensor, Tensor) or self._alone or self._collectives is None:
             return tensor
         name = str(reduce_op or "sum").lower().removeprefix("redoptype.").replace("avg", "mean")
         if name not in REDUCTIONS:
             raise ConfigurationError(f"reduce_op={reduce_op!r}: use one of {', '.join(REDUCTIONS)}, avg")
-        return self._collectives.reduce(tensor, name)
+        return self._collectives.reduce(widened(tensor, name), name)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

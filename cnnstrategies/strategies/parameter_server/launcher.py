@@ -12,11 +12,11 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -37,30 +37,12 @@ from cnnstrategies.paramserver.private_directory import let_go
 from cnnstrategies.paramserver.services import Forked, Handle, StartMethod
 from cnnstrategies.paramserver.supervision import Supervision, Watched
 from cnnstrategies.runtime.processes import end_with_parent
+from cnnstrategies.runtime.stop_signals import STOPPING, cleaned_up, ends_on_signals, passing_on
 from cnnstrategies.strategies.parameter_server.checks import check_callbacks, check_dispatch
 from cnnstrategies.strategies.parameter_server.run import INCARNATION, SESSIONS, choose_rendezvous, open_supervision
 
 ENDED = 75  # Exit code (EX_TEMPFAIL) of a rank that ends because another process of the run has failed.
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Signals that are forwarded to the ranks.
-
-
-@contextlib.contextmanager
-def forwarding(supervision: Supervision) -> Iterator[None]:
-    """Forward the signals in `FORWARDED` from this process to the ranks, inside this context.
-
-    This process ignores Ctrl-C, and does not forward it, because the terminal sends Ctrl-C to the ranks as well.
-    """
-
-    def forward(signum: int, frame: FrameType | None) -> None:
-        supervision.send_signal(signum)
-
-    handlers = {signum: signal.signal(signum, forward) for signum in FORWARDED}
-    handlers[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
+FORWARDED = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)  # Signals that are forwarded to the ranks.
 
 
 class _Watching:
@@ -107,19 +89,30 @@ class _Watching:
         place = choose_rendezvous(options, layout, SESSIONS.launch(), supervised=True)
         place.publish()
         try:
-            with open_supervision(options, layout, place, training, method) as supervision:
+            with (
+                open_supervision(options, layout, place, training, method) as supervision,
+                contextlib.ExitStack() as at_end,
+            ):
                 self._supervision = supervision
+                at_end.enter_context(cleaned_up(partial(supervision.send_signal, signal.SIGKILL)))
+                at_end.enter_context(passing_on(FORWARDED, self._send_to_all))
                 for local_rank in range(layout.processes):
                     rank = layout.node * layout.processes + local_rank
                     supervision.start(Watched(WORKER, rank, partial(start, local_rank), options.max_restarts))
-                with forwarding(supervision):
-                    supervision.watch(tick)
+                supervision.watch(tick)
         finally:
             self._supervision = None
             if place.directory is not None:
                 shutil.rmtree(place.directory, ignore_errors=True)
                 let_go(Path(place.directory))
         return supervision
+
+    def _send_to_all(self, signum: int) -> bool:
+        """Send a signal to all ranks of this node, and return whether all ranks have been started."""
+        assert self._supervision is not None
+        self._supervision.send_signal(signum)
+        processes: int = self._strategy.layout().processes
+        return len(self._supervision.workers) == processes
 
     def kill(self, signum: int) -> None:
         """Send a signal to all ranks of this node. Lightning calls this method when it interrupts a run."""
@@ -152,11 +145,10 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
         state = None if forked else GlobalState.capture()
         context = multiprocessing.get_context(self._start_method)
         pipes: list[Connection] = []
-        dispositions = {signum: signal.getsignal(signum) for signum in (*FORWARDED, signal.SIGINT)} if forked else {}
 
         def start_rank(local_rank: int, incarnation: int) -> Handle:
             receiver, sender = context.Pipe(duplex=False)
-            rank_args = (local_rank, incarnation, sender, dispositions, (trainer, function, args, kwargs), state)
+            rank_args = (local_rank, incarnation, sender, (trainer, function, args, kwargs), state)
             process = context.Process(target=self._run_rank, args=rank_args, name=f"rank {local_rank}")  # type: ignore[attr-defined]
             process.start()
             sender.close()
@@ -179,12 +171,9 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
         local_rank: int,
         incarnation: int,
         pipe: Connection,
-        dispositions: dict[int, Any],
         call: tuple[Trainer | None, Callable[..., Any], Any, Any],
         state: Any,
     ) -> None:
-        for signum, handler in dispositions.items():
-            signal.signal(signum, handler)
         starter = multiprocessing.parent_process()
         assert starter is not None
         end_with_parent(starter.pid)
@@ -193,7 +182,8 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
             # Lightning's launcher puts rank 0's result into a queue. This object has the queue's method `put`, and
             # sends the result through the pipe instead.
             queue: Any = SimpleNamespace(put=lambda value: pipe.send(("result", local_rank, value)))
-            self._wrapping_function(local_rank, *call, queue, state)
+            with ends_on_signals():
+                self._wrapping_function(local_rank, *call, queue, state)
         except RunEnded as ended:
             print(f"Rank {local_rank} ends: {ended}", file=sys.stderr, flush=True)
             pipe.send(("ended", local_rank, str(ended)))

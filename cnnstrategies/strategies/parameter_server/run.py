@@ -18,6 +18,7 @@ from cnnstrategies.cluster.stores import own_store
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.drivers.coordinator import JournalFile
 from cnnstrategies.paramserver.drivers.sockets import allow_threads
 from cnnstrategies.paramserver.private_directory import keys_in, let_go, make_run_directory, shared_directory
 from cnnstrategies.paramserver.security import is_local
@@ -201,7 +202,7 @@ def open_supervision(
             supervisor=supervision.process,
             max_joiners=max_joiners,
         )
-        journal = _journal(place) if coordinator_restarts else None
+        journal = _new_journal(place) if coordinator_restarts else None
         service = CoordinatorProcess(settings, place.key_file, place.directory, journal)
 
         def start_coordinator(incarnation: int) -> Handle:
@@ -235,10 +236,15 @@ def _address(
     )
 
 
-def _journal(place: Rendezvous) -> str:
-    """Return the path of the file on this machine from which a restarted coordinator reads its earlier state."""
+def _new_journal(place: Rendezvous) -> str:
+    """Create the file on this machine from which a restarted coordinator reads its earlier state.
+
+    Return the path of the file.
+    """
     directory = place.directory or _shared_directory(place.coordinator)
-    return f"{directory}/coordinator-{place.session}.journal"
+    path = f"{directory}/coordinator-{place.session}.journal"
+    JournalFile(Path(path)).create()
+    return path
 
 
 def _start_server(

@@ -1,0 +1,63 @@
+"""Helper processes of a rank ignore the signals that stop a run, and end with their rank."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from conftest import alive, run_forked
+from helper_program import STOPS, answer
+
+from cnnstrategies.runtime.helper_processes import shield_helpers
+from cnnstrategies.runtime.processes import spawned_by_a_thread
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_helper_ends_only_by_its_rank(method):
+    def run() -> None:
+        shield_helpers()
+        context = multiprocessing.get_context(method)
+        ours, theirs = context.Pipe()
+        with spawned_by_a_thread():
+            helper = context.Process(target=answer, args=(theirs, method == "fork"), daemon=True)
+            helper.start()
+        # The first signals arrive while a spawned helper is still importing.
+        for number in range(3):
+            for signum in STOPS:
+                subprocess.run(["sh", "-c", f"kill -{int(signum)} {helper.pid}"], check=True)
+            ours.send(number)
+            assert ours.recv() == number
+        ours.send(None)
+        blocked, ignored = ours.recv()
+        of_stops = sum(1 << signum - 1 for signum in STOPS)
+        assert int(blocked, 16) & of_stops == int(ignored, 16) & of_stops == 0
+        helper.terminate()
+        helper.join(60)
+        assert helper.exitcode == 0
+        shield_helpers(False)
+        other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+        other.start()
+        subprocess.run(["kill", str(other.pid)], check=True)
+        other.join(60)
+        assert other.exitcode == -signal.SIGTERM
+
+    assert run_forked(run, timeout=100) == (0, "")
+
+
+def test_a_helper_that_has_ignored_a_signal_ends_after_its_rank():
+    """The rank may be killed because it has not stopped in time. Nobody would end the helper."""
+
+    def run() -> None:
+        shield_helpers()
+        helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+        helper.start()
+        subprocess.run(["kill", str(helper.pid)], check=True)
+        print(helper.pid, flush=True)
+        os._exit(0)
+
+    # `run_forked` fails if a process is left behind.
+    code, output = run_forked(run, timeout=100)
+    assert code == 0
+    assert not alive(int(output))
