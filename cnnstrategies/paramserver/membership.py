@@ -139,6 +139,7 @@ class Membership:
             "host": socket.gethostname(),
             "endpoint": endpoint,
             "public_key": "" if self.keys is None else self.keys.public,
+            "run": address.run,
         }
         self.participant = Participant(address, process_number(self.keys), hello)
         self._changed = threading.Condition()

@@ -30,7 +30,6 @@ from cnnstrategies._lightning_private import (
     ranks_are_children,
 )
 from cnnstrategies.checkpoints.io import load_mapped
-from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.old_names import refuse_old_names
@@ -287,8 +286,7 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
         existed = dist.is_initialized()
-        with on_loopback(self):
-            super().setup_environment()
+        super().setup_environment()
         own_metric_states(self.lightning_module)
         keep_batches(self.lightning_module.trainer)
         if self.placement.replicas[0] == 1:
