@@ -16,7 +16,7 @@ from cnnstrategies.runtime.process_ids import ProcessId
 LONGEST = 256  # Largest number of characters of a text in a record.
 LARGEST_PID = 2**31
 # First number that is too large, by the type of a field.
-LARGEST = {bool: 2, int: 2**64, float: 2.0**32}
+LARGEST: dict[object, float] = {bool: 2, int: 2**64, float: 2.0**32}
 HEARTBEAT = 3.0  # Seconds between two heartbeats of an owner.
 # Seconds without a heartbeat after which the owner counts as dead, if its process cannot be checked. The ranks of a
 # restarted run wait for rank 0 for at least 60 s, so the time must be shorter.
@@ -36,7 +36,7 @@ class Owner:
         system: Digest of the machine's boot and of the container; see :class:`ProcessId`.
         pid: Process id of the owner.
         start: Start time of the owner's process.
-        launch: Description of the owner's launch, such as ``SLURM 4711.0``; empty if the launcher has no id.
+        launch: Description of the owner's launch, such as ``SLURM step 4711.0``; empty if the launcher has no id.
         token: Random text that the owner shares with the processes that it starts.
         folder: Inode of the folder. A copy of the folder has another inode.
         since: Time at which the process became the owner, in seconds since the epoch.

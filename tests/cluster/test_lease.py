@@ -20,7 +20,7 @@ from cnnstrategies.runtime.process_ids import ProcessId
 
 pytestmark = pytest.mark.light
 RUN = Path("runs/digits")
-OWNER = Owner("ann", "alpha", "0123456789ab", 17, 99, "SLURM 4711.0", "token", 5, 1.0)
+OWNER = Owner("ann", "alpha", "0123456789ab", 17, 99, "SLURM step 4711.0", "token", 5, 1.0)
 
 
 class Time:
@@ -120,7 +120,7 @@ def test_an_owner_on_another_machine_is_waited_for_only_until_its_heartbeat() ->
     with pytest.raises(HeldError) as held:
         time.take(waits=waited.append)
     assert held.value.folder == RUN
-    assert str(held.value.owner).startswith("ann on alpha (process 17, SLURM 4711.0) since 19")
+    assert str(held.value.owner).startswith("ann on alpha (process 17, SLURM step 4711.0) since 19")
     assert len(waited) == 1
     assert time.now <= HEARTBEAT
 

@@ -68,7 +68,7 @@ def test_two_runs_without_a_name_get_two_folders() -> None:
 
 def other_run(folder: Path) -> Owner:
     folder.mkdir(parents=True)
-    owner = replace(Owner.of_this_process(folder, "SLURM 4711.0", "other"), user="ann")
+    owner = replace(Owner.of_this_process(folder, "SLURM step 4711.0", "other"), user="ann")
     (folder / ".owner-1.json").write_bytes(owner.content())
     return owner
 
@@ -84,7 +84,7 @@ def test_the_second_run_is_refused_in_one_line(capsys: pytest.CaptureFixture[str
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert line == (
         f"cnnstrategies: error: the run digits is already running: {RUN.absolute()} belongs to ann on {owner.host} "
-        f"(process {os.getpid()}, SLURM 4711.0) since {str(owner)[-19:]}; wait until it has ended, or choose another "
+        f"(process {os.getpid()}, SLURM step 4711.0) since {str(owner)[-19:]}; wait until it has ended, or choose another "
         "name, such as --run_name digits-2"
     )
     assert [path.name for path in RUN.iterdir()] == [".owner-1.json"]

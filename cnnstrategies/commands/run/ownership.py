@@ -17,8 +17,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import choose_next_version, chooses_version
-from cnnstrategies.cluster.launchers import Environ, detected, rank_launcher
 from cnnstrategies.cluster.lease import HeldError, Lease, holding, is_unused, newest
+from cnnstrategies.cluster.run_identity import launch_of
 from cnnstrategies.cluster.run_owner import SILENCE, Observation, Owner, State
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
@@ -46,7 +46,7 @@ def owns_folders(trainer: Trainer, command: str, name: str | None) -> Iterator[N
         ConfigurationError: Another run owns a folder.
     """
     folders = written_folders(trainer, command == "fit", name)
-    launch = launch_text(os.environ)
+    launch = launch_of(os.environ)
     inherited = os.environ.get(TOKEN)
     if not trainer.is_global_zero:
         with leaves_to_others(trainer, folders if inherited is None else [], launch):
@@ -120,18 +120,6 @@ def own_version(logger: CSVLogger | TensorBoardLogger) -> Iterator[None]:
             folder.rmdir()
 
 
-def launch_text(environ: Environ) -> str:
-    """Return a text about this process's launch, such as ``SLURM 4711.0``. All ranks of a launch have the same text.
-
-    It is empty if no launcher has an id.
-    """
-    launcher = rank_launcher(environ)
-    for candidate in detected(environ) if launcher is None else [launcher]:
-        if launch := candidate.launch_id(environ):
-            return f"{candidate.title} {launch}"
-    return ""
-
-
 def refusal(held: HeldError, command: str, name: str | None) -> str:
     """Return the error message for a run whose folder belongs to another run.
 
@@ -171,7 +159,7 @@ def leaves_to_others(trainer: Trainer, folders: Sequence[Path], launch: str) -> 
     Args:
         trainer: Trainer of the run.
         folders: Folders of the run. Nothing happens on a machine on which a folder does not exist.
-        launch: Text about this process's launch, from :func:`launch_text`. Nothing happens without a text.
+        launch: Text that names this process's launch. Nothing happens without a text.
     """
     connected = threading.Event()
 
