@@ -157,8 +157,9 @@ class Worker:
         have no values yet, this method waits until a worker has sent them the initial values.
 
         Args:
-            has: A step whose gradients this worker already has; None if there is no such step. Pass this step if all
-                workers that began the step may have died.
+            has: Number of a step whose gradients this worker already holds; None if it holds none. Give the number if
+                all workers that began this step may have died: this worker may then begin with this step, and push
+                those gradients in their place.
 
         Returns:
             The step with which this worker begins, which is also in :attr:`step`.

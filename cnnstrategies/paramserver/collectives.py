@@ -23,7 +23,8 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-SMALL_BYTES = 1 << 10  # largest tensor, in bytes, that a reduction sends to all workers
+# Size in bytes up to which a reduction sends each worker's tensor to all workers. Larger tensors go only to one worker.
+SMALL_BYTES = 1 << 10
 
 
 @dataclass(frozen=True)

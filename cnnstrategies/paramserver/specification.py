@@ -20,7 +20,9 @@ Mode = Literal["sync", "async", "ssp", "local"]
 if TYPE_CHECKING:
     PushCompression = str
     PullCompression = str
-else:  # The types list all names, so that the command line's help shows them, and its parser refuses other names.
+else:
+    # At run time, these two types contain the names of all compressions, so that the command line's help shows the
+    # names and its parser refuses any other.
     PushCompression = Literal[(*payload_names(), AUTO)]
     PullCompression = Literal[(*payload_names(pulls=True), AUTO)]
 

@@ -100,7 +100,7 @@ class GraphCosts:
     def sent_bytes(self) -> tuple[int, ...]:
         """Bytes that would be sent to later stages over a cut directly before each node.
 
-        Element i belongs to node i. The tuple ends with an additional element 0.
+        Element i belongs to node i. The tuple has one more element at its end, with the value 0.
         """
         return self._crossing([value.bytes for value in self.values])
 
@@ -108,7 +108,7 @@ class GraphCosts:
     def sent_gradient_bytes(self) -> tuple[int, ...]:
         """Bytes of gradients that would be sent back over a cut directly before each node.
 
-        Element i belongs to node i. The tuple ends with an additional element 0.
+        Element i belongs to node i. The tuple has one more element at its end, with the value 0.
         """
         return self._crossing([value.gradient_bytes for value in self.values])
 

@@ -105,7 +105,10 @@ class CombinedWorker:
     # Start of the run
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
-        """Keep the optimizer's state for the run's start. The parameters must not change before :meth:`join`.
+        """Store the optimizer's state with which the run is to start.
+
+        If this worker is its node's leader at the first step, it passes the state on to its connection with the
+        servers. The parameters must not change before :meth:`join`.
 
         Args:
             optimizer_state: A plain ``Optimizer.state_dict()`` over all parameters; None if the optimizer has no state.

@@ -283,7 +283,7 @@ class Rounds:
         self._send_when_seen(result, [(contribution, True) for contribution in joiners.values()])
 
     def _send_when_seen(self, result: _Result, replies: list[tuple[_Contribution, bool]]) -> None:
-        """Send a result now, or keep it until all servers have seen the view with the result's new membership."""
+        """Send a result, or keep it until all servers have seen the view that contains the workers which it admits."""
         if result.view and self._roster.not_seen(result.view):
             self._held_results.append((result, replies))
             return

@@ -102,7 +102,7 @@ class Pushes:
         return self._pieces.get(key, {}).keys() >= set(workers)
 
     def has_none(self, key: int) -> bool:
-        """Return whether no worker has pushed a slice."""
+        """Return whether the slice with this key has not been pushed by any worker."""
         return not self._pieces.get(key)
 
     def mean(self, slice_: Slice, workers: Iterable[MemberKey], buffer: Tensor) -> Tensor | None:

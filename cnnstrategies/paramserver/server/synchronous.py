@@ -115,7 +115,7 @@ class Synchronous:
         """Send this server's state again to a server that has missed messages of this server.
 
         If this server is the leader, it sends its decision. If the other server is the leader, this server sends its
-        report, and its squared norm if the norm is known.
+        report, and the squared norm of the mean gradient in its slices if this norm is known.
         """
         if self.leader == self._server:
             if self._decision is not None:
@@ -308,7 +308,7 @@ class Synchronous:
             self._outbox.to_server(self.leader, Kind.VOTE, json={"complete": votes})
 
     def proceed(self) -> None:
-        """Decide the current step if this server is the leader, and the pushes of all members are complete."""
+        """If this server is the leader and the pushes of all members are complete, decide the current step."""
         if self.leader != self._server or not self.roll.complete:
             return
         if self._lacks_a_holder:

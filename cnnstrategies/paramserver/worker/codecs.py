@@ -158,9 +158,9 @@ class CodecChooser:
         """Use the chosen level until the time of a step has changed, or for `wait` steps if it does not change.
 
         Args:
-            times: Seconds of steps at the chosen level.
+            times: Times of earlier steps at the chosen level, in seconds.
             wait: Number of steps between two rounds.
-            slack: Normal variation of a step's time, as the natural logarithm of a ratio.
+            slack: Normal variation of a step's time: the natural logarithm of its ratio to the median time.
 
         Returns:
             A pair. The first number is 1 if steps have become slower, -1 if steps have become faster, and 0 if their
