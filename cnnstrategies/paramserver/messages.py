@@ -113,7 +113,7 @@ class InvalidMessageError(ControlError):
 
 
 class OutdatedMessageError(InvalidMessageError):
-    """An error for a message that its sender has sent before it learned of a change, or that has arrived too early.
+    """An error for a message that was sent before its sender learned of a change, or that has arrived too early.
 
     For example, the membership has changed since the message was sent, or an earlier message of the sender is still on
     its way. The sender repeats such messages if necessary, so servers only count them, and do not report them.
@@ -165,8 +165,8 @@ class Header(NamedTuple):
         base: See the table.
         weight: See the table.
         level: In BEGIN with ``compression: auto``: level of the worker's encodings in the ladder of encodings. Level 1
-            is the most exact, and the highest level has the smallest payloads. In PULLED: the `level` that the first
-            member of the common step sent in BEGIN. In PULL: 1 to request the optimizer's state.
+            is the most exact, and the highest level has the smallest payloads. In PULLED: the `level` in the BEGIN
+            message of the first worker in the common step's decision. In PULL: 1 to request the optimizer's state.
         question: In a PULL for the current values: id of the pull. The PULLED reply contains the same id, so that the
             worker can recognise a late reply to an earlier PULL. 0 in all other pulls.
     """

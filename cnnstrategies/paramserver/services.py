@@ -199,7 +199,7 @@ def start(service: Service, method: StartMethod) -> Handle:
 
     Args:
         service: Settings of the service.
-        method: Whether to fork this process, or to start a new Python program.
+        method: ``fork`` to fork this process; ``program`` to start a new Python program.
     """
     if method == "fork":
         context = multiprocessing.get_context("fork")

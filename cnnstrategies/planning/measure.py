@@ -50,8 +50,8 @@ def profile(
     number generators, are restored afterwards.
 
     If the network does not fit into the device's memory, it stays in CPU memory. Each node is then moved to the device,
-    runs its forward and immediately its backward, and is moved back. The times are not scaled, because the whole
-    network cannot run on the device.
+    runs its forward and immediately its backward, and is moved back. In this case the times are not scaled, because the
+    whole network cannot run on the device.
 
     Args:
         traced: The traced network.

@@ -57,7 +57,7 @@ class Problem:
         return self._time[end] - self._time[start]
 
     def stages(self, layout: Layout) -> Iterator[tuple[int, int, int]]:
-        """Yield, for each stage, the index of its first node, the index after its last node, and its replicas."""
+        """Yield, for each stage: index of the first node, index after the last node, and number of replicas."""
         bounds = (0, *layout.cuts, len(self.costs.nodes))
         return zip(bounds[:-1], bounds[1:], layout.replicas, strict=True)
 

@@ -320,9 +320,9 @@ class Coordinator:
         return None
 
     def _put(self, now: float, member: Member, message: Message) -> Fields:
-        """Store the specification in the message, unless a worker has sent it before.
+        """Store the specification that the message contains, unless another message has already brought it.
 
-        Send the stored specification to the members that wait for it.
+        Then send the stored specification to the members that wait for it.
         """
         if self.specification is None:
             self.specification = message.frames
