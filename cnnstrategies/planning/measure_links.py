@@ -30,8 +30,8 @@ LEAST = 0.01
 def measure_local_link(device: torch.device, backend: str) -> Link:
     """Measure latency and bandwidth between two processes on this machine.
 
-    Both are computed from two durations: that of the fastest of 12 round trips with 1 KiB, and that of the fastest of
-    12 round trips with 8 MiB.
+    Both are computed from two durations: the duration of the fastest of 12 round trips with 1 KiB, and the duration of
+    the fastest of 12 round trips with 8 MiB.
 
     Args:
         device: Device of the type that training will use. If it is a GPU, the two processes use the first two GPUs.
@@ -77,8 +77,9 @@ def _ping_pong(rank: int, folder: str, device: torch.device, backend: str) -> No
 def measure_cluster(nodes: int, device: torch.device) -> Cluster:
     """Measure the links between the ranks of the default process group. All ranks must call this.
 
-    Rank 0 measures the link to rank 1, and the link to the first rank of the next machine. All other links inside a
-    machine are assumed to be equal to the first link, and all other links between machines to the second link.
+    Rank 0 measures the link to rank 1, and the link to the first rank of the next machine. All links inside machines
+    are assumed to be equal to the link to rank 1. All links between machines are assumed to be equal to the link to the
+    next machine.
 
     Args:
         nodes: Number of machines.

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import secrets
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from cnnstrategies.cluster.ray import node as node_module
 from cnnstrategies.cluster.ray.connection import in_words
 from cnnstrategies.cluster.ray.node import Node, RayNode
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.identity import LAUNCH
 from cnnstrategies.runtime.stop_signals import STOPPING, Repeated, acting_on, end_process
 
 REFUSED = 2  # Exit code for a mistake in the configuration. The run is not restarted, because it would fail again.
@@ -196,6 +198,8 @@ class Driver:
         """
         main = places[0]
         common = {**self.variables, "MASTER_ADDR": main.address, "MASTER_PORT": str(main.port)}
+        # A program that is left over from an earlier start does not know this secret, so that the ranks refuse it.
+        common[LAUNCH] = f"{secrets.token_hex(16)} Ray start {secrets.token_hex(4)}"
         _say(f"Starting on {', '.join(f'{place.host} ({place.address})' for place in places)}")
         return {
             actor.run.remote(self.script, self.directory, {**common, "NODE_RANK": str(node)}, str(log)): node

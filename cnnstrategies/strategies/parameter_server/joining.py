@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import leave_signals
+from cnnstrategies.cluster.run_identity import run_identity
 from cnnstrategies.data.sampling import seed_all
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
@@ -295,6 +296,7 @@ class JoiningStrategy(ParameterServerStrategy):
         worker = connection(run.membership, specification, value_tensors(module, specification))
         state = started.values[started.leader]
         check_seed(state["seed"])
+        check_configuration(state["configuration"], run_identity().configuration)
         self.options = replace(self.options, mode=specification.mode, staleness=specification.staleness)
         restore_trainer(self.trainer, optimizer, state)
         worker.join()
@@ -355,6 +357,21 @@ def check_parameters(run: Specification, configured: Specification) -> None:
                 f"{len(configured.parameters)}; the first difference is {expected or 'no parameter'} in the run "
                 f"and {parameter or 'no parameter'} here: use the run's own configuration"
             )
+
+
+def check_configuration(run: str, configured: str) -> None:
+    """Raise a ConfigurationError if a joiner's configuration is not the run's configuration.
+
+    Args:
+        run: Digest of the run's configuration; empty if the run is a script.
+        configured: Digest of this process's configuration.
+    """
+    if run and run != configured:
+        raise ConfigurationError(
+            f"the run has the configuration {run}, but this process has the configuration {configured}: use the run's "
+            "own configuration; only paths, the number of workers that load data, devices and options of the strategy "
+            "may differ"
+        )
 
 
 def check_seed(run_seed: str) -> None:
