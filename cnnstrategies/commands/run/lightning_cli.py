@@ -162,7 +162,8 @@ class CLI(LightningCLI):
             # first parsing uses a provisional number, because other keys may refer to the number.
             sys.argv[1:] = [*arguments, f"--{NUM_CLASSES}=2"]
             super().parse_arguments(parser, args)
-            # Ranks that are started as programs inherit these command-line arguments, and so the number of classes.
+            # Ranks that are started as new programs, not spawned or forked, get these command-line arguments, which
+            # include the number of classes.
             with _explains_failure():
                 sys.argv[1:] = [*arguments, f"--{NUM_CLASSES}={self._built_alone('data').num_classes}"]
         super().parse_arguments(parser, args)
