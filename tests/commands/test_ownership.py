@@ -84,8 +84,8 @@ def test_the_second_run_is_refused_in_one_line(capsys: pytest.CaptureFixture[str
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert line == (
         f"cnnstrategies: error: the run digits is already running: {RUN.absolute()} belongs to ann on {owner.host} "
-        f"(process {os.getpid()}, SLURM step 4711.0) since {str(owner)[-19:]}; wait until it has ended, or choose another "
-        "name, such as --run_name digits-2"
+        f"(process {os.getpid()}, SLURM step 4711.0) since {str(owner)[-19:]}; wait until it has ended, or choose "
+        "another name, such as --run_name digits-2"
     )
     assert [path.name for path in RUN.iterdir()] == [".owner-1.json"]
     assert "CNNSTRATEGIES_OWNER" not in os.environ
