@@ -1,7 +1,6 @@
 """Measure the latency and the bandwidth of the connection between two processes."""
 
 import os
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import Link
+from cnnstrategies.runtime.processes import temporary_folder
 
 # Sizes in bytes of the two messages whose round trips are measured.
 SMALL = 1024
@@ -40,7 +40,7 @@ def measure_local_link(device: torch.device, backend: str) -> Link:
     Raises:
         RuntimeError: One of the processes failed, for example because the backend is not available.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder("cnnstrategies_links_") as folder:
         try:
             start_processes(  # type: ignore[no-untyped-call]
                 _ping_pong,
