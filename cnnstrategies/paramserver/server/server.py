@@ -277,8 +277,8 @@ class Server:
     def _hello(self, worker: int, header: Header, payload: memoryview) -> None:
         """Act on a HELLO message, and reply with WELCOME.
 
-        There is no reply if this server does not have the worker's view yet, or if the worker is a newcomer and this
-        server does not know the other workers' steps yet. The worker then repeats the message.
+        This server does not reply in two cases: it does not have the worker's view yet; or the worker is a newcomer,
+        and this server does not know the other workers' steps yet. The worker then repeats the message.
         """
         if header.base > self.view.number:
             return  # The worker has a newer view, and repeats the HELLO until this server also has the newer view.

@@ -151,7 +151,7 @@ class Contest:
         Args:
             work: Name of the work, for the progress display.
             items: Argument of each call. Keys are the names of the settings.
-            do: Function to call.
+            do: Function to call. Its argument is an item of `items`.
 
         Raises:
             TrialError: The call for the default failed.
