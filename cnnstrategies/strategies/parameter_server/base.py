@@ -15,6 +15,7 @@ from torch.distributed import ReduceOp
 from torchmetrics import Metric
 from typing_extensions import override
 
+from cnnstrategies.cluster.claimed_processes import check_processes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.collectives import REDUCTIONS, Collectives
 from cnnstrategies.paramserver.coordinator.settings import Address
@@ -83,6 +84,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        check_processes(self.cluster_environment, self.num_nodes, self.num_processes)
         if self._start == "popen":
             self._launcher = WatchingScriptLauncher(self)
         else:
