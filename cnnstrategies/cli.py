@@ -14,8 +14,8 @@ from cnnstrategies.errors import ConfigurationError
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command that the command-line arguments name.
 
-    After a mistake of the user, print one line and exit with code 2. After a signal, exit with code 128 + the signal's
-    number.
+    After a mistake of the user, print one line and exit with the error's exit code, usually 2. After a signal, exit
+    with code 128 + the signal's number.
 
     Args:
         args: Command-line arguments without the program's name; by default the arguments of this process.
@@ -36,7 +36,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
         if shows_tracebacks():
             raise
-        fail(in_one_line(str(error)))
+        fail(in_one_line(str(error)), error.exit_code)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 

@@ -139,6 +139,7 @@ class Membership:
             "host": socket.gethostname(),
             "endpoint": endpoint,
             "public_key": "" if self.keys is None else self.keys.public,
+            "run": address.run,
         }
         self.participant = Participant(address, process_number(self.keys), hello)
         self._changed = threading.Condition()
@@ -220,6 +221,14 @@ class Membership:
             signal: Number of the signal.
         """
         self._call(Call(0, "signal", {"signal": signal}))
+
+    def give_up(self, reason: str) -> None:
+        """Make all waits of this process raise RunEnded. Other processes do not learn of this.
+
+        Args:
+            reason: Text of the RunEnded.
+        """
+        self._set_ended(End(reason, clean=True))
 
     @property
     def stop_signal(self) -> int | None:

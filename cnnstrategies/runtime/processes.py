@@ -201,7 +201,32 @@ def first_to_fail(code: int) -> bool:
     return True
 
 
-def failed_elsewhere(launcher: Any, seconds: float = 10.0) -> int:
+def wait_for_end(process: int, launcher: Any, seconds: float = 10.0) -> None:
+    """Wait until a rank of this machine has ended.
+
+    Args:
+        process: Id of the rank's process.
+        launcher: Lightning's launcher, which may have started the rank.
+        seconds: Longest time to wait.
+    """
+    for started in started_processes(launcher):
+        if isinstance(started, subprocess.Popen) and started.pid == process:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                started.wait(seconds)
+            return
+    deadline = time.monotonic() + seconds
+    while _is_running(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _is_running(process: int) -> bool:
+    """Whether a process of this machine has not ended. A zombie has ended, even if its parent has not waited for it."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def failed_elsewhere(launcher: Any) -> int:
     """Wait until the rank that failed first has reported its error and ended, and return the exit code of this rank.
 
     Without waiting, Lightning would kill all ranks as soon as any rank has ended, possibly before the rank that failed
@@ -209,17 +234,9 @@ def failed_elsewhere(launcher: Any, seconds: float = 10.0) -> int:
 
     Args:
         launcher: Lightning's launcher, which has started the ranks.
-        seconds: Longest time to wait.
     """
     process, code = map(int, os.readlink(os.environ[REFUSED]).split())
-    for started in started_processes(launcher):
-        if isinstance(started, subprocess.Popen) and started.pid == process:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                started.wait(seconds)
-            return code
-    deadline = time.monotonic() + seconds
-    while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for_end(process, launcher)
     return code
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from cnnstrategies._lightning_private import ranks_are_children
-from cnnstrategies.cluster.stores import on_loopback
+from cnnstrategies.cluster.rendezvous import ranks_meet
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.verifying.batches import BatchKeeper, DoubleBatchKeeper, samples
 from cnnstrategies.verifying.recorder import END, Recorder, RunRole, settle
@@ -123,7 +123,7 @@ def verify(
             raise ConfigurationError(
                 f"strategy={kind.__name__}: {FORK_OPTION if accepts_start_method(kind) else FORKS}"
             )
-        with on_loopback(fitting.strategy):
+        with ranks_meet(fitting.strategy):
             fitting.fit(module, **fit_arguments)
 
     return verdict_of(train)

@@ -1,8 +1,6 @@
 """Tests of sessions: scripts with several functions, waits for missing processes, and stops."""
 
-import contextlib
 import signal
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +16,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.parameter_server import base, run
+from cnnstrategies.strategies.parameter_server import base
 from cnnstrategies.strategies.parameter_server.run import VARIABLE, NodeLayout, Sessions
 
 LAYOUT = NodeLayout(1, 0, 2, "127.0.0.1", 29400)
@@ -31,14 +29,6 @@ def layout() -> NodeLayout:
 
 def options(**changes):
     return ParameterServerStrategy(**changes).options
-
-
-def test_the_layout_is_read_after_torchruns_store_has_moved(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    ports = [29400]
-    monkeypatch.setattr(run, "own_store", lambda listens: contextlib.nullcontext(ports.append(29401)))
-    place = Sessions().open(options(security="none"), lambda: replace(LAYOUT, nodes=2, main_port=ports[-1]), True)
-    assert place.coordinator == "tcp://127.0.0.1:29401"
 
 
 @pytest.mark.cluster

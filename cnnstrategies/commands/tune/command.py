@@ -21,6 +21,7 @@ from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.tune.contest import Contest, repeats, table
 from cnnstrategies.planning.tune.settings import Setting, factorial, joined, nested, write_commented
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, ONE_BATCH, TrialError
+from cnnstrategies.runtime.stop_signals import interruptible
 
 MOST_WORKERS = 4  # Largest number of worker processes of a DataLoader that ``tune`` tries for each rank.
 # Name of the phase that tries settings of the DataLoader. The trials of this phase load a new batch in each step. The
@@ -46,7 +47,8 @@ def main(options: TuneOptions, arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="cnnstrategies_tune_") as folder, console.status("") as status:
         search = Search(["fit", *arguments], Path(folder), cli.config, device, options, status)
         try:
-            search.run(phases)
+            with interruptible():
+                search.run(phases)
         except KeyboardInterrupt:
             status.stop()
             console.print("Interrupted. Results so far:")

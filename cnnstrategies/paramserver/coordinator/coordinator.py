@@ -234,7 +234,10 @@ class Coordinator:
     def _hello(self, now: float, sender: Peer, message: Message) -> None:
         if self.roster.gone.get(sender):
             return  # This is a late copy of a registration whose process has left, so no reply is needed.
-        if (end := self._end_for(sender)) is not None:
+        if (stranger := self.roster.stranger(sender, message)) is not None:
+            fields = {"message": stranger, "clean": False, "stranger": True}
+            self._send(sender, Message(REFUSED, fields, request=message.request))
+        elif (end := self._end_for(sender)) is not None:
             self._send(sender, Message(REFUSED, end, request=message.request))
         elif self.roster.admit(now, sender, message):
             self._send(sender, Message(DONE, self.roster.view_message.fields, request=message.request))

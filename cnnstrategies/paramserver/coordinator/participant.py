@@ -135,6 +135,9 @@ class Participant:
     def _answered(self, now: float, request: Request, message: Message) -> Effects:
         kind = request.message.kind
         if message.kind == REFUSED and kind == "hello":
+            if message.flag("stranger"):
+                # The run continues with its own processes, so it must not record that this process has ended.
+                return self._end(message.string("message"), clean=False)
             return self._accept_end(message)
         if kind == "hello":
             return [*self._take_view(message), *self._beat(), *self._asking.resend()]

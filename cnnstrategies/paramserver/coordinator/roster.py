@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from cnnstrategies.identity import Identity
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
@@ -240,6 +241,27 @@ class Roster:
         self.gone[peer] = left
 
     # Registration
+
+    def stranger(self, peer: Peer, hello: Message) -> str | None:
+        """Return the error message for an original worker that belongs to another run, or None for all other processes.
+
+        Servers and joiners have no identity: whoever starts them has chosen this run.
+
+        Args:
+            peer: Identity of the process.
+            hello: The registration's message.
+        """
+        expected = self._settings.run
+        if not expected or peer.role != WORKER or self.is_joiners_place(peer.role, peer.id):
+            return None
+        text = hello.string("run")
+        if text == expected:
+            return None
+        try:
+            run = str(Identity.read(text))
+        except ValueError:
+            run = "a program with another version of cnnstrategies"
+        return f"this process of {run} has reached {Identity.read(expected)} at {self._settings.endpoint}"
 
     def refusal(self, peer: Peer) -> str | None:
         """Return the error message for a process that may not become a member.

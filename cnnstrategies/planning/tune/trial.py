@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cnnstrategies.runtime.stop_signals import raise_if_interrupted
+
 TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable with the path of the socket from which ranks receive commands.
 # Names of the two modules whose function `main` the ranks of a trial can run. With `ONE_BATCH`, all steps use the same
 # batch. With `AS_IN_TRAINING`, each step loads a new batch, as in `fit`.
@@ -175,6 +177,7 @@ class Trial:
     def _wait_until(self, done: Callable[[], bool], work: Callable[[], None]) -> None:
         deadline = time.monotonic() + self._seconds
         while not done():
+            raise_if_interrupted()
             if self.process.exitcode is not None:
                 raise TrialError(self.cause())
             if time.monotonic() > deadline:

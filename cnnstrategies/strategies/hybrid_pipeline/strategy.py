@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed import ReduceOp
@@ -31,7 +30,6 @@ from cnnstrategies._lightning_private import (
     ranks_are_children,
 )
 from cnnstrategies.checkpoints.io import load_mapped
-from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.old_names import refuse_old_names
@@ -45,6 +43,7 @@ from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.exact_means import widened
+from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.hybrid_pipeline.balancing import begin_dealing
 from cnnstrategies.strategies.hybrid_pipeline.batches import NoBatch, PredictionLoader, StageLoader
 from cnnstrategies.strategies.hybrid_pipeline.comparison import (
@@ -84,7 +83,7 @@ from cnnstrategies.strategies.protocol import GradientWeighting, StepKind, Strat
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
 
 
-class HybridPipelineStrategy(StrategyFacts, DDPStrategy):
+class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
     """Pipeline and data parallel training: the network is cut into stages, and a stage may have several replicas.
 
     Each replica is one device. The replicas of the first stage load batches as DDP processes do; the other ranks load
@@ -287,8 +286,7 @@ class HybridPipelineStrategy(StrategyFacts, DDPStrategy):
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
         existed = dist.is_initialized()
-        with on_loopback(self):
-            super().setup_environment()
+        super().setup_environment()
         own_metric_states(self.lightning_module)
         keep_batches(self.lightning_module.trainer)
         if self.placement.replicas[0] == 1:
@@ -587,7 +585,7 @@ class HybridPipelineStrategy(StrategyFacts, DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
         leave_group_at_exit()
-        if isinstance(exception, PeerError) and not failed_before():
+        if isinstance(exception, PeerError) and not (failed_before() or self.failed_elsewhere):
             # Lightning kills all ranks when it sees a dead one, maybe before the traceback is shown.
             print(exception, file=sys.stderr, flush=True)
         if isinstance(
