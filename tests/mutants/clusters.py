@@ -3,20 +3,24 @@
 import contextlib
 from dataclasses import replace
 
+import test_handshake
 import test_job
 import test_job_files
 import test_loopback
 import test_platforms
+import test_rendezvous
 import test_run_folder
-import test_torchrun
 from mutants.faulty import removes, replaces
 from torch.distributed import TCPStore
 
 from cnnstrategies.cluster.claimed_processes import check_processes
+from cnnstrategies.cluster.handshake import Door
 from cnnstrategies.cluster.job import sbatch_script
 from cnnstrategies.cluster.job_files import JobFiles
+from cnnstrategies.cluster.rendezvous import ranks_meet
 from cnnstrategies.cluster.run_folder import refuse_anothers
-from cnnstrategies.cluster.stores import LOOPBACK, on_loopback, own_store, serve_on_loopback
+from cnnstrategies.cluster.search import Search
+from cnnstrategies.cluster.stores import LOOPBACK, serve_on_loopback
 
 
 @replaces(sbatch_script, killed_by=test_job.test_warned_and_preempted_jobs_are_requeued_and_failed_jobs_are_not)
@@ -35,20 +39,14 @@ removes(
 
 
 removes(
-    own_store,
-    "restarted ranks use the store of the dead ranks",
-    killed_by=test_torchrun.test_each_start_has_its_own_store_instead_of_the_agents,
-    gives=contextlib.nullcontext(),
-)
-removes(
-    on_loopback,
+    ranks_meet,
     "a run on one machine listens at the address that torch chooses",
     killed_by=test_loopback.test_a_script_without_the_command_line_listens_on_the_loopback_only,
     gives=contextlib.nullcontext(),
 )
 
 
-@replaces(serve_on_loopback, killed_by=test_torchrun.test_each_start_has_its_own_store_instead_of_the_agents)
+@replaces(serve_on_loopback, killed_by=test_rendezvous.test_under_torchrun_each_start_of_each_run_has_its_own_store)
 def the_store_of_one_machine_listens_on_all_interfaces(original, address=LOOPBACK, port=0):
     return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)
 
@@ -65,3 +63,21 @@ def a_second_submission_overwrites_the_files_of_the_first(original, self, config
     self.folder.mkdir(parents=True, exist_ok=True)
     self.configuration.write_text(configuration)
     self.script.write_text(str(script))
+
+
+@replaces(
+    Door.refusal,
+    killed_by=test_handshake.test_two_runs_with_one_port_never_mix_in_any_order,
+    other=test_handshake.OTHER,
+)
+def rank_0_lets_ranks_of_other_runs_in(original, self, hello):
+    return None
+
+
+@replaces(
+    Search.waits,
+    killed_by=test_handshake.test_two_runs_with_one_port_never_mix_in_any_order,
+    other=test_handshake.OTHER,
+)
+def a_rank_leaves_before_its_own_rank_0_arrives(original, self, refused):
+    return False

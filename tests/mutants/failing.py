@@ -21,7 +21,9 @@ def a_failed_rank_saves_a_checkpoint_without_the_other_ranks(original, self, tra
     pass
 
 
-@replaces(FailureStore.fail_together, killed_by=TOGETHER, points=["step 3", "step 4", "step 3"], seconds=3, together=False)
+@replaces(
+    FailureStore.fail_together, killed_by=TOGETHER, points=["step 3", "step 4", "step 3"], seconds=3, together=False
+)
 def ranks_that_have_failed_at_different_steps_save_together(original, self, point, seconds):
     return original(self, "any", seconds)
 

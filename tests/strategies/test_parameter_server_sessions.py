@@ -1,8 +1,6 @@
 """Tests of sessions: scripts with several functions, waits for missing processes, and stops."""
 
-import contextlib
 import signal
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,14 +31,6 @@ def layout() -> NodeLayout:
 
 def options(**changes):
     return ParameterServerStrategy(**changes).options
-
-
-def test_the_layout_is_read_after_torchruns_store_has_moved(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    ports = [29400]
-    monkeypatch.setattr(run, "own_store", lambda listens: contextlib.nullcontext(ports.append(29401)))
-    place = Sessions().open(options(security="none"), lambda: replace(LAYOUT, nodes=2, main_port=ports[-1]), True)
-    assert place.coordinator == "tcp://127.0.0.1:29401"
 
 
 def test_a_coordinator_that_is_stopped_at_its_start_can_be_replaced(monkeypatch, tmp_path):

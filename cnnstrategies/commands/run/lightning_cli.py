@@ -20,6 +20,7 @@ from cnnstrategies._lightning_private import keep_batches
 from cnnstrategies.checkpoints.check import check_weights
 from cnnstrategies.cluster.environment import check_world, local_rank
 from cnnstrategies.cluster.run_folder import configuration_hash, find_run, place
+from cnnstrategies.cluster.run_identity import declare
 from cnnstrategies.commands.arguments.keys import configured_keys, read_yaml
 from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.arguments.refuse import shows_tracebacks
@@ -48,6 +49,7 @@ from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.image_folder import images_of_folder
 from cnnstrategies.deploy.inference import give_predict_step
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.identity import configuration_digest
 from cnnstrategies.models.network_module import NetworkModule
 from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
 from cnnstrategies.pretrained import trained_with
@@ -159,7 +161,8 @@ class CLI(LightningCLI):
             # first parsing uses a provisional number, because other keys may refer to the number.
             sys.argv[1:] = [*arguments, f"--{NUM_CLASSES}=2"]
             super().parse_arguments(parser, args)
-            # Ranks that are started as programs inherit these command-line arguments, and so the number of classes.
+            # Ranks that are started as new programs, not spawned or forked, get these command-line arguments, which
+            # include the number of classes.
             with _explains_failure():
                 sys.argv[1:] = [*arguments, f"--{NUM_CLASSES}={self._built_alone('data').num_classes}"]
         super().parse_arguments(parser, args)
@@ -209,6 +212,7 @@ class CLI(LightningCLI):
             config.ckpt_path, keywords=KEYWORDS if self.subcommand in FROM_WEIGHTS else CHECKPOINT_KEYWORDS
         )
         self.named = find_run(config.run_name, configuration_hash(config), os.environ)
+        declare(self.named, configuration_digest(str(self.subcommand), config.as_dict()))
         if self.named is not None:
             place(config, self.named)
 

@@ -85,6 +85,7 @@ class _Watching:
         Returns:
             The supervision of the processes, which shows how each process has ended.
         """
+        self._strategy.find_main_port(self._strategy.node_rank, self._strategy.num_nodes)
         options, layout = self._strategy.options, self._strategy.layout()
         place = choose_rendezvous(options, layout, SESSIONS.launch(), supervised=True)
         place.publish()
