@@ -38,6 +38,7 @@ from cnnstrategies.commands.run.errors import (
 )
 from cnnstrategies.commands.run.failures import explain_build_error, explain_run_error
 from cnnstrategies.commands.run.outcome import ends_together
+from cnnstrategies.commands.run.ownership import owns_folders
 from cnnstrategies.commands.run.parser import ArgumentParser
 from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.commands.run.start_from import KEYWORDS, check_trained, checkpoint_of
@@ -296,6 +297,11 @@ class CLI(LightningCLI):
             function: The trainer's method.
             **kwargs: Arguments of the method, from the configuration.
         """
+        with owns_folders(self.trainer, str(self.subcommand), self.named):
+            self._run_as_owner(function, **kwargs)
+
+    def _run_as_owner(self, function: Callable[..., Any], **kwargs: Any) -> None:
+        """Do the work of :meth:`_run`, while no other run writes to the folders of this run."""
         training = self.subcommand == "fit"
         ckpt_path = kwargs["ckpt_path"]
         config = self.config[self.subcommand]
