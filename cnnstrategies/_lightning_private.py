@@ -17,6 +17,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalState
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
@@ -29,6 +30,16 @@ from cnnstrategies.errors import ConfigurationError
 
 # Lightning's private classes, which this module exports under public names.
 __all__ = ["GlobalState", "MultiProcessingLauncher", "ScriptLauncher"]
+
+
+def chooses_version(logger: CSVLogger | TensorBoardLogger) -> bool:
+    """Return whether a logger will choose its version itself, as the next number that has no folder yet."""
+    return logger._version is None
+
+
+def choose_next_version(logger: CSVLogger | TensorBoardLogger) -> None:
+    """Make a logger choose its version again, because another run has just created the folder of its version."""
+    logger._version = None
 
 
 def acts_within_epochs(callback: Callback) -> str | None:

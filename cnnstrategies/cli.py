@@ -23,14 +23,17 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if args is not None:
             sys.argv[1:] = args
-        from cnnstrategies.runtime.stop_signals import ends_on_signals
+        from cnnstrategies.runtime.stop_signals import ends_on_signals, wait_if_ending
 
         # During training, the callback GracefulStop acts on signals instead.
         with ends_on_signals():
             from cnnstrategies.commands.arguments.refuse import write_anywhere
 
             write_anywhere()
-            _run(sys.argv[1:])
+            try:
+                _run(sys.argv[1:])
+            finally:
+                wait_if_ending()  # An error may be a consequence of the signal that is ending this process.
     except ConfigurationError as error:
         from cnnstrategies.commands.arguments.refuse import fail, in_one_line, shows_tracebacks
 

@@ -112,10 +112,11 @@ def unchanging(view: View) -> Views:
 
 
 class Membership:
-    """A process's membership in a run, with a thread that runs the role :class:`Participant`.
+    """A process's membership in a run.
 
-    A separate thread sends the heartbeats, so a process does not count as dead during a long computation. The process
-    counts as dead if it is killed, or stopped for longer than the time-out.
+    A thread of its own runs the role :class:`Participant`, and sends the heartbeats. A process therefore does not count
+    as dead during a long computation. The process counts as dead if it is killed, or stopped for longer than the
+    time-out.
 
     Args:
         address: This process's role and id, the coordinator's endpoint, and time-outs.

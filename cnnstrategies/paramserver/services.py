@@ -202,7 +202,7 @@ def start(service: Service, method: StartMethod) -> Handle:
 
     Args:
         service: Settings of the service.
-        method: Whether to fork this process, or to start a new Python program.
+        method: ``fork`` to fork this process; ``program`` to start a new Python program.
     """
     with blocked_start():
         return _start(service, method)

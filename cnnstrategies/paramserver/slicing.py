@@ -140,11 +140,12 @@ def _contents_of_slices(specification: Specification) -> list[tuple[list[Part], 
 
 
 def _shared_bytes(specification: Specification) -> int:
-    """Return the largest size, in bytes, of a slice with several parameters; 0 if every slice has only one parameter.
+    """Return the largest allowed size, in bytes, of a slice with several parameters.
 
-    Slices have only one parameter if the optimizer needs whole tensors, or if a lossy compression may be used. A lossy
-    compression adds the part of a gradient that it leaves out to the slice's next gradient. If a slice had several
-    parameters, one of them could have no gradient in the next step, and its left-out part could then not be added.
+    The result is 0 if every slice must have only one parameter. This is the case if the optimizer needs whole tensors,
+    or if a lossy compression may be used. A lossy compression leaves out a part of each gradient, and adds this part to
+    the slice's next gradient. If a slice had several parameters, one of them could have no gradient in the next step,
+    and its left-out part could then not be added.
     """
     lossy = may_be_lossy(specification.compression)
     if lossy or not is_elementwise(load_optimizer(specification.optimizer)):

@@ -1,7 +1,6 @@
 """The start and the end of a run's processes. After a failure, one rank reports the failure, and all ranks end."""
 
 import contextlib
-import multiprocessing
 import os
 import shutil
 import signal
@@ -232,8 +231,6 @@ def _end_others(trainer: Trainer) -> None:
     launcher = trainer.strategy.launcher
     if launcher is not None:
         launcher.kill(signal.SIGKILL)
-    for child in multiprocessing.active_children():
-        child.kill()
     forget_failure()
 
 

@@ -194,7 +194,7 @@ class Reporter:
         self._asking = Asking(COORDINATOR, {"session": session})
 
     def start(self, now: float) -> Effects:
-        """Send all requests without a reply again. Call this after every new connection to the coordinator."""
+        """Send again all requests that have no reply yet. Call this after every new connection to the coordinator."""
         return self._asking.resend()
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
@@ -205,7 +205,7 @@ class Reporter:
         return effects if request is None else [*effects, Return(request.call, message)]
 
     def on_timer(self, now: float, name: str) -> Effects:
-        """Ask the coordinator about the requests without a reply. If all requests have replies, nothing is sent."""
+        """Ask the coordinator about the requests that have no reply yet. If there are none, nothing is sent."""
         return self._asking.on_timer(now)
 
     def on_call(self, now: float, call: Call) -> Effects:

@@ -1,4 +1,7 @@
-"""The coordinator's list of members, which decides on registrations, removals, and the end of the run after a loss.
+"""The coordinator's list of members.
+
+The list decides which processes are registered, which members are removed, and whether the run ends when a member is
+lost.
 
 A process that was removed cannot become a member again. Another process with a higher incarnation may take its place.
 After every change of the membership, the coordinator sends a view with the next number to all members.
@@ -187,7 +190,7 @@ class Roster:
         return member if member is not None and member.peer == peer else None
 
     def is_joiners_place(self, role: str, identity: int) -> bool:
-        """Return whether the place of a role and an id is reserved for joiners. The run does not wait for joiners."""
+        """Return whether the place with this role and id is reserved for joiners, for which the run does not wait."""
         return role == WORKER and identity >= self._settings.workers
 
     @property
@@ -206,7 +209,10 @@ class Roster:
         return None
 
     def missing(self) -> list[str]:
-        """Return the names of the servers and original workers for whose first process the coordinator still waits."""
+        """Return the names of the servers and original workers for which the coordinator still waits.
+
+        No process has registered yet in the place of such a server or worker.
+        """
         absent = [
             (role, identity)
             for (role, identity), place in self._places.items()

@@ -20,7 +20,7 @@ class Asynchronous:
     Attributes:
         clock: The clock that counts the steps that each worker has finished.
         roll: The roll call: a server that starts late waits until every worker has reported its number of steps.
-        updates: Number of pushes that this server has applied, as the primary of their slices.
+        updates: Number of pushes that this server has applied to slices whose primary is this server.
     """
 
     def __init__(self, specification: Specification, shard: Shard) -> None:

@@ -229,7 +229,7 @@ class Changes:
         return float(self.lineages[key] + 2)
 
     def encoded_values(self, key: int, encoding: int) -> Any:
-        """Return a slice's rounded values as a payload, if they have this encoding and are the slice's record.
+        """Return a slice's values in a rounded encoding as a payload, if the slice's record consists of these values.
 
         Otherwise return None. The caller then rounds the slice's values for this reply only, and the worker cannot add
         the next change to these values.

@@ -146,7 +146,7 @@ class Outgoing:
                 self._send(slice_.key)
 
     def send_again(self, keys: Collection[int], step: int) -> None:
-        """Send the BEGIN message to all servers again, and then the pushes of some slices that have no reply yet.
+        """Send again the BEGIN message to all servers, and then each push of these slices that has no reply yet.
 
         Args:
             keys: Keys of the slices.

@@ -72,9 +72,9 @@ class Pulls:
         self._used.setdefault(index)
 
     def reorder(self) -> None:
-        """Make later requests in the order in which the finished step used the parameters.
+        """From now on, request the parameters in the order in which the finished step used them.
 
-        If the step did not use all parameters, the order of requests stays the same.
+        If the step did not use all parameters, the order of the requests does not change.
         """
         if len(self._used) == len(self._by_parameter):
             self._order = list(self._used)
@@ -85,8 +85,9 @@ class Pulls:
 
         Args:
             step: The step that the worker will work on next.
-            refresh: Request the current values instead of the values with which `step` begins.
-            states: Request the optimizer's state instead of values. The reply then does not change the parameters.
+            refresh: Whether to request the current values instead of the values with which `step` begins.
+            states: Whether to request the optimizer's state instead of values. The reply then does not change the
+                parameters.
         """
         keys = list(dict.fromkeys(key for index in self._order for key in self._by_parameter[index]))
         self.refreshing = refresh
