@@ -212,7 +212,7 @@ def test_a_process_joins_or_is_refused_and_never_trains_alone(tmp_path: Path, mo
 def test_a_script_is_refused_before_it_starts_processes(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in NODES["PyTorchJob"][0].items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigurationError, match="RANK=1 and WORLD_SIZE=4: .* set trainer.num_nodes to 4"):
+    with pytest.raises(ConfigurationError, match=r"RANK=1 and WORLD_SIZE=4: .* set trainer.num_nodes to 4"):
         Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
 
 
