@@ -76,8 +76,7 @@ class Dealing:
         Args:
             gather: Function without arguments. It returns the function that exchanges rows of numbers among all ranks.
                 `gather` is called only if shares are measured.
-            waited: Function that returns the total time in seconds for which this rank has waited for other processes so
-                far.
+            waited: Function that returns the total time in seconds for which this rank has waited for other processes.
         """
         module = self._strategy.lightning_module
         assert module is not None
