@@ -60,14 +60,14 @@ class OpenDoor:
         self._listener = listener
         self._door = door
         self._guests: dict[socket.socket, _Guest] = {}
+        # Guests whose handshake is not complete, in the order of their deadlines. The keys are their connections.
+        self._waiting: dict[socket.socket, _Guest] = {}
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         for file in (listener, self._woken):
             file.setblocking(False)
             self._selector.register(file, selectors.EVENT_READ)
-        # The port must be free when this process ends, although a process that was forked from it, such as a process
-        # that loads data, may live longer.
-        _close_in_children(self)
+        _open.add(self)
         self._thread = threading.Thread(target=self._run, name="door", daemon=True)
         self._thread.start()
 
@@ -86,9 +86,8 @@ class OpenDoor:
 
     def _run(self) -> None:
         while True:
-            now = time.monotonic()
-            waiting = [guest for guest in self._guests.values() if guest.visit.rank is None]
-            timeout = None if not waiting else max(0.0, min(guest.deadline for guest in waiting) - now)
+            first = next(iter(self._waiting.values()), None)
+            timeout = None if first is None else max(0.0, first.deadline - time.monotonic())
             for key, _ in self._selector.select(timeout):
                 if key.fileobj is self._woken:
                     return
@@ -96,9 +95,8 @@ class OpenDoor:
                     self._accept()
                 elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._guests:
                     self._serve(self._guests[key.fileobj])
-            now = time.monotonic()
-            for guest in [guest for guest in waiting if guest.visit.rank is None and guest.deadline <= now]:
-                self._remove(guest)
+            while (first := next(iter(self._waiting.values()), None)) and first.deadline <= time.monotonic():
+                self._remove(first)
 
     def _accept(self) -> None:
         try:
@@ -109,11 +107,10 @@ class OpenDoor:
             return
         connection.setblocking(False)
         _keep_alive(connection)
-        waiting = [guest for guest in self._guests.values() if guest.visit.rank is None]
-        if len(waiting) >= MOST_STRANGERS:
-            self._remove(waiting[0])
-        visit = Visit(self._door, secrets.token_hex(16))
-        self._guests[connection] = _Guest(connection, visit, time.monotonic() + HANDSHAKE_SECONDS)
+        if len(self._waiting) >= MOST_STRANGERS:
+            self._remove(next(iter(self._waiting.values())))
+        guest = _Guest(connection, Visit(self._door, secrets.token_hex(16)), time.monotonic() + HANDSHAKE_SECONDS)
+        self._guests[connection] = self._waiting[connection] = guest
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _serve(self, guest: _Guest) -> None:
@@ -128,27 +125,34 @@ class OpenDoor:
                 guest.connection.send(write(answer))
                 if isinstance(answer, Refusal):
                     raise WrongBytesError("the process is refused")
+                if guest.visit.rank is not None:
+                    self._waiting.pop(guest.connection, None)
+            if self._door.complete:
+                # The connections were only needed to notice that a rank has ended before the run has begun.
+                for entered in [other for other in self._guests.values() if other.visit.rank is not None]:
+                    self._remove(entered)
         except BlockingIOError:
             return
         except (OSError, WrongBytesError):
             self._remove(guest)
 
     def _remove(self, guest: _Guest) -> None:
+        self._waiting.pop(guest.connection, None)
         if self._guests.pop(guest.connection, None) is not None:
             self._selector.unregister(guest.connection)
             guest.visit.end()
             guest.connection.close()
 
 
-_open: "weakref.WeakSet[OpenDoor]" = weakref.WeakSet()
+_open: "weakref.WeakSet[OpenDoor]" = weakref.WeakSet()  # Doors of this process.
 _entered: list[socket.socket] = []  # Connections by which doors notice that this process has ended.
 
 
-def _close_in_children(door: OpenDoor) -> None:
-    _open.add(door)
-
-
 def _forget_all() -> None:
+    """Close the sockets in a process that was forked from this process.
+
+    A process that loads data may live longer than this process, whose port must be free when it ends.
+    """
     for door in list(_open):
         door.forget()
     for connection in _entered:

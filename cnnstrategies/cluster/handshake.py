@@ -190,6 +190,9 @@ class Door:
         port: Port of the run's store.
         exclusive: Whether each rank is let in once, as the ranks of a process group. The place of a rank is free again
             if the rank's process ends before all ranks have been let in. False for a run that replaces lost processes.
+
+    Attributes:
+        complete: Whether all ranks have been let in.
     """
 
     def __init__(self, host: Rank, port: int, exclusive: bool = True) -> None:
@@ -197,7 +200,7 @@ class Door:
         self.port = port
         self._exclusive = exclusive
         self._present: set[int] = set()
-        self._complete = False
+        self.complete = False
 
     def refusal(self, hello: Hello) -> Refusal | None:
         """Return the refusal of a process, or None if the process belongs to the run, unless its proof is wrong."""
@@ -214,7 +217,7 @@ class Door:
             return self.refuse(f"it has {host.world} processes, and not {hello.world}")
         if not 0 < hello.rank < host.world:
             return self.refuse(f"it has no place for a second process with rank {hello.rank}")
-        if self._exclusive and (self._complete or hello.rank in self._present):
+        if self._exclusive and (self.complete or hello.rank in self._present):
             return self.refuse(f"its rank {hello.rank} is another process, which has arrived earlier")
         return None
 
@@ -225,11 +228,11 @@ class Door:
     def enter(self, rank: int) -> None:
         """Record that a rank has been let in."""
         self._present.add(rank)
-        self._complete = len(self._present) == self.host.world - 1
+        self.complete = self.complete or len(self._present) == self.host.world - 1
 
     def leave(self, rank: int) -> None:
         """Record that the process of a rank that was let in has closed its connection."""
-        if not self._complete:
+        if not self.complete:
             self._present.discard(rank)
 
 

@@ -117,7 +117,7 @@ def take(
         launch: Description of this process's launch.
         token: Random text of this launch. If a process with the same text already owns the folder, for example the
             process that has started this process, it stays the owner.
-        waits: Called once with the owner if the function must wait.
+        waits: Function that is called once, with the folder's present owner, if :func:`take` must wait.
         clock: Monotonic clock, in seconds.
         sleep: Function that waits for a number of seconds.
 

@@ -285,8 +285,9 @@ def _find(party: Party, address: str, agent: PrefixStore | None) -> tuple[int, i
     started = time.monotonic()
     certain = LAUNCH in os.environ or launchers.rank_launcher(os.environ) is not None
     rank, host = _rank(party), socket.gethostname()
-    search = Search(party.identity, rank.since, certain, address, host, started, party.seconds)
     ip, noted = resolve(address), False
+    where = address if address == ip else f"{address} ({ip})"
+    search = Search(party.identity, rank.since, certain, where, host, started, party.seconds)
     exact = os.environ.get(DOOR)
     fixed = [int(exact)] if exact is not None else candidates(party.environment) if agent is None else []
     while True:

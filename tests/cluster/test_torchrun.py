@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster.processes_of import PYTHON, Program, fit
+from cluster.processes_of import PYTHON, Program, fit, process_with
 from fault_injection import fault_arguments
 from ports import free_port
 
@@ -44,3 +44,29 @@ def test_after_a_ranks_death_the_run_resumes_in_its_folder(
     history = next(state["history"] for state in checkpoint["callbacks"].values() if "history" in state)
     assert list(history) == list(range(EPOCHS))  # Every epoch was trained exactly once.
     assert os.listdir(tmp_path / "runs/quickstart") == [path.parents[1].name]
+
+
+@pytest.mark.cluster
+@pytest.mark.warm
+def test_two_torchruns_with_one_endpoint_train_apart(tmp_path: Path) -> None:
+    """Both runs find their ranks in the store of the first torchrun, which runs until the second run has ended.
+
+    Rank 0 of the first run waits for the checkpoint of the second run, while its rank 1 looks for it.
+    """
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    last = tmp_path / "runs/quickstart/second/checkpoints/last.ckpt"
+    torchrun = (PYTHON, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--rdzv-backend=c10d")
+    late = f'while [[ $RANK = 0 && $0 = first && ! -e {last} ]]; do sleep 0.1; done; exec "$@"'
+
+    def start(name: str, epochs: int) -> Program:
+        arguments = fit(f"--run_name={name}", f"--trainer.max_epochs={epochs}", *BATCHES)
+        words = [*torchrun, endpoint, f"--rdzv-id={name}", "--no-python", "bash", "-c", late, name, PYTHON, *arguments]
+        return Program(words, tmp_path / name, PYTHONPATH=os.pathsep.join(sys.path))
+
+    first = start("first", 2)
+    first.wait_until(lambda: process_with(TORCHELASTIC_RUN_ID="first", RANK="1"))
+    second = start("second", 1)
+    for name, epochs, program in (("second", 1, second), ("first", 2, first)):
+        assert program.wait() == 0, first.output() + second.output()
+        checkpoint = torch.load(tmp_path / f"runs/quickstart/{name}/checkpoints/last.ckpt", weights_only=True)
+        assert checkpoint["global_step"] == 4 * epochs
