@@ -183,7 +183,7 @@ class Membership:
         """Send a request to the coordinator, and wait for the reply.
 
         Args:
-            kind: Kind of the request.
+            kind: Kind of the request, such as ``collect`` or ``leave``.
             fields: Fields of the request, as values that JSON can represent.
             frames: Buffers to send with the request.
 
@@ -224,10 +224,10 @@ class Membership:
         self._call(Call(0, "signal", {"signal": signal}))
 
     def give_up(self, reason: str) -> None:
-        """Make all waits of this process raise RunEnded. Other processes do not learn of this.
+        """Make all waits of this process raise :class:`.RunEnded`. Other processes do not learn of this.
 
         Args:
-            reason: Text of the RunEnded.
+            reason: Error message of the :class:`.RunEnded`.
         """
         self._set_ended(End(reason, clean=True))
 

@@ -29,8 +29,8 @@ class Part:
 
     Attributes:
         parameter: Index of the parameter in `Specification.parameters`.
-        start: Index of the first element.
-        stop: Index after the last element.
+        start: Index of the part's first element in the flattened parameter.
+        stop: Index of the part's last element in the flattened parameter, plus 1.
         shape: Shape of the part in the slice: ``(stop - start,)``, or the parameter's shape if the optimizer needs
             whole tensors.
     """

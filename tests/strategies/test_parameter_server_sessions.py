@@ -1,6 +1,7 @@
 """Tests of sessions: scripts with several functions, waits for missing processes, and stops."""
 
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,9 @@ from ranks import run_started
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.drivers.coordinator import JournalFile
 from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.parameter_server import base
+from cnnstrategies.strategies.parameter_server import base, run
 from cnnstrategies.strategies.parameter_server.run import VARIABLE, NodeLayout, Sessions
 
 LAYOUT = NodeLayout(1, 0, 2, "127.0.0.1", 29400)
@@ -29,6 +31,22 @@ def layout() -> NodeLayout:
 
 def options(**changes):
     return ParameterServerStrategy(**changes).options
+
+
+def test_a_coordinator_that_is_stopped_at_its_start_can_be_replaced(monkeypatch, tmp_path):
+    """The coordinator has not written its journal yet, so the process that replaces it finds an empty journal."""
+    processes = []
+
+    def start(process, method):
+        processes.append(process)
+        return SimpleNamespace(pid=1, poll=lambda: 0, send_signal=lambda signum: None)
+
+    monkeypatch.setattr(run, "start", start)
+    chosen = options(max_restarts=1)
+    place = run.choose_rendezvous(chosen, LAYOUT, 0, supervised=True, directory=str(tmp_path))
+    run.open_supervision(chosen, LAYOUT, place, False, "fork")
+    (coordinator,) = processes
+    assert JournalFile(Path(coordinator.journal)).read() == b""
 
 
 @pytest.mark.cluster

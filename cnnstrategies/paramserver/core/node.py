@@ -42,8 +42,8 @@ class Message(NamedTuple):
         kind: What the message requests or reports.
         fields: Contents of the message by name, as values that JSON can represent.
         frames: Binary contents of the message.
-        request: Number of the request. The reply to a request has the same number. All other messages have the number
-            0; they may be lost.
+        request: Number of the request. The reply to a request has the request's number. All other messages have the
+            number 0, and are not sent again if they are lost.
     """
 
     kind: str

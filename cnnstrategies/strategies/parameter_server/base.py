@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from cnnstrategies.cluster.addresses import free_port, main_port_of
+from cnnstrategies.cluster.claimed_processes import check_processes
 from cnnstrategies.cluster.rendezvous import Party, is_under_torchrun, take_part
 from cnnstrategies.cluster.run_identity import run_identity
 from cnnstrategies.errors import ConfigurationError
@@ -99,6 +100,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        check_processes(self.cluster_environment, self.num_nodes, self.num_processes)
         if self._start == "popen":
             self._launcher = WatchingScriptLauncher(self)
         else:
