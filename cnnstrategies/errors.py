@@ -6,8 +6,11 @@ from collections.abc import Iterator
 class ConfigurationError(ValueError):
     """Error for a user's mistake in a configuration. The message names the value, the reason and the remedy.
 
-    The command line prints the message as one line and exits with code 2. In Python it is an ordinary ``ValueError``.
+    The command line prints the message as one line and exits with the code ``exit_code``. In Python it is an ordinary
+    ``ValueError``.
     """
+
+    exit_code = 2
 
 
 class StoppedTogether(SystemExit):

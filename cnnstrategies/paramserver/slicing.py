@@ -29,8 +29,8 @@ class Part:
 
     Attributes:
         parameter: Index of the parameter in `Specification.parameters`.
-        start: Index of the first element.
-        stop: Index after the last element.
+        start: Index of the part's first element in the flattened parameter.
+        stop: Index of the part's last element in the flattened parameter, plus 1.
         shape: Shape of the part in the slice: ``(stop - start,)``, or the parameter's shape if the optimizer needs
             whole tensors.
     """
@@ -144,11 +144,12 @@ def _contents_of_slices(specification: Specification) -> list[tuple[list[Part], 
 
 
 def _shared_bytes(specification: Specification) -> int:
-    """Return the largest size, in bytes, of a slice with several parameters; 0 if every slice has only one parameter.
+    """Return the largest allowed size, in bytes, of a slice with several parameters.
 
-    Slices have only one parameter if the optimizer needs whole tensors, or if a lossy compression may be used. A lossy
-    compression adds the part of a gradient that it leaves out to the slice's next gradient. If a slice had several
-    parameters, one of them could have no gradient in the next step, and its left-out part could then not be added.
+    The result is 0 if every slice must have only one parameter. This is the case if the optimizer needs whole tensors,
+    or if a lossy compression may be used. A lossy compression leaves out a part of each gradient, and adds this part to
+    the slice's next gradient. If a slice had several parameters, one of them could have no gradient in the next step,
+    and its left-out part could then not be added.
     """
     lossy = may_be_lossy(specification.compression)
     if lossy or not is_elementwise(load_optimizer(specification.optimizer)):

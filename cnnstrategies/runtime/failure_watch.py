@@ -28,11 +28,15 @@ End = Callable[[RankFailure, BaseException | None], None]
 class Countdown:
     """The time at which a process must end after a failure.
 
+    Args:
+        patience: Seconds after the first failure within which this process should end by itself.
+
     Attributes:
         deadline: The time; None if the process need not end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
         self._failed: float | None = None
         self._left: float | None = None
         self.deadline: float | None = None
@@ -47,9 +51,9 @@ class Countdown:
         """
         self._failed = now if self._failed is None else self._failed
         self._left = now if left and self._left is None else self._left
-        limits = [] if together else [self._failed + PATIENCE]
+        limits = [] if together else [self._failed + self._patience]
         if self._left is not None:
-            limits.append(self._left + (PATIENCE if together else GRACE))
+            limits.append(self._left + (self._patience if together else GRACE))
         self.deadline = min(limits, default=None)
 
 
@@ -109,20 +113,28 @@ class FailureWatch:
         self._closing.set()
         self._thread.join()
         with _lost_store_ignored():
-            if not self._finished:
-                if self._exception is not None:
-                    self._store.leave()
-                self._store.finish()
+            self._finish()
             deadline = time.monotonic() + SERVING
             while self._rank == 0 and not self._store.all_have_finished() and time.monotonic() < deadline:
                 time.sleep(POLL / 5)
         self._store.close()
 
+    def _finish(self) -> None:
+        """Use the store for the last time, unless this rank has already finished."""
+        if not self._finished:
+            self._finished = True
+            if self._exception is not None:
+                self._store.leave()
+            self._store.finish()
+
     def _watch(self) -> None:
         with _lost_store_ignored():
             while self.first is None and not self._closing.wait(POLL):
                 self.first = self._store.first() or self.first
-        countdown = Countdown()
+        # The other ranks wait longer than the rank that has failed first. They may be its parent process, and would end
+        # it before it has printed its exception.
+        is_first = self.first is not None and self.first.rank == self._rank
+        countdown = Countdown(PATIENCE if is_first else PATIENCE + GRACE)
         together = False
         while self.first is not None and not self._closing.wait(POLL):
             if not self._finished:
@@ -130,6 +142,8 @@ class FailureWatch:
             now = time.monotonic()
             countdown.update(now, self._finished, together)
             if countdown.deadline is not None and now > countdown.deadline:
+                with _lost_store_ignored():
+                    self._finish()
                 self._end(self.first, self._exception)
                 return
 

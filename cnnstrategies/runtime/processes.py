@@ -6,6 +6,7 @@ import ctypes
 import io
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing import (
     context,
     forkserver,
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from cnnstrategies.runtime.helper_processes import blocked_start, task_of
+from cnnstrategies.runtime.stop_signals import cleaned_up
 
 # Environment variable: path of a symbolic link that the first failing rank of this machine creates.
 REFUSED = "CNNSTRATEGIES_REFUSED"
@@ -244,6 +247,18 @@ def failed_before() -> bool:
     """Whether another rank of this machine failed before this rank. This rank then need not report its own error."""
     path = os.environ.get(REFUSED, "")
     return os.path.islink(path) and os.readlink(path).split()[0] != str(os.getpid())
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[str]:
+    """Create a temporary folder inside this context, which is also removed if a signal ends this process.
+
+    Args:
+        prefix: Beginning of the folder's name.
+    """
+    folder = tempfile.TemporaryDirectory(prefix=prefix)
+    with folder, cleaned_up(partial(shutil.rmtree, folder.name, ignore_errors=True)):
+        yield folder.name
 
 
 def cannot_be_sent(error: BaseException) -> bool:

@@ -9,7 +9,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.quantities import as_timedelta
@@ -80,8 +79,7 @@ class BalancedDDPStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy)
 
     @override
     def setup_environment(self) -> None:
-        with on_loopback(self):  # A single machine may have no network connection, so the loopback interface is used.
-            super().setup_environment()
+        super().setup_environment()
         self._dealing.begin(self._open_group)
 
     @override

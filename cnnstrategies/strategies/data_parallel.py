@@ -6,7 +6,6 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import keep_batches
-from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.paramserver.compression import COMPRESSIONS, ddp_names
@@ -74,8 +73,7 @@ class CompressedDDPStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrateg
 
     @override
     def setup_environment(self) -> None:
-        with on_loopback(self):  # A single machine may have no network connection, so the loopback interface is used.
-            super().setup_environment()
+        super().setup_environment()
         assert self.lightning_module is not None
         keep_batches(self.lightning_module.trainer)
 

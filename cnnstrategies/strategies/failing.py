@@ -13,7 +13,6 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from cnnstrategies._torch_private import default_store
@@ -21,6 +20,7 @@ from cnnstrategies.errors import StoppedTogether
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.runtime.failure_store import FailureStore, RankFailure
 from cnnstrategies.runtime.failure_watch import FailureWatch
+from cnnstrategies.strategies.meeting import MeetingDDPStrategy
 from cnnstrategies.strategies.protocol import facts_of
 
 # Longest time in seconds for which a failed rank waits until all other ranks have failed as well. Only ranks that have
@@ -232,7 +232,7 @@ def watch_failures(trainer: Trainer) -> FailTogether:
     return callback
 
 
-class FailingTogetherDDPStrategy(DDPStrategy):
+class FailingTogetherDDPStrategy(MeetingDDPStrategy):
     """Base class of the strategies of this package that use a process group: their ranks fail together.
 
     See :class:`FailTogether`. The command line adds this callback to other strategies.

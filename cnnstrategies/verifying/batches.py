@@ -1,4 +1,4 @@
-"""Save the batches that the ranks load, and join them to global batches for a run on one device."""
+"""Save the batches that the ranks load, and build global batches from them, with which one device repeats the run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from cluster.processes_of import PYTHON, Program, fit
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch import Trainer
 from ports import free_port
 
 from cnnstrategies import ConfigurationError
@@ -205,6 +206,14 @@ def test_a_process_joins_or_is_refused_and_never_trains_alone(tmp_path: Path, mo
                 check_processes(LightningEnvironment(), nodes=1, devices=1)
         for name in ("NODE_RANK", "NNODES", "MASTER_ADDR", "MASTER_PORT"):  # The adoption may have set them.
             monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_balanced", "ddp_fp16", "hybrid_pipeline", "parameter_server"])
+def test_a_script_is_refused_before_it_starts_processes(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in NODES["PyTorchJob"][0].items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=r"RANK=1 and WORLD_SIZE=4: .* set trainer.num_nodes to 4"):
+        Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
 
 
 def test_a_run_that_has_only_one_process_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """An exception on one rank, or on all ranks, ends all ranks, also if a checkpoint is saved because of the exception."""
 
+import queue
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -91,7 +93,7 @@ def test_ranks_work_together_after_a_failure_only_if_all_have_failed_at_the_same
 )
 def test_a_process_has_some_seconds_to_end_by_itself(updates, deadline):
     """While all ranks save a checkpoint together, there is no limit: a large checkpoint takes long."""
-    countdown = Countdown()
+    countdown = Countdown(PATIENCE)
     for now, left, together in updates:
         countdown.update(now, left, together)
     assert countdown.deadline == deadline
@@ -99,21 +101,22 @@ def test_a_process_has_some_seconds_to_end_by_itself(updates, deadline):
 
 @pytest.mark.light
 def test_a_process_that_does_not_end_by_itself_is_ended(monkeypatch):
-    """One rank waits in a hook after its own exception, and the other rank in a collective for the first rank."""
+    """One rank waits in a hook after its own exception, and the other rank in a collective for the first rank.
+
+    The rank that has failed first ends first, because it has to print its exception.
+    """
     monkeypatch.setattr(failure_watch, "PATIENCE", 0.0)
+    monkeypatch.setattr(failure_watch, "GRACE", 1e6)
     monkeypatch.setattr(failure_watch, "POLL", 0.01)
     monkeypatch.setattr(failure_watch, "SERVING", 0.0)
-    store, exception = HashStore(), ValueError("boom")
-    ended, all_ended = [], threading.Barrier(3)
-
-    def end(first, own):
-        ended.append((first, own))
-        all_ended.wait(at_most(100))
-
-    watches = [FailureWatch(FailureStore(store, 0, 2), rank, end) for rank in range(2)]
+    store, exception, ended = HashStore(), ValueError("boom"), queue.SimpleQueue()
+    watches = [FailureWatch(FailureStore(store, 0, 2), rank, lambda *end: ended.put(end)) for rank in range(2)]
     watches[1].report(exception, BOOM)
-    all_ended.wait(at_most(100))
-    assert sorted(ended, key=str) == sorted([(BOOM, None), (BOOM, exception)], key=str)
+    assert ended.get(timeout=at_most(100)) == (BOOM, exception)
+    monkeypatch.setattr(failure_watch, "GRACE", 0.0)
+    watches[0].close()
+    watches[0] = FailureWatch(FailureStore(store, 0, 2), 0, lambda *end: ended.put(end))
+    assert ended.get(timeout=at_most(100)) == (BOOM, None)
     for watch in watches:
         watch.close()
 
@@ -192,17 +195,29 @@ def test_a_checkpoint_is_saved_only_by_all_ranks_together(arguments, saves, caps
 
 
 class Fails(Callback):
-    """Raises an exception at step 2, on some ranks."""
+    """Raises an exception at step 2, on some ranks.
 
-    def __init__(self, ranks):
-        self.ranks = ranks
+    Args:
+        ranks: The ranks.
+        waits: Whether a hook waits for the other ranks after the exception.
+        hosts: Whether each rank seems to be on its own machine.
+    """
+
+    def __init__(self, ranks, waits=False, hosts=False):
+        self.ranks, self.waits, self.hosts = ranks, waits, hosts
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if self.hosts:
+            socket.gethostname = lambda: f"host-{trainer.global_rank}"
         if batch_idx == 2 and trainer.global_rank in self.ranks:
             raise ConfigurationError("broken image a.png")
 
+    def on_exception(self, trainer, *_):
+        if self.waits and trainer.global_rank in self.ranks:
+            trainer.strategy.barrier("a user's hook")
 
-def train(strategy, ranks):
+
+def train(strategy, fails):
     """Train on two ranks, which the launcher of the strategy has started or `srun` could have started.
 
     Print their exit codes.
@@ -215,7 +230,7 @@ def train(strategy, ranks):
             strategy(),
             2,
             callbacks=[
-                Fails(ranks),
+                fails,
                 OnExceptionCheckpoint("."),
                 ModelCheckpoint("kept", "best", save_on_exception=True),
             ],
@@ -246,7 +261,7 @@ STRATEGIES = {
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 def test_an_exception_on_one_rank_ends_all_ranks_and_its_own_line_is_last(strategy, monkeypatch):
     monkeypatch.setattr(failing, "TOGETHER", 0.0)  # The other rank waits in a collective, so it does not fail.
-    code, output = run_forked(lambda: train(strategy, [1]), timeout=100)
+    code, output = run_forked(lambda: train(strategy, Fails([1])), timeout=100)
     *lines, last, codes = [line for line in output.splitlines() if line]
     assert code == 0, output
     assert codes.startswith("codes")
@@ -260,7 +275,7 @@ def test_an_exception_on_one_rank_ends_all_ranks_and_its_own_line_is_last(strate
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 def test_an_exception_on_all_ranks_ends_them_after_they_have_saved_checkpoints(strategy, monkeypatch):
     monkeypatch.setattr(failing, "TOGETHER", at_most(60))
-    code, output = run_forked(lambda: train(strategy, [0, 1]), timeout=100)
+    code, output = run_forked(lambda: train(strategy, Fails([0, 1])), timeout=100)
     *_, last, codes = [line for line in output.splitlines() if line]
     assert code == 0, output
     assert codes.startswith("codes")
@@ -268,3 +283,21 @@ def test_an_exception_on_all_ranks_ends_them_after_they_have_saved_checkpoints(s
     assert last == "cnnstrategies.errors.ConfigurationError: broken image a.png", output
     assert {path.name for path in Path().rglob("*.ckpt")} == {"best.ckpt", "on_exception.ckpt"}, output
     assert torch.load("on_exception.ckpt", weights_only=True)["global_step"] == 2
+
+
+def test_a_hook_that_waits_for_other_ranks_does_not_keep_a_failed_run_alive(monkeypatch):
+    monkeypatch.setattr(failing, "TOGETHER", 0.0)
+    monkeypatch.setattr(failure_watch, "PATIENCE", 0.5)
+    monkeypatch.setattr(failure_watch, "GRACE", at_most(60))
+    _, output = run_forked(lambda: train(lambda: "ddp", Fails([1], waits=True)), timeout=100)
+    *_, last, codes = [line for line in output.splitlines() if line]
+    assert last == "cnnstrategies: error: broken image a.png", output
+    assert codes == "codes [2, 2]", output
+
+
+def test_a_rank_on_another_machine_says_why_it_ends(monkeypatch):
+    monkeypatch.setattr(failing, "TOGETHER", 0.0)
+    _, output = run_forked(lambda: train(lambda: "ddp", Fails([1], hosts=True)), timeout=100)
+    line = "rank 0 on host-0 ends, because rank 1 on host-1 has failed: {}"
+    assert line.format("cnnstrategies.errors.ConfigurationError: broken image a.png") in output.splitlines(), output
+    assert output.count("Traceback") == 1, output

@@ -120,10 +120,10 @@ def explain_run_error(error: BaseException) -> str | None:
     message = str(error)
     if isinstance(error, ProcessRaisedException):
         return lost_loader_worker(message, error.error_index) or refusal_in(message)
-    rank = getattr(rank_zero_only, "rank", 0)  # Lightning sets this attribute.
-    for link in causes(error):
-        if (line := lost_loader_worker(str(link), rank)) is not None:
-            return line
+    # Lightning sets the attribute `rank`. Only one of torch's errors about a lost worker names the worker's signal.
+    messages = "\n".join(str(link) for link in causes(error))
+    if (line := lost_loader_worker(messages, getattr(rank_zero_only, "rank", 0))) is not None:
+        return line
     if isinstance(error, OmegaConfBaseException):
         return _explain_reference(error)
     if isinstance(error, ConfigurationError | MisconfigurationException):
@@ -161,12 +161,12 @@ def lost_loader_worker(text: str, rank: int) -> str | None:
         return None
     match = next((match for match in matches if match[2]), matches[0])
     worker = f"rank {rank} has lost a loader worker (process {match[1]})"
-    remedy = ": set num_workers to 0, so that the rank itself loads the data and shows the error"
+    remedy = "set num_workers to 0, so that the rank itself loads the data and shows the error"
     if not match[2]:
-        return f"{worker}, which has ended unexpectedly{remedy}"
+        return f"{worker}, which has ended unexpectedly: if memory has run out, use fewer loader workers; else {remedy}"
     names = {signal.strsignal(number): number.name for number in signal.Signals}
     name = next((name for text, name in names.items() if text and match[2].startswith(text)), match[2])
-    return f"{worker}, which was ended by {name}{_WORKER_REMEDIES.get(name, remedy)}"
+    return f"{worker}, which was ended by {name}{_WORKER_REMEDIES.get(name, f': {remedy}')}"
 
 
 def refusal_in(traceback: str) -> str | None:

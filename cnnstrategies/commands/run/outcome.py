@@ -1,7 +1,6 @@
 """The start and the end of a run's processes. After a failure, one rank reports the failure, and all ranks end."""
 
 import contextlib
-import multiprocessing
 import os
 import shutil
 import signal
@@ -21,7 +20,6 @@ from typing_extensions import override
 
 from cnnstrategies._lightning_private import end_observation, ranks_are_children
 from cnnstrategies.cluster.hosts import Interconnect, across_hosts
-from cnnstrategies.cluster.stores import own_store
 from cnnstrategies.commands.run.failures import explain_run_error
 from cnnstrategies.commands.run.pass_on import passed_on, stopped_by
 from cnnstrategies.errors import ConfigurationError, StoppedTogether
@@ -44,7 +42,6 @@ from cnnstrategies.runtime.processes import (
 )
 from cnnstrategies.runtime.stop_signals import cleaned_up, wait_if_ending
 from cnnstrategies.strategies.failing import FailTogether, ends_because, print_second, report_from_ranks
-from cnnstrategies.strategies.protocol import facts_of
 
 
 @contextlib.contextmanager
@@ -75,7 +72,6 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
                 passed_on(trainer.strategy.launcher)
                 if ranks_are_children(trainer.strategy.launcher)
                 else contextlib.nullcontext(),
-                own_store(facts_of(trainer.strategy).connects_hosts),
                 across_hosts(trainer, interconnect),
                 spawned_by_a_thread(),
             ):
@@ -235,8 +231,6 @@ def _end_others(trainer: Trainer) -> None:
     launcher = trainer.strategy.launcher
     if launcher is not None:
         launcher.kill(signal.SIGKILL)
-    for child in multiprocessing.active_children():
-        child.kill()
     forget_failure()
 
 

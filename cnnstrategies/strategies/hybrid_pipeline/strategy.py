@@ -30,7 +30,6 @@ from cnnstrategies._lightning_private import (
     ranks_are_children,
 )
 from cnnstrategies.checkpoints.io import load_mapped
-from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.old_names import refuse_old_names
@@ -107,8 +106,8 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         microbatches: Number of microbatches of a global batch. The default is 4 times the number of stages times the
             largest number of replicas. If the network has batch normalisation and the batch size is known, the default
             is lowered until each microbatch has at least 8 samples.
-        schedule: Order of the forwards and backwards: ``1f1b`` runs the backward of a microbatch as soon as possible;
-            ``gpipe`` runs all forwards first, and stores the activations of all microbatches.
+        schedule: Order of the forward and backward passes: ``1f1b`` runs the backward pass of a microbatch as soon as
+            possible; ``gpipe`` runs all forward passes first, and stores the activations of all microbatches.
         run_ahead: Whether stages under ``1f1b`` store the activations of one more microbatch than necessary, so that
             messages are sent during computation. If the cuts are chosen automatically, the default is true if the
             profile predicts that this saves time and fits into ``memory_limit``. With ``cuts`` or one stage, the
@@ -287,8 +286,7 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
         existed = dist.is_initialized()
-        with on_loopback(self):
-            super().setup_environment()
+        super().setup_environment()
         own_metric_states(self.lightning_module)
         keep_batches(self.lightning_module.trainer)
         if self.placement.replicas[0] == 1:
