@@ -4,17 +4,20 @@ If Lightning changes one of the names, a test fails. `tests/test_lightning_priva
 other test would fail.
 """
 
+import os
 import subprocess
 import threading
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.strategies.launchers.multiprocessing import _check_missing_main_guard
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalState
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
@@ -28,6 +31,16 @@ from cnnstrategies.strategies.protocol import facts_of
 
 # Lightning's private classes, which this module exports under public names.
 __all__ = ["GlobalState", "MultiProcessingLauncher", "ScriptLauncher"]
+
+
+def chooses_version(logger: CSVLogger | TensorBoardLogger) -> bool:
+    """Return whether a logger will choose its version itself, as the next number that has no folder yet."""
+    return logger._version is None
+
+
+def choose_next_version(logger: CSVLogger | TensorBoardLogger) -> None:
+    """Make a logger choose its version again, because another run has just created the folder of its version."""
+    logger._version = None
 
 
 def acts_within_epochs(callback: Callback) -> str | None:
@@ -217,6 +230,20 @@ def ranks_are_children(launcher: Any) -> bool:
     forked.
     """
     return isinstance(launcher, MultiProcessingLauncher)
+
+
+def set_main_port(environment: ClusterEnvironment, port: int) -> None:
+    """Make a cluster environment return a port as its ``main_port``, in this process and in its child processes.
+
+    Most of Lightning's environments return the value of ``MASTER_PORT``. Some keep the port in a private attribute
+    instead, and a user's own environment may compute it.
+    """
+    os.environ["MASTER_PORT"] = str(port)
+    if "_main_port" in vars(environment):
+        vars(environment)["_main_port"] = port
+    if environment.main_port != port:
+        kind = type(environment)
+        environment.__class__ = type(kind.__name__, (kind,), {"main_port": port})
 
 
 def end_observation(launcher: Any) -> list[subprocess.Popen[bytes]]:

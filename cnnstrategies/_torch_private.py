@@ -5,6 +5,7 @@ would fail.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,3 +95,13 @@ def is_compiled(module: nn.Module) -> bool:
 # Name of the attribute in which SequentialLR and ChainedScheduler keep the list of their schedulers. The list has the
 # same key in their `state_dict`.
 PARTS_OF_A_SCHEDULE = "_schedulers"
+
+
+def default_store() -> Any:
+    """Return a new connection to the store through which the ranks of the default process group have found each other.
+
+    The store has a prefix of its own for each restart under torchrun. A public client of the same store would need the
+    store's address and prefix, which a rank does not know if the user has created the process group. The connection is
+    new because a blocked thread, which waits in the store for another rank, keeps an existing connection for itself.
+    """
+    return dist.distributed_c10d._get_default_store().clone()

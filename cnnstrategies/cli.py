@@ -14,8 +14,8 @@ from cnnstrategies.errors import ConfigurationError
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command that the command-line arguments name.
 
-    After a mistake of the user, print one line and exit with code 2. After a signal, exit with code 128 + the signal's
-    number.
+    After a mistake of the user, print one line and exit with the error's exit code, usually 2. After a signal, exit
+    with code 128 + the signal's number.
 
     Args:
         args: Command-line arguments without the program's name; by default the arguments of this process.
@@ -23,20 +23,23 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if args is not None:
             sys.argv[1:] = args
-        from cnnstrategies.runtime.stop_signals import ends_on_signals
+        from cnnstrategies.runtime.stop_signals import ends_on_signals, wait_if_ending
 
         # During training, the callback GracefulStop acts on signals instead.
         with ends_on_signals():
             from cnnstrategies.commands.arguments.refuse import write_anywhere
 
             write_anywhere()
-            _run(sys.argv[1:])
+            try:
+                _run(sys.argv[1:])
+            finally:
+                wait_if_ending()  # An error may be a consequence of the signal that is ending this process.
     except ConfigurationError as error:
         from cnnstrategies.commands.arguments.refuse import fail, in_one_line, shows_tracebacks
 
         if shows_tracebacks():
             raise
-        fail(in_one_line(str(error)))
+        fail(in_one_line(str(error)), error.exit_code)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 

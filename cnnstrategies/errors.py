@@ -1,4 +1,4 @@
-"""Error type for mistakes in a configuration, and iteration over the causes of an error."""
+"""Error type for mistakes in a configuration, exit of a stopped rank, and iteration over the causes of an error."""
 
 from collections.abc import Iterator
 
@@ -6,8 +6,15 @@ from collections.abc import Iterator
 class ConfigurationError(ValueError):
     """Error for a user's mistake in a configuration. The message names the value, the reason and the remedy.
 
-    The command line prints the message as one line and exits with code 2. In Python it is an ordinary ``ValueError``.
+    The command line prints the message as one line and exits with the code ``exit_code``. In Python it is an ordinary
+    ``ValueError``.
     """
+
+    exit_code = 2
+
+
+class StoppedTogether(SystemExit):
+    """Exit of a rank after all ranks have agreed to stop at the same step. No rank waits for another rank any more."""
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -1,13 +1,17 @@
 """Each private torch name that the package uses still works as expected; see `_torch_private.py`."""
 
+import os
+import threading
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ports import free_port
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, SequentialLR
 
-from cnnstrategies._torch_private import PARTS_OF_A_SCHEDULE, communication_seconds, measure_every_step
+from cnnstrategies._torch_private import PARTS_OF_A_SCHEDULE, communication_seconds, default_store, measure_every_step
 
 
 def step(rank, store):
@@ -36,3 +40,19 @@ def test_a_combined_schedule_has_its_parts_and_their_states():
         assert [state["last_epoch"] for state in whole.state_dict()[PARTS_OF_A_SCHEDULE]] == [
             state.last_epoch for state in parts
         ]
+
+
+def share(rank, port):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    blocked = threading.Thread(target=dist.distributed_c10d._get_default_store().get, args=("never",), daemon=True)
+    blocked.start()
+    store = default_store()
+    store.set(f"rank {rank}", "here")
+    assert store.get(f"rank {1 - rank}") == b"here", "the connection is a new one, which no other thread uses"
+    assert isinstance(store.underlying_store, (dist.PrefixStore, dist.TCPStore))
+    dist.barrier()
+    os._exit(0)
+
+
+def test_the_default_store_has_a_new_connection_for_each_caller():
+    mp.start_processes(share, args=(free_port(),), nprocs=2, start_method="fork")

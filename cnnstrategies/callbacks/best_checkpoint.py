@@ -24,7 +24,7 @@ class BestCheckpoint(ModelCheckpoint):
             ``val_miou``, ``val_map``, ``val_mae`` and ``val_loss`` that the module logs. With null, or if the module
             logs none of these metrics, the checkpoint of the last epoch is kept.
         mode: Whether the smallest (``min``) or the largest (``max``) value is the best. ``auto`` takes the smallest if
-            the metric's name contains ``loss``, ``error`` or the name of an error, such as ``mae``.
+            the metric's name contains ``loss``, ``error``, or the abbreviation of an error measure, such as ``mae``.
         **kwargs: Other arguments of :class:`~lightning.pytorch.callbacks.ModelCheckpoint`.
     """
 

@@ -16,6 +16,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import ask_of_sigterm, leave_signals
+from cnnstrategies.errors import StoppedTogether
 from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.runtime.helper_processes import shield_helpers
 from cnnstrategies.runtime.stop_signals import Repeated, acting_on, expected_repeats, settle
@@ -27,10 +28,6 @@ CHECK_SECONDS = 0.5  # Seconds between two exchanges of the flags that tell whet
 MOST_POSTPONED = 3
 LOST_WORKER = "DataLoader worker"  # Beginning of torch's error messages about a loader worker that has ended.
 BARS = ("val", "train")  # Prefixes of the properties of TQDMProgressBar that return the bars of a training run.
-
-
-class StoppedTogether(SystemExit):
-    """Exit of a rank after all ranks have agreed to stop at the same step, so that no rank waits for another rank."""
 
 
 class GracefulStop(Callback):

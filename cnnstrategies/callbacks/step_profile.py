@@ -17,23 +17,25 @@ from cnnstrategies.errors import ConfigurationError
 class StepProfile(Callback):
     """Callback that measures the time of each part of some training steps and prints a table at the end of fit.
 
-    For each part the table has the mean time over the profiled steps and all ranks, the smallest and the largest mean
-    of a rank, and the fraction of the step. The means are also logged as ``profile/<part>_ms``. A step processes one
-    batch and lasts from the end of the previous batch to the end of this batch. With gradient accumulation several
-    steps precede each optimizer update. Validation, checkpoints and other work between epochs do not count.
+    For each part the table has the mean time over the profiled steps and all ranks, the means of the fastest and of the
+    slowest rank in this part, and the fraction of the step. The means are also logged as ``profile/<part>_ms``. A step
+    processes one batch and lasts from the end of the previous batch to the end of this batch. With gradient
+    accumulation several steps precede each optimizer update. Validation, checkpoints and other work between epochs do
+    not count.
 
     Under a pipeline the table has a column for each stage, and ``profile/stage_<s>/<part>_ms`` is logged for stage
     ``<s>``. The pipeline's schedule runs within ``training_step``, so the time of ``training_step`` is divided among
-    the pipeline's tasks: receive, forward, backward, send and reduce. Under a parameter server the worker waits for
-    parameters during the forward pass. This wait is a separate part of the step and does not count as forward.
+    the pipeline's tasks: ``receive``, ``forward``, ``backward``, ``send`` and ``reduce``. Under a parameter server the
+    worker waits for parameters during the forward pass. This wait is a separate part of the step and does not count as
+    ``forward``.
 
-    Under DDP, ``communication`` is the time of the gradients' all-reduce that does not overlap with backward. DDP
-    measures this time, also with a communication hook. The time includes the wait for slower ranks, so the rank with
-    the *least* communication is the slowest rank. The line below the table gives the fraction of the all-reduce that
-    overlaps with backward. DDP's broadcast of buffers, such as those of batch normalisation, counts as forward.
-    Lightning's broadcast of the stop signal counts as other. Under FSDP all communication counts as forward or
-    backward. If ``training_step`` itself computes gradients or updates, their time counts as forward, unless Lightning
-    reports it to the profiler as backward or as an optimizer step.
+    Under DDP, ``communication`` is the time of the gradients' all-reduce that does not overlap with the backward pass.
+    DDP measures this time, also with a communication hook. The time includes the wait for slower ranks, so the rank
+    with the *least* communication is the slowest rank. The line below the table gives the fraction of the all-reduce
+    that overlaps with the backward pass. DDP's broadcast of buffers, such as those of batch normalisation, counts as
+    ``forward``. Lightning's broadcast of the stop signal counts as ``other``. Under FSDP all communication counts as
+    ``forward`` or ``backward``. If ``training_step`` itself runs the backward or the optimizer's update, that time
+    counts as ``forward``, unless Lightning reports it to the profiler as backward or as an optimizer step.
 
     On an accelerator the device is synchronised between the parts of the profiled steps, so that the time of a kernel
     counts for the part that launched the kernel. Profiled steps are therefore slower than other steps, in which the CPU

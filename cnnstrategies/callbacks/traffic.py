@@ -53,7 +53,8 @@ class ServerTraffic(Callback):
             sums["dropped"] = now.dropped - last.dropped
         figures = torch.tensor([*sums.values()], dtype=torch.float64) / max(now.steps - last.steps, 1)
         self._last = replace(now)
-        # Read the numbers of members before `reduce`, because other workers may leave the run after `reduce`.
+        # Read the numbers of workers and servers before `reduce`, because other workers may leave the run after
+        # `reduce`.
         counts = self._members(trainer)
         means = trainer.strategy.reduce(figures, reduce_op="mean")
         pl_module.log_dict({f"servers/{name}": float(mean) for name, mean in zip(sums, means, strict=True)})

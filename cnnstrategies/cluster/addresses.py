@@ -5,6 +5,8 @@ import ipaddress
 import os
 import socket
 import struct
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from cnnstrategies.errors import ConfigurationError
 
 SIOCGIFADDR = 0x8915  # This constant is from linux/sockios.h.
 IPV6_TABLE = Path("/proc/net/if_inet6")
+FIRST_PORT, PORTS = 20000, 10000  # First port, and number of ports, that may follow from the id of a launch.
 DISCARD = 9  # Arbitrary port for looking up a route. Nothing is sent to it.
 
 
@@ -47,6 +50,35 @@ def interfaces() -> list[Interface]:
             digits, _, _, _, _, name = line.split()
             result.append(Interface(name, str(ipaddress.IPv6Address(int(digits, 16)))))
     return result
+
+
+def main_port_of(environ: Mapping[str, str]) -> int | None:
+    """Return the value of ``MASTER_PORT``. Return None if the variable is not set.
+
+    Raises:
+        ConfigurationError: The value is not a port.
+    """
+    text = environ.get("MASTER_PORT")
+    if text is None:
+        return None
+    if text.isascii() and text.isdigit() and 0 < int(text) < 2**16:
+        return int(text)
+    remedy = "set it to a free port of the machine of rank 0, such as 29500, or unset it"
+    if "://" in text:
+        remedy = (
+            'Kubernetes sets it in the pods of a namespace with a service called "master": set enableServiceLinks: '
+            "false for the pods, or set MASTER_PORT to a port such as 29500"
+        )
+    raise ConfigurationError(f"MASTER_PORT={text!r} is not a port from 1 to 65535: {remedy}")
+
+
+def launch_port(launch: str) -> int:
+    """Return a port below the ephemeral ports that follows from the id of a launch.
+
+    Args:
+        launch: A text that is equal on all ranks of a run, and usually different in other runs on the same machine.
+    """
+    return FIRST_PORT + zlib.crc32(launch.encode()) % PORTS
 
 
 def resolve(host: str) -> str:

@@ -17,8 +17,11 @@ import torch
 from cnnstrategies.cluster.environment import DoctorPlace
 from cnnstrategies.cluster.hosts import meet, wait_for
 from cnnstrategies.cluster.probe import ProbedHost, measure
-from cnnstrategies.cluster.stores import POLL, open_store
+from cnnstrategies.cluster.rendezvous import Party, take_part
+from cnnstrategies.cluster.run_identity import launch_of
+from cnnstrategies.cluster.stores import POLL, serve
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.identity import Identity
 from cnnstrategies.runtime.whole_file import whole_file
 
 LINK_SECONDS = 5.0  # Time-out in seconds for connecting to another host.
@@ -116,8 +119,11 @@ def examine(place: DoctorPlace, directory: Path, interface: str | None, wait: fl
     Returns:
         On the first host, the reports of all hosts; on the other hosts None.
     """
-    store = open_store(place.main_address, place.main_port, place.node == 0, wait)
-    mine, probe, others = meet(store, place.node, place.nodes, place.main_address, interface, wait)
+    identity = Identity("doctor", launch=launch_of(os.environ))
+    party = Party(place.environment, place.nodes, place.node, place.nodes, identity, "doctor", wait)
+    meeting = take_part(party, serve)
+    store = meeting.shared_store(wait)
+    mine, probe, others = meet(store, place.node, place.nodes, meeting.address, interface, wait)
     report = examine_alone()
     report.interface, report.address = mine.name, mine.address
 

@@ -1,7 +1,11 @@
 """Detection of the launcher that started this process, for Lightning, the data modules and ``cnnstrategies doctor``."""
 
+import contextlib
 import os
-from dataclasses import dataclass
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
@@ -9,9 +13,12 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
 
 from cnnstrategies.cluster import launchers
+from cnnstrategies.cluster.addresses import main_port_of
 from cnnstrategies.cluster.claimed_processes import adopt_platform, check_processes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.protocol import facts_of
+
+REPORT_SECONDS = 5.0  # Time in which rank 0 reports an error that all ranks have found.
 
 
 def local_rank() -> int:
@@ -33,17 +40,36 @@ def environment_plugins(plugins: list[Any], num_nodes: int = 1) -> list[ClusterE
         num_nodes: Number of nodes of the trainer.
 
     Raises:
-        ConfigurationError: The run has several nodes, but the launcher has started a process on only one of them.
+        ConfigurationError: The run has several nodes, but the launcher has started a process on only one of them; or
+            ``MASTER_PORT`` is not a port.
     """
+    with refused_once():
+        main_port_of(os.environ)
     if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
         return []
     adopt_platform()
     if (launcher := launchers.rank_launcher(os.environ)) is not None:
-        return [] if launcher.lightning_detects else [launcher.environment()]
+        with refused_once():
+            return [] if launcher.lightning_detects else [launcher.environment()]
     for launcher in launchers.detected(os.environ):
         if (environment := launcher.script_environment(os.environ, num_nodes)) is not None:
             return [environment]
     return []
+
+
+@contextlib.contextmanager
+def refused_once() -> Iterator[None]:
+    """Make only rank 0 report an error that all ranks raise inside this context. The other ranks exit with its code.
+
+    The other ranks first wait, because launchers such as mpirun kill rank 0 as soon as another rank has failed.
+    """
+    try:
+        yield
+    except ConfigurationError as error:
+        if launchers.process_number(os.environ) == 0:
+            raise
+        time.sleep(REPORT_SECONDS)
+        sys.exit(error.exit_code)
 
 
 @dataclass(frozen=True)
@@ -54,15 +80,13 @@ class DoctorPlace:
         node: Number of this node.
         nodes: Number of nodes.
         local_rank: Rank of this process on its node.
-        main_address: Address of the first node.
-        main_port: Port on the first node to which the processes of the other nodes connect.
+        environment: Cluster environment, with the address of the first node.
     """
 
     node: int
     nodes: int
     local_rank: int
-    main_address: str
-    main_port: int
+    environment: ClusterEnvironment = field(compare=False)
 
 
 def find_place() -> DoctorPlace | None:
@@ -74,8 +98,7 @@ def find_place() -> DoctorPlace | None:
     for launcher in launchers.launchers():
         if launcher.starts_ranks(os.environ) or launcher.starts_nodes(os.environ):
             environment, nodes = launcher.environment(), launcher.nodes(os.environ)
-            address, port = environment.main_address, environment.main_port
-            return DoctorPlace(environment.node_rank(), nodes, environment.local_rank(), address, port)
+            return DoctorPlace(environment.node_rank(), nodes, environment.local_rank(), environment)
     return None
 
 
@@ -85,8 +108,13 @@ def check_world(trainer: Trainer) -> None:
     Otherwise a part of the data would be assigned to ranks that do not exist, and would not be used for training.
 
     Raises:
-        ConfigurationError: The numbers of processes differ.
+        ConfigurationError: The numbers of processes differ. Only rank 0 raises this error; the other ranks exit.
     """
+    with refused_once():
+        _check_world(trainer)
+
+
+def _check_world(trainer: Trainer) -> None:
     launcher = launchers.rank_launcher(os.environ)
     environment = facts_of(trainer.strategy).environment
     check_processes(environment, trainer.num_nodes, trainer.num_devices)

@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.cluster.addresses import Interface, choose_interface, resolve, use_interface
 from cnnstrategies.cluster.probe import Answer, Probe, ProbedHost, ping
-from cnnstrategies.cluster.stores import missing_after, on_loopback, open_store
+from cnnstrategies.cluster.rendezvous import Meeting, ranks_meet
+from cnnstrategies.cluster.stores import missing_after
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.strategies.protocol import facts_of
@@ -220,21 +222,29 @@ def across_hosts(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]
     if facts.connects_hosts or environment is None:
         yield
         return
-    if trainer.num_nodes == 1:
-        with on_loopback(strategy):
-            yield
-        return
-    if ranks_are_children(strategy.launcher):
+    if trainer.num_nodes > 1 and ranks_are_children(strategy.launcher):
         raise ConfigurationError(
             f"trainer.num_nodes={trainer.num_nodes} cannot be used with a strategy that forks or spawns its ranks: set "
             "trainer.strategy to the name without _fork or _spawn"
         )
-    watch, probe = None, None
-    address, port = environment.main_address, environment.main_port
-    store = open_store(address, port, environment.global_rank() == 0, interconnect.wait)
+    with ranks_meet(strategy, interconnect.wait) as meeting:
+        if meeting is None or trainer.num_nodes == 1:
+            yield
+        else:
+            with _watched(trainer, environment, meeting, interconnect):
+                yield
+
+
+@contextlib.contextmanager
+def _watched(
+    trainer: Trainer, environment: ClusterEnvironment, meeting: Meeting, interconnect: Interconnect
+) -> Iterator[None]:
+    """Test the connections between the hosts of a run on several hosts, and watch the hosts inside this context."""
+    strategy, watch, probe = trainer.strategy, None, None
+    store = meeting.shared_store(interconnect.wait)
     if environment.local_rank() == 0:
         node, nodes = environment.node_rank(), trainer.num_nodes
-        interface, probe, others = meet(store, node, nodes, address, interconnect.interface, interconnect.wait)
+        interface, probe, others = meet(store, node, nodes, meeting.address, interconnect.interface, interconnect.wait)
         name = interface.name
 
         def end(message: str) -> None:
@@ -255,5 +265,3 @@ def across_hosts(trainer: Trainer, interconnect: Interconnect) -> Iterator[None]
         if watch is not None and probe is not None:
             watch.close()
             probe.close()
-        # The store must stay open until the run ends: in rank 0's process, torch's own store uses this store's server.
-        del store

@@ -8,6 +8,7 @@ from typing import Any
 from cnnstrategies.cluster.job_files import JobFiles
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.identity import LAUNCH
 
 # Values of srun's --wait: seconds after which the other ranks are killed when the first rank has ended; 0 means never.
 WAIT_SECONDS, UNLIMITED = 60, 0
@@ -88,7 +89,9 @@ def sbatch_script(
         parts.append(_servers(interpreter, config))
         srun += " --het-group=0"
     parts.append(
-        f"""{srun} \\
+        f"""# Secret by which the run's processes recognise each other.
+export {LAUNCH}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
+{srun} \\
     {interpreter} -m cnnstrategies fit {config}
 status=$?
 """

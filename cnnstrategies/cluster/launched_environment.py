@@ -3,19 +3,17 @@
 import os
 import socket
 import sys
-import zlib
 
 from lightning.fabric.plugins import ClusterEnvironment
 from typing_extensions import override
 
+from cnnstrategies.cluster.addresses import launch_port, main_port_of
 from cnnstrategies.cluster.variables import number_of
 from cnnstrategies.errors import ConfigurationError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from cnnstrategies.cluster.launchers.launcher import Launcher
-
-FIRST_PORT, PORTS = 20000, 10000
 
 
 class LaunchedEnvironment(ClusterEnvironment):
@@ -61,10 +59,10 @@ class LaunchedEnvironment(ClusterEnvironment):
     @property
     @override
     def main_port(self) -> int:
-        if "MASTER_PORT" in os.environ:
-            return int(os.environ["MASTER_PORT"])
+        if (port := main_port_of(os.environ)) is not None:
+            return port
         launch = self.launcher.launch_id(os.environ) or repr((os.getuid(), os.getcwd(), sys.argv[1:]))
-        return FIRST_PORT + zlib.crc32(launch.encode()) % PORTS
+        return launch_port(launch)
 
     @override
     def world_size(self) -> int:

@@ -9,8 +9,8 @@ from cnnstrategies.cluster.kubernetes_fields import check_fields
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.quantities import Duration, seconds
 
-# Keys: keys of the configuration. Values: options of sbatch that submit sets according to the key. Users must not set
-# these options in cluster.sbatch.
+# Keys: keys of the configuration. Values: options of sbatch that `cnnstrategies submit` sets according to the key.
+# Users must not set these options in cluster.sbatch.
 DECIDED = {
     "trainer.num_nodes": ("-N", "--nodes"),
     "trainer.devices": (

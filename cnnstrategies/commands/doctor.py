@@ -9,7 +9,6 @@ from rich.table import Table
 from cnnstrategies.cluster.doctor import HostReport, examine, examine_alone
 from cnnstrategies.cluster.environment import find_place
 from cnnstrategies.cluster.launchers import start_programs
-from cnnstrategies.cluster.stores import own_store
 from cnnstrategies.commands.arguments.options import DoctorOptions
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.quantities import seconds
@@ -29,12 +28,7 @@ def main(options: DoctorOptions) -> None:
         hosts: list[HostReport] | None = [examine_alone()]
     else:
         try:
-            with own_store():
-                # `find_place` reads MASTER_PORT. Under torchrun `own_store` changes this variable, so `find_place` is
-                # called after the change.
-                place = find_place()
-                assert place is not None, "a launcher has started this process"
-                hosts = examine(place, directory, options.interface, wait)
+            hosts = examine(place, directory, options.interface, wait)
         except (ConfigurationError, OSError) as error:
             print(f"problem: {error}", file=sys.stderr)
             sys.exit(1)

@@ -27,8 +27,8 @@ def main(options: JoinOptions, arguments: Sequence[str]) -> None:
         address = replace(address, key_file=str(options.key_file.resolve()))
     if address.key_file is not None and not Path(address.key_file).is_file():
         raise ConfigurationError(
-            f"--key_file {address.key_file} does not exist here: if the run's configuration has no key_file, the run "
-            "has written its keys on the machine of rank 0; copy the file from that machine"
+            f"--key_file {address.key_file} does not exist on this machine; copy the file from the machine of rank 0, "
+            "where the run wrote it unless its configuration sets key_file"
         )
     try:
         place = find_place(address)

@@ -23,10 +23,12 @@ from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
 from cnnstrategies.checkpoints.io import AtomicCheckpointIO
+from cnnstrategies.cluster.run_identity import declare
 from cnnstrategies.commands.run import lightning_cli
 from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.identity import configuration_digest
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import JoinPlace, RunAddress
 from cnnstrategies.strategies.parameter_server.joining import TOLD_TO_LEAVE, JoiningStrategy
@@ -99,6 +101,7 @@ class JoiningCLI(CLI):
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
+        declare(None, configuration_digest(str(self.subcommand), config.as_dict()))
         for name, value in TRAINER_OPTIONS.items():
             config.trainer[name] = value
         config.ckpt_path = config.run_name = None

@@ -78,7 +78,7 @@ def describe_loader(loader: DataLoader[Any]) -> Row:
 def same_loaders(first: Sequence[float], second: Sequence[float]) -> bool:
     """Whether two results of :func:`describe_loader` describe the same data. Unknown checksums are not compared."""
     pairs = zip(first[1:], second[1:], strict=True)
-    return first[0] == second[0] and all(one == other for one, other in pairs if one and other)
+    return first[0] == second[0] and all(left == right for left, right in pairs if left and right)
 
 
 def _length(dataset: Any) -> int:
@@ -120,7 +120,7 @@ def _probes(loader: DataLoader[Any], drawn: Any) -> list[int]:
     checksums = []
     for index in indices:
         loaded = [_item_checksums(loader.dataset, index) for _ in range(2)]
-        checksums += [one if one == other else 0 for one, other in zip(*loaded, strict=True)]
+        checksums += [first if first == second else 0 for first, second in zip(*loaded, strict=True)]
     return checksums + [0] * (2 * LEAVES - len(checksums))
 
 

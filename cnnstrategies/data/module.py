@@ -1,4 +1,8 @@
-"""Base class of the data modules: loaders, division of batches among processes, and attributes for other modules."""
+"""Base class of the data modules.
+
+It builds the loaders, and divides batches among the processes. The command line, the models and the start panel read
+its attributes.
+"""
 
 from abc import abstractmethod
 from collections import Counter

@@ -128,7 +128,7 @@ class ImageClassifier(NetworkModule):
         )
 
     def check_data(self, datamodule: LightningDataModule | None) -> None:
-        """Refuse a data module that has masks, or that does not have the model's number of classes and task."""
+        """Refuse a data module that has masks, or whose task or number of classes differs from the model's."""
         super().check_data(datamodule)
         if isinstance(datamodule, ImageDataModule) and datamodule.task != self.task:
             raise ConfigurationError(

@@ -42,15 +42,17 @@ class Worker:
     Args:
         specification: The run's specification, the same in all processes.
         parameters: The parameters in the specification's order. Pulled values are written into these tensors.
-        views: Source of the membership's views.
+        views: Source of the membership's views, for example from :meth:`.Membership.source`.
         id: This worker's id in the views.
         incarnation: This worker's incarnation in the views.
         keys: CURVE keys of this process; None for no encryption.
-        on_arrival: Called when a parameter's new value arrives, with the parameter's index and the value in CPU memory.
+        on_arrival: Function that is called when a parameter's new value arrives, with the parameter's index and the
+            value in CPU memory; None for no calls.
 
     Attributes:
-        leader: None, because each worker of this class pushes its own gradients. The class
-            :class:`~cnnstrategies.paramserver.combiner.worker.CombinedWorker` has the rank of the node's leader here.
+        leader: None, because each worker of this class pushes its own gradients. In the class
+            :class:`~cnnstrategies.paramserver.combiner.worker.CombinedWorker`, this attribute is the rank of the node's
+            leader.
         role: State machine of the worker's protocol.
         chooser: Chooser of the compressions under ``auto``; None without ``auto``, or if there is only one compression
             to choose from.
@@ -101,8 +103,8 @@ class Worker:
     def codecs(self) -> Codecs:
         """The current compressions of pushes and pulls.
 
-        Without ``auto``, these are the specification's compressions. Under ``auto``, these are the compressions that
-        :attr:`chooser` has chosen last. Trial steps may use other compressions.
+        Without ``auto``, these are the specification's compressions. Under ``auto``, they are the last choice of
+        :attr:`chooser`, although trial steps may use other compressions.
         """
         return self._ladder[self.chooser.chosen if self.chooser else 0]
 
@@ -120,7 +122,8 @@ class Worker:
     def last_message(self) -> int:
         """Sequence number of the last message to the servers. The next message gets the next number.
 
-        Set this number if an earlier connection of this process has sent messages with the same worker id.
+        If an earlier connection of this process has sent messages with the same worker id, set this property to the
+        earlier connection's last number.
         """
         return self.role.connections.sequence
 
@@ -129,7 +132,7 @@ class Worker:
         self.role.connections.sequence = sequence
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
-        """Declare the parameters' current values the initial values of the run.
+        """Use the parameters' current values as the initial values of the run.
 
         Every worker that takes part from the start of the run calls this method before :meth:`join`. The worker with
         the lowest id sends its values to the servers. If the sender dies before it has sent all values, the live worker
@@ -143,7 +146,9 @@ class Worker:
         self.role.initialise(optimizer_state)
 
     def meet(self) -> None:
-        """Register with the servers, which wait for each worker's registration. The worker does not join steps yet.
+        """Register this worker with all servers, and wait for their replies.
+
+        The servers wait for each worker's registration. The worker takes part in steps only after :meth:`join`.
 
         Raises:
             ServersUnreachableError: A server does not reply.
@@ -151,14 +156,15 @@ class Worker:
         self._run(self.role.meet(time.monotonic()))
 
     def join(self, has: int | None = None) -> int:
-        """Take part in steps from the start of the next step on, and wait for the parameters.
+        """Take part in all steps from the next step on, and wait for the parameters.
 
         In modes with common steps, the other workers wait for this worker from the returned step on. If the servers
         have no values yet, this method waits until a worker has sent them the initial values.
 
         Args:
-            has: A step whose gradients this worker already has; None if there is no such step. Pass this step if all
-                workers that began the step may have died.
+            has: Number of a step whose gradients this worker already holds; None if it holds none. Give the number if
+                all workers that began this step may have died: this worker may then begin with this step, and push
+                those gradients in their place.
 
         Returns:
             The step with which this worker begins, which is also in :attr:`step`.
@@ -181,8 +187,8 @@ class Worker:
         Args:
             groups: The current hyperparameters of each parameter group, as
                 :func:`~cnnstrategies.paramserver.specification.hyperparameters` returns them.
-            samples: Number of samples of this worker's batch, which is the gradient's weight in modes with common
-                steps.
+            samples: Number of samples in this worker's batch. In modes with common steps, the mean gradient is weighted
+                by these numbers.
 
         Raises:
             ConfigurationError: `samples` or a hyperparameter is not a finite number, or a hyperparameter has a
@@ -231,8 +237,8 @@ class Worker:
     def end_step(self) -> None:
         """End the step, and request the new parameters.
 
-        Parameters that were not pushed have no gradient in this step. If :meth:`wait` was called for every parameter
-        since the end of the previous step, the parameters are requested in the order of these calls.
+        Parameters whose gradients were not pushed have no gradient in this step. If :meth:`wait` was called for every
+        parameter since the end of the previous step, the parameters are requested in the order of these calls.
         """
         self._push_fetched(wait=True)
         self.role.end_step()
@@ -312,7 +318,8 @@ class Worker:
         """Push the gradients that have been copied from the GPU to CPU memory.
 
         Args:
-            wait: Wait for all copies, and push all gradients.
+            wait: Whether to wait for all copies, and push all gradients. Otherwise only gradients that have already
+                been copied are pushed.
         """
         if self._staging is not None:
             for index, gradient in self._staging.fetched(wait):

@@ -23,7 +23,8 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-SMALL_BYTES = 1 << 10  # largest tensor, in bytes, that a reduction sends to all workers
+# Size in bytes up to which a reduction sends each worker's tensor to all workers. Larger tensors go only to one worker.
+SMALL_BYTES = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,10 @@ class Collectives:
     has died, so a result contains only the values of live workers.
 
     Args:
-        membership: Connection to the coordinator.
+        membership: This process's membership in the run. The collectives use its connection to the coordinator.
 
     Attributes:
-        membership: Connection to the coordinator.
+        membership: The argument `membership`.
         present: Ids of the workers that took part in the last collective; None before the first collective.
     """
 
@@ -72,7 +73,7 @@ class Collectives:
         """Return the values of all workers.
 
         Args:
-            value: This worker's value.
+            value: This worker's value. See :func:`cnnstrategies.codec.encode` for the allowed types.
             operation: Name of the collective. If the workers pass different names, all of them get an error.
         """
         return self._collect(value, operation)
@@ -84,8 +85,8 @@ class Collectives:
         other workers have gathered at this boundary.
 
         Args:
-            midway: Admit this worker without waiting for the next boundary. The worker then gets the values of the last
-                boundary, and takes chunks of the epoch that the other workers are already processing.
+            midway: Whether this worker may be admitted before the next boundary. If so, the worker gets the values of
+                the last boundary, and takes chunks of the epoch that the other workers are already processing.
         """
         return self._collect(None, "start", seal=True, **({MIDWAY: True} if midway else {}))
 
@@ -95,7 +96,7 @@ class Collectives:
         The admitted workers receive the gathered values as the result of :meth:`start`.
 
         Args:
-            value: This worker's value.
+            value: This worker's value. See :func:`cnnstrategies.codec.encode` for the allowed types.
         """
         return self._collect(value, "boundary", boundary=True)
 
@@ -131,7 +132,7 @@ class Collectives:
 
         Args:
             tensor: This worker's tensor, of the same shape on all workers.
-            how: Name of one of the :data:`REDUCTIONS`.
+            how: Name of the reduction: ``sum``, ``mean``, ``max``, ``min`` or ``product``.
         """
         if tensor.nbytes <= SMALL_BYTES:
             values = self._collect(tensor, f"reduce {how}").values
@@ -185,7 +186,7 @@ class Collectives:
         return answer.integer("samples")
 
     def progress(self, epoch: int, processed: int) -> str:
-        """Report this worker's progress in an epoch, and return the group's progress to worker 0.
+        """Report this worker's progress in an epoch. In worker 0, return the progress of the whole group.
 
         All workers must call this method.
 

@@ -93,10 +93,12 @@ class PayloadCompression(Compression):
             the parameters.
         largest: Largest absolute value that can be encoded. A gradient above this value is an error. A parameter above
             this value is clamped.
-        push_level: Sort key in the ladder of ``compression: auto``, the list of compressions from the most exact to the
-            smallest payloads. None if the ladder does not contain this compression.
+        push_level: Sort key in the ladder of ``compression: auto``. A ladder is a list of compressions: the most exact
+            compression comes first, and the compression with the smallest payloads comes last. None if the ladder does
+            not contain this compression.
         pull_level: Sort key in the ladder of ``pull_compression: auto``; None if that ladder does not contain this
-            compression. The ladder can contain ``none``, one lossy compression, and one other compression.
+            compression. That ladder can contain at most three compressions: ``none``, one lossy compression, and one
+            compression that only rounds.
     """
 
     encoding: ClassVar[int]

@@ -112,10 +112,11 @@ def unchanging(view: View) -> Views:
 
 
 class Membership:
-    """A process's membership in a run, with a thread that runs the role :class:`Participant`.
+    """A process's membership in a run.
 
-    A separate thread sends the heartbeats, so a process does not count as dead during a long computation. The process
-    counts as dead if it is killed, or stopped for longer than the time-out.
+    A thread of its own runs the role :class:`Participant`, and sends the heartbeats. A process therefore does not count
+    as dead during a long computation. The process counts as dead if it is killed, or stopped for longer than the
+    time-out.
 
     Args:
         address: This process's role and id, the coordinator's endpoint, and time-outs.
@@ -139,6 +140,7 @@ class Membership:
             "host": socket.gethostname(),
             "endpoint": endpoint,
             "public_key": "" if self.keys is None else self.keys.public,
+            "run": address.run,
         }
         self.participant = Participant(address, process_number(self.keys), hello)
         self._changed = threading.Condition()
@@ -181,7 +183,7 @@ class Membership:
         """Send a request to the coordinator, and wait for the reply.
 
         Args:
-            kind: Kind of the request.
+            kind: Kind of the request, such as ``collect`` or ``leave``.
             fields: Fields of the request, as values that JSON can represent.
             frames: Buffers to send with the request.
 
@@ -220,6 +222,14 @@ class Membership:
             signal: Number of the signal.
         """
         self._call(Call(0, "signal", {"signal": signal}))
+
+    def give_up(self, reason: str) -> None:
+        """Make all waits of this process raise :class:`.RunEnded`. Other processes do not learn of this.
+
+        Args:
+            reason: Error message of the :class:`.RunEnded`.
+        """
+        self._set_ended(End(reason, clean=True))
 
     @property
     def stop_signal(self) -> int | None:

@@ -56,7 +56,9 @@ class Kind(IntEnum):
     RELAY = 18  # primary to backup: an applied update, with its hyperparameters or with the decision about its step
     ACKNOWLEDGE = 19  # backup to primary: the version of a slice that the backup has
     COPY = 21  # primary to backup: a whole slice, for a backup that has no values yet or has missed messages
-    PING = 22  # server to server: number of gaps found in the receiver's messages; server to worker: a heartbeat
+    # server to server: number of gaps that the PING's sender has found in the messages from the PING's receiver; server
+    # to worker: a heartbeat
+    PING = 22
 
 
 class Encoding(IntEnum):
@@ -111,7 +113,7 @@ class InvalidMessageError(ControlError):
 
 
 class OutdatedMessageError(InvalidMessageError):
-    """An error for a message that its sender has sent before it learned of a change, or that has arrived too early.
+    """An error for a message that was sent before its sender learned of a change, or that has arrived too early.
 
     For example, the membership has changed since the message was sent, or an earlier message of the sender is still on
     its way. The sender repeats such messages if necessary, so servers only count them, and do not report them.
@@ -136,7 +138,7 @@ class Header(NamedTuple):
     | RELAY       | step of the update    | 2^32 x incarnation + id of the worker     | version after the update     |
     | ACKNOWLEDGE |                       | version that the backup has               |                              |
     | COPY        |                       | version of the values                     |                              |
-    | PING        |                       | gaps in the receiver's messages           |                              |
+    | PING        |                       | number of gaps (5)                        |                              |
 
     1. `NO_STEP` if the worker has not joined.
     2. Bit i is set if part i of the slice has no gradient.
@@ -145,6 +147,7 @@ class Header(NamedTuple):
     4. A server may reply to a pull with a compressed difference from earlier values. The mark identifies these earlier
        values: the worker may add a difference only to values with the same mark. 0 means that the worker has no such
        values. `ALONE` is the mark of values to which no difference will be added.
+    5. Number of gaps that the PING's sender has found in the messages from the PING's receiver.
 
     Attributes:
         kind: What the message requests or reports.
@@ -162,8 +165,8 @@ class Header(NamedTuple):
         base: See the table.
         weight: See the table.
         level: In BEGIN with ``compression: auto``: level of the worker's encodings in the ladder of encodings. Level 1
-            is the most exact, and the highest level has the smallest payloads. In PULLED: the `level` that the first
-            member of the common step sent in BEGIN. In PULL: 1 to request the optimizer's state.
+            is the most exact, and the highest level has the smallest payloads. In PULLED: the `level` in the BEGIN
+            message of the first worker in the common step's decision. In PULL: 1 to request the optimizer's state.
         question: In a PULL for the current values: id of the pull. The PULLED reply contains the same id, so that the
             worker can recognise a late reply to an earlier PULL. 0 in all other pulls.
     """

@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -151,7 +152,12 @@ class JoinPlace:
     timeout: float
 
 
-def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool = False) -> JoinPlace:
+def find_place(
+    address: RunAddress,
+    patience: float = FIRST_SECONDS,
+    waits: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> JoinPlace:
     """Ask a run's coordinator for a place as a joiner, and wait until a place is free.
 
     Args:
@@ -160,6 +166,7 @@ def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool
             restarted does not reply for some seconds.
         waits: Whether to wait without a limit while all places are taken. Otherwise this function waits slightly longer
             than the run's time-out, because the place of a killed joiner becomes free only after the time-out.
+        check: Function that is called before each request. It may raise an exception to end the wait.
 
     Raises:
         ConfigurationError: The coordinator does not reply or does not admit joiners, or no place has become free.
@@ -169,6 +176,7 @@ def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool
     with Watcher(address.coordinator, keys) as watcher:
         heard, taken = time.monotonic(), None
         while True:
+            check()
             answer, now = watcher.ask(ANSWER_SECONDS, PLACE), time.monotonic()
             if answer is None:
                 if now - heard > patience or address.is_gone:

@@ -4,6 +4,7 @@ A new program reads its settings as JSON from standard input, so the settings do
 the environment.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -25,7 +26,9 @@ from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService, JournalFile
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.security import KeyPair
+from cnnstrategies.runtime.helper_processes import blocked_start
 from cnnstrategies.runtime.processes import end_with_parent, name_process
+from cnnstrategies.runtime.stop_signals import BLOCKED, acting_on
 
 StartMethod = Literal["fork", "program"]
 
@@ -156,14 +159,14 @@ class ServerProcess:
             endpoint = f"tcp://{self.known_as}:{endpoint.rpartition(':')[2]}"
         membership = Membership(self.address, endpoint, run_keys)
         views = membership.source()
-        pass_on_termination(membership)
         try:
-            membership.wait_registered()
-            (text,) = membership.ask("get", {}).frames
-            specification = Specification.from_json(bytes(text).decode())
-            server = ServerService(specification, views, self.address.id, listener, membership.keys, self.insecure)
-            membership.report_figures(server.figures)
-            server.run()
+            with passed_on_termination(membership):
+                membership.wait_registered()
+                (text,) = membership.ask("get", {}).frames
+                specification = Specification.from_json(bytes(text).decode())
+                server = ServerService(specification, views, self.address.id, listener, membership.keys, self.insecure)
+                membership.report_figures(server.figures)
+                server.run()
         except RunEnded as ended:
             if not ended.clean:
                 raise
@@ -199,8 +202,13 @@ def start(service: Service, method: StartMethod) -> Handle:
 
     Args:
         service: Settings of the service.
-        method: Whether to fork this process, or to start a new Python program.
+        method: ``fork`` to fork this process; ``program`` to start a new Python program.
     """
+    with blocked_start():
+        return _start(service, method)
+
+
+def _start(service: Service, method: StartMethod) -> Handle:
     if method == "fork":
         context = multiprocessing.get_context("fork")
         process = context.Process(target=lambda: sys.exit(serve(service)), daemon=True)
@@ -225,8 +233,9 @@ def serve(service: Service, dedicated: bool = False) -> int:
     """
     # Terminals and job schedulers send signals to all processes of a job. A coordinator or a server ignores these
     # signals, because the workers need it until they have finished their current step.
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for signum in BLOCKED:
         signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)  # They were blocked because a terminal may send them earlier.
     name_process(f"ps-server-{service.address.id}" if isinstance(service, ServerProcess) else "ps-coordinator")
     try:
         service.run()
@@ -252,12 +261,13 @@ def main() -> None:
         serve_and_exit(_from_json(text))
 
 
-def pass_on_termination(membership: Membership) -> None:
-    """Install a handler of SIGTERM that asks the coordinator to stop the whole run with a checkpoint.
+def passed_on_termination(membership: Membership) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which SIGTERM makes the coordinator stop the whole run with a checkpoint.
 
-    The request is needed because the signal may reach only this machine, for example when a single node is shut down.
+    The coordinator must be told because the signal may reach only this machine, for example when a single node is shut
+    down.
     """
-    signal.signal(signal.SIGTERM, lambda signum, frame: membership.stop_all(signum))
+    return acting_on([signal.SIGTERM], membership.stop_all)
 
 
 def serve_and_exit(service: Service, dedicated: bool = False) -> NoReturn:

@@ -20,7 +20,9 @@ Mode = Literal["sync", "async", "ssp", "local"]
 if TYPE_CHECKING:
     PushCompression = str
     PullCompression = str
-else:  # The types list all names, so that the command line's help shows them, and its parser refuses other names.
+else:
+    # At run time, these two types contain the names of all compressions, so that the command line's help shows the
+    # names and its parser refuses any other.
     PushCompression = Literal[(*payload_names(), AUTO)]
     PullCompression = Literal[(*payload_names(pulls=True), AUTO)]
 
@@ -60,8 +62,8 @@ class RunOptions:
 
     Attributes:
         mode: ``sync``: all workers make a step together, with the mean of their gradients. ``async``: each gradient is
-            applied when it arrives. ``ssp``: as async, but no worker may be more than `staleness` steps ahead of the
-            slowest worker. ``local``: each worker makes several optimizer steps of its own, and then pushes the
+            applied when it arrives. ``ssp``: like ``async``, but no worker may be more than `staleness` steps ahead of
+            the slowest worker. ``local``: each worker makes several optimizer steps of its own, and then pushes the
             difference between its parameters before and after these steps. The servers make an outer optimizer step
             with the mean of the workers' differences.
         staleness: For mode ``ssp``: number of steps that a worker may be ahead of the slowest worker. With 0 the mode
@@ -143,15 +145,15 @@ class Specification(RunOptions):
         workers: Number of workers that must join before the first step. If `per_node` is above 1, this is a number of
             nodes: one worker of each node must join before the first step.
         servers: Number of servers. Their ids are 0 to `servers` - 1.
-        pipelined: For mode sync: a server updates a slice as soon as all pushes of this slice have arrived, and each
-            push is also a pull. Values then arrive while gradients are still being sent. If a worker dies in the middle
-            of a step, its gradient may be part of the step in some slices only.
+        pipelined: For mode sync: whether a server updates a slice as soon as all pushes of this slice have arrived, and
+            each push is also a pull. Values then arrive while gradients are still being sent. If a worker dies in the
+            middle of a step, its gradient may be part of the step in some slices only.
         clip_norm: Largest allowed global L2 norm of the gradient; None for no clipping. In mode sync this limit applies
             to the mean gradient, and in the other modes to each worker's gradient.
         clip_value: Largest allowed absolute value of an element of the gradient; None for no clipping. In mode sync
             this limit applies to the mean gradient, and in the other modes to each worker's gradient.
-        slice_bytes: Larger parameters are cut into slices of at most this many bytes, unless the optimizer needs whole
-            tensors.
+        slice_bytes: Largest size of a slice in bytes. Larger parameters are cut into several slices. If the optimizer
+            needs whole tensors, parameters are not cut, and slices may be larger.
         session: Random number that identifies the run. Messages with a different number are dropped.
         per_node: Number of worker processes on each node, if one of these processes pushes the mean of the node's
             gradients; 1 if every worker process pushes its own gradients.
@@ -389,8 +391,8 @@ def check_before_sending(options: Sequence[Mapping[str, Any]], groups: Sequence[
 def _can_replace(value: Any, first: Any) -> bool:
     """Return whether a hyperparameter may change from its first value to another value.
 
-    Numbers may change to other finite numbers. Lists must keep their length, and dictionaries must keep their keys;
-    this rule then applies to each entry. Other values, such as strings, must not change.
+    Numbers may change to other finite numbers. Lists must keep their length, and dictionaries must keep their keys.
+    Entries of lists and dictionaries may change by the same rules. Other values, such as strings, must not change.
     """
     if isinstance(first, dict):
         if not isinstance(value, dict) or value.keys() != first.keys():

@@ -143,8 +143,9 @@ class StageBuffers:
         )
         if late:
             raise ConfigurationError(
-                f"the buffer {min(late)} has changed, but did not change in the first step: it would differ between "
-                "the replicas of a stage; change it in every step, or give the stage one replica"
+                f"the buffer {min(late)} has changed, but did not change in the first step, and only buffers that "
+                "change in the first step are copied to all replicas of a stage: change it in every step, or give the "
+                "stage one replica"
             )
         for name in self._changing:
             values = self._module.get_buffer(name).contiguous()
@@ -221,7 +222,7 @@ class StatisticsRecorder:
         The tensors `places[call]` become the layer's running statistics, which the layer's kernel overwrites.
 
         Args:
-            call: Index of the call among the calls of the layer that one forward of the stage makes.
+            call: Number of calls of the layer that precede this call in the same forward of the stage.
         """
         for name, place in zip(("running_mean", "running_var"), self.places[call], strict=True):
             put_buffer(self.layer, name, place)

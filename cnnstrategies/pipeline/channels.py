@@ -1,4 +1,6 @@
-"""Send and receive the messages of one stage: inputs and outputs of its forwards, and gradients of its backwards.
+"""Send and receive the messages of one stage.
+
+The messages are the inputs and outputs of its forward passes, and the gradients of its backward passes.
 
 Values that cross a cut can be nested containers. The sender flattens the containers into tensors, and the receiver
 builds the containers again. Each tensor is sent in its own memory format, such as ``channels_last``.

@@ -275,7 +275,7 @@ class Pipeline:
         scale: float | Tensor = 1.0,
         more: bool = False,
     ) -> tuple[list[Tensor | None], dict[int, Any]]:
-        """Run the forwards and backwards of a batch, and return the gradients. All ranks must call this.
+        """Run the forward and backward passes of a batch, and return the gradients. All ranks must call this.
 
         The parameters' ``grad`` does not change.
 
@@ -313,7 +313,7 @@ class Pipeline:
         return gradients, step.outputs
 
     def evaluate(self, batch: Batch) -> dict[int, Any]:
-        """Run the forwards of a batch, in the current mode of ``module``. All ranks must call this.
+        """Run the forward passes of a batch, in the current mode of ``module``. All ranks must call this.
 
         Returns:
             A dictionary. In the last stage, its keys are this rank's microbatches, and its values are the network's

@@ -56,8 +56,8 @@ class Bucket:
 class GradientReducer:
     """An accumulator for the gradients of one or several batches, which also sums the gradients over the replicas.
 
-    First call :meth:`begin`. Then run the backwards of all microbatches, and call :meth:`overlap` before the last
-    backward. At the end call :meth:`finish`. All replicas reduce the buckets in the same order, last parameters first.
+    First call :meth:`begin`. Then run the backward passes of all microbatches, and call :meth:`overlap` before the last
+    pass. At the end call :meth:`finish`. All replicas reduce the buckets in the same order, last parameters first.
     Buckets and hooks are created in the first step and then kept.
 
     Args:
@@ -80,9 +80,9 @@ class GradientReducer:
         self._keeps = self._overlapping = False
 
     def begin(self) -> None:
-        """Save ``grad`` of all parameters, and prepare ``grad`` for the backwards of a batch.
+        """Save ``grad`` of all parameters, and prepare ``grad`` for the backward passes of a batch.
 
-        If :meth:`finish` has kept gradients, the backwards add to these gradients.
+        If :meth:`finish` has kept gradients, the backward passes add to these gradients.
         """
         self._kept = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:

@@ -91,7 +91,7 @@ class Step:
         self._last: int | None = None  # Microbatch of this rank's last backward; None if the rank runs no microbatch.
 
     def train(self, more: bool) -> list[Tensor | None]:
-        """Run all forwards and backwards.
+        """Run all forward and backward passes.
 
         Args:
             more: Whether another batch follows before the optimizer's step.
@@ -128,7 +128,7 @@ class Step:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Run the forwards of the rank's microbatches without autograd."""
+        """Run the forward passes of the rank's microbatches without autograd."""
         microbatches = [m for m in self.pipeline.own_microbatches if self.batch.split.sizes[m]]
         self._run([Task("forward", self.pipeline.place.stage, m) for m in microbatches], self._infer)
         self.channels.finish()
@@ -240,9 +240,9 @@ class Step:
         return self.pipeline.compiled or not again
 
     def overlaps(self, microbatch: int) -> bool:
-        """Whether the replicas of the stage may sum their gradients while their last backwards run.
+        """Whether the replicas of the stage may sum their gradients while their last backward passes run.
 
-        This is possible if all replicas run their last backwards at about the same time. Otherwise an early replica
+        This is possible if all replicas run their last backward pass at about the same time. Otherwise an early replica
         could wait in its last backward for a late replica that has not begun its last backward. The late replica may in
         turn need a message that the early replica sends only after its last backward, and both would wait forever.
 
@@ -252,8 +252,8 @@ class Step:
         placement, stage = self.pipeline.placement, self.pipeline.place.stage
         runs, sizes = placement.runs[stage], self.batch.split.sizes
         later = [replica for replica, size in zip(runs[microbatch + 1 :], sizes[microbatch + 1 :], strict=True) if size]
-        # No other replica may have two backwards left. Such a replica takes part in the sum only in its second
-        # backward, so this rank would have to wait for it.
+        # No other replica may have two backward passes left. Such a replica takes part in the sum only in its second
+        # pass, so this rank would have to wait for it.
         return len(set(later)) == len(later) and not any(sizes[microbatch + placement.replicas[stage] :])
 
     def part_of_loss(self, outputs: Any, microbatch: int) -> Tensor:

@@ -267,9 +267,9 @@ def timetable(
 ) -> list[list[Task]]:
     """Return the tasks of each rank, in the order in which the rank runs them. Ranks are numbered stage by stage.
 
-    ``gpipe`` runs all forwards, then all backwards (Huang et al., "GPipe", 2019). ``1f1b`` runs the backward of a
-    microbatch as soon as possible, so that a rank holds the activations of few microbatches (Narayanan et al.,
-    "PipeDream", 2019; Fan et al., "DAPPLE", 2021, for the synchronous form).
+    ``gpipe`` runs all forward passes, then all backward passes (Huang et al., "GPipe", 2019). ``1f1b`` runs the
+    backward pass of a microbatch as soon as possible, so that a rank holds the activations of few microbatches
+    (Narayanan et al., "PipeDream", 2019; Fan et al., "DAPPLE", 2021, for the synchronous form).
 
     Args:
         replicas: Number of replicas of each stage.

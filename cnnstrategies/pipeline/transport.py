@@ -248,7 +248,8 @@ class Transport:
         """Turn errors of torch.distributed inside the context into a `PeerError`.
 
         Args:
-            action: Text for the error message. It says what this rank does, and names the ranks.
+            action: Text for the error message. It names this rank, says what it does, and names the other rank or ranks
+                that take part.
             guess: Text for the end of the error message if no rank is known to be lost.
         """
         try:

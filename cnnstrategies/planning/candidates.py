@@ -85,10 +85,11 @@ class Job:
         """Predict the number of samples of each device after training has balanced the shares.
 
         Training balances the shares with measured times of the devices. This method uses predicted times. It returns
-        equal numbers if other shares would gain too little.
+        equal numbers if other shares would make a step only slightly shorter.
 
         Args:
-            step: Function that returns the seconds of a step for the numbers of samples of all devices.
+            step: Function that returns the seconds of a step. Its argument is a sequence with each device's number of
+                samples.
             state: Bytes that a device holds in addition to the activations of its samples.
         """
         counts, most, whole = self.equal(), inf, self.profile.costs
@@ -139,7 +140,7 @@ class Candidate:
 
     Attributes:
         family: Registered name of the strategy, or ``hybrid`` for a pipeline.
-        options: Options of the strategy.
+        options: Options of the strategy. Keys are the options' names.
         effect: Effect on the training result.
         step: Seconds in which all devices together process as many samples as a global batch has. For a synchronous
             strategy this is the step time.

@@ -195,12 +195,12 @@ def _hosts(where: str, content: Any) -> list[Host]:
     settings = {"devices": 1, **_mapping(where, content, known)}
     if "interconnect" not in settings and "inside" not in settings:
         _refuse(
-            where, "interconnect is missing; give the connection between the machines, such as `{gbit: 10, us: 50}`"
+            where, "`interconnect` is missing; give the connection between the machines, such as `{gbit: 10, us: 50}`"
         )
     if settings["devices"] > 1 and "inside" not in settings:
         _refuse(
             where,
-            f"inside is missing; give the connection between the machine's {settings['devices']} devices, "
+            f"`inside` is missing; give the connection between the machine's {settings['devices']} devices, "
             "such as `{gbit: 96}`",
         )
     settings.setdefault("interconnect", settings.get("inside"))

@@ -33,8 +33,8 @@ class Value:
     Attributes:
         producer: Index of the node that makes the value.
         consumers: Indices of the nodes that use the value.
-        bytes: Size of the value.
-        gradient_bytes: Size of the value's gradient; 0 if no gradient flows back.
+        bytes: Size of the value in bytes.
+        gradient_bytes: Size of the value's gradient in bytes; 0 if no gradient flows back.
     """
 
     producer: int
@@ -50,7 +50,8 @@ class Link:
     Attributes:
         bandwidth: Bytes per second.
         latency: Seconds from the start of a message to the arrival of its first byte.
-        work: Seconds that the sender and the receiver each spend on a message of any size, instead of computing.
+        work: Seconds that the sender and the receiver each spend on a message, whatever the message's size. During this
+            time they cannot compute.
     """
 
     bandwidth: float
@@ -100,7 +101,7 @@ class GraphCosts:
     def sent_bytes(self) -> tuple[int, ...]:
         """Bytes that would be sent to later stages over a cut directly before each node.
 
-        Element i belongs to node i. The tuple ends with an additional element 0.
+        Element i belongs to node i. The tuple has one more element at its end, with the value 0.
         """
         return self._crossing([value.bytes for value in self.values])
 
@@ -108,7 +109,7 @@ class GraphCosts:
     def sent_gradient_bytes(self) -> tuple[int, ...]:
         """Bytes of gradients that would be sent back over a cut directly before each node.
 
-        Element i belongs to node i. The tuple ends with an additional element 0.
+        Element i belongs to node i. The tuple has one more element at its end, with the value 0.
         """
         return self._crossing([value.gradient_bytes for value in self.values])
 
@@ -193,8 +194,8 @@ def _scaled(profile: Profile, samples: float) -> GraphCosts:
 def from_two_sizes(large: GraphCosts, small: GraphCosts, batch_norm: bool) -> Profile:
     """Return a profile from measurements of the same network with two batch sizes.
 
-    The time of every node is modelled as a + c * samples. The measured times are noisy, so a is limited to the range
-    from 0 to the time of the large batch.
+    The time of every node is modelled as ``fixed + rate * samples``. The measured times are noisy, so ``fixed`` is
+    limited to the range from 0 to the time of the large batch.
 
     Args:
         large: Costs for the large batch.

@@ -41,17 +41,17 @@ def profile(
 ) -> GraphCosts:
     """Measure the forward time, backward time, activation bytes and parameter bytes of every node.
 
-    A sweep runs the forwards of all nodes in order, and then the backwards in reverse order, so that memory and caches
-    are used as in training. Every node has its own autograd graph, as if the network were cut at every node. The whole
-    network also runs without cuts after each sweep. The medians of the nodes' times are scaled so that their sum is the
-    median time of the whole network, because the measurement itself adds time to each node.
+    A sweep runs the forward passes of all nodes in order, and then the backward passes in reverse order, so that memory
+    and caches are used as in training. Every node has its own autograd graph, as if the network were cut at every node.
+    The whole network also runs without cuts after each sweep. The medians of the nodes' times are scaled so that their
+    sum is the median time of the whole network, because the measurement itself adds time to each node.
 
     The network is measured in training mode. The network's buffers, gradients and modes, and the state of the random
     number generators, are restored afterwards.
 
     If the network does not fit into the device's memory, it stays in CPU memory. Each node is then moved to the device,
-    runs its forward and immediately its backward, and is moved back. The times are not scaled, because the whole
-    network cannot run on the device.
+    runs its forward and immediately its backward, and is moved back. In this case the times are not scaled, because the
+    whole network cannot run on the device.
 
     Args:
         traced: The traced network.
@@ -128,7 +128,7 @@ def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any
 
 @dataclass
 class _Sweep:
-    """Measurements of one sweep: the forwards and the backwards of all nodes.
+    """Measurements of one sweep: the forward and backward passes of all nodes.
 
     Attributes:
         forward: Seconds of each node's forward.
@@ -150,7 +150,7 @@ def _sweep(
     count: bool = False,
     apart_on: torch.device | None = None,
 ) -> _Sweep:
-    """Measure the forwards of all nodes in order, and then the backwards in reverse order.
+    """Measure the forward passes of all nodes in order, and then the backward passes in reverse order.
 
     If ``apart_on`` is given, each node is moved to this device, and runs its backward directly after its forward.
 
@@ -358,7 +358,7 @@ def measure_profile(
 def states_of(optimizer: Optimizer) -> int:
     """Return the size of an optimizer's state as a multiple of the parameters' size, rounded up.
 
-    To measure the size, a new optimizer of the same class with the same options makes one step with a small parameter.
+    To measure the size, a new optimizer with the same class and options makes one step on a small parameter.
     If this fails, return 2, the value for Adam.
     """
     parameter = torch.nn.Parameter(torch.zeros(8, 8))

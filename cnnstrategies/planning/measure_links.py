@@ -1,7 +1,6 @@
 """Measure the latency and the bandwidth of the connection between two processes."""
 
 import os
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import Link
+from cnnstrategies.runtime.processes import temporary_folder
 
 # Sizes in bytes of the two messages whose round trips are measured.
 SMALL = 1024
@@ -30,17 +30,17 @@ LEAST = 0.01
 def measure_local_link(device: torch.device, backend: str) -> Link:
     """Measure latency and bandwidth between two processes on this machine.
 
-    Both are computed from two durations: that of the fastest of 12 round trips with 1 KiB, and that of the fastest of
-    12 round trips with 8 MiB.
+    Both are computed from two durations: the duration of the fastest of 12 round trips with 1 KiB, and the duration of
+    the fastest of 12 round trips with 8 MiB.
 
     Args:
         device: Device of the type that training will use. If it is a GPU, the two processes use the first two GPUs.
-        backend: Backend of torch.distributed.
+        backend: Backend of torch.distributed, such as ``gloo`` or ``nccl``.
 
     Raises:
         RuntimeError: One of the processes failed, for example because the backend is not available.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder("cnnstrategies_links_") as folder:
         try:
             start_processes(  # type: ignore[no-untyped-call]
                 _ping_pong,
@@ -77,8 +77,9 @@ def _ping_pong(rank: int, folder: str, device: torch.device, backend: str) -> No
 def measure_cluster(nodes: int, device: torch.device) -> Cluster:
     """Measure the links between the ranks of the default process group. All ranks must call this.
 
-    Rank 0 measures the link to rank 1, and the link to the first rank of the next machine. All other links inside a
-    machine are assumed to be equal to the first link, and all other links between machines to the second link.
+    Rank 0 measures the link to rank 1, and the link to the first rank of the next machine. All links inside machines
+    are assumed to be equal to the link to rank 1. All links between machines are assumed to be equal to the link to the
+    next machine.
 
     Args:
         nodes: Number of machines.

@@ -73,7 +73,7 @@ class ParameterServer:
         """Return the seconds of a synchronous step, and the bottleneck.
 
         The forward of a layer waits only for the new weights of this layer. A layer's gradients are pushed while the
-        backward of the layers before it runs.
+        backward of earlier layers runs.
 
         Args:
             counts: Number of samples of each worker.
@@ -164,10 +164,10 @@ class ParameterServer:
     def _asynchronous(self, costs: GraphCosts) -> tuple[float, Bottleneck]:
         """Return the seconds in which each worker makes one update on average, and the bottleneck.
 
-        The workers are the customers of a closed network of queues. While a worker computes, it is in no queue. After
-        the computation, its gradients and its new weights pass through queues: a server, and the server's connection.
-        Each server handles an equal part of the weights, and all servers work at the same time. Therefore the model
-        has only one server.
+        The workers are the customers of a closed network of queues. While a worker computes, it is outside of the
+        queues. After the computation, its gradients and its new weights pass through queues: a server, and the server's
+        connection. Each server handles an equal part of the weights, and all servers work at the same time. Therefore
+        the model has only one server.
 
         Source: mean value analysis (Reiser and Lavenberg, 1980).
 

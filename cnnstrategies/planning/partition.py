@@ -21,8 +21,8 @@ from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.problem import Problem
 
 ALL_LAYOUTS = 800  # If at most this number of layouts is possible, all layouts are considered.
-# Largest number of sets of cuts that are compared to choose the layouts from which local searches start. Each number of
-# stages that is tried gets an equal part of this limit.
+# Local searches start from the best of many sets of cuts. This is the largest number of sets that are compared, divided
+# equally among the numbers of stages that are tried.
 MOST_STARTS = 6400
 STAGES = 16  # Largest number of stages that is tried if the user does not set the number.
 PROPOSALS = 24  # Number of layouts that are simulated because they are the best by the formula of `problem.py`.
@@ -264,7 +264,8 @@ def _neighbours(layout: Layout, problem: Problem) -> Iterator[Layout]:
 
     There are four kinds of moves:
 
-    - Shift up to ``MOST_MOVED_CUTS`` consecutive cuts, and any cuts that they would pass.
+    - Shift up to ``MOST_MOVED_CUTS`` consecutive cuts by the same number of positions, and push on any cuts that are in
+      their way.
     - Exchange the numbers of replicas of two stages.
     - Move replicas from one stage to another.
     - Split a stage in two.

@@ -140,9 +140,9 @@ class Predictor:
         """Return the simulated step time in seconds.
 
         If the step has too many tasks, two steps with fewer microbatches are simulated, and the step time is
-        extrapolated linearly. Both steps have enough microbatches to fill the pipeline. Their numbers of microbatches
-        differ by one period of the timetable (the number of microbatches after which the timetable repeats), if the
-        period is short.
+        extrapolated linearly. Both steps have enough microbatches to fill the pipeline. The timetable repeats after a
+        number of microbatches, its period. If the period is short, the two steps differ by one period; otherwise they
+        differ by a fixed number of microbatches.
         """
         count, replicas = self.problem.microbatches, layout.replicas
         short = LONGEST // (2 * len(replicas))
@@ -169,7 +169,7 @@ def choose_layout(job: Job) -> tuple[Layout, bool]:
     assert layout is not None, "the network has enough cut positions"
     if predictor.time(layout) == float("inf"):
         raise ConfigurationError(
-            f"memory_limit={job.memory}: on {layout.devices} devices with {job.microbatches} microbatches a device "
+            f"memory_limit={job.memory}: with {layout.devices} devices and {job.microbatches} microbatches, one device "
             f"needs {predictor.memory(layout):.0f} bytes; raise the limit, use more stages or microbatches, or set "
             "activation_checkpointing='always'"
         )

@@ -57,7 +57,7 @@ class Problem:
         return self._time[end] - self._time[start]
 
     def stages(self, layout: Layout) -> Iterator[tuple[int, int, int]]:
-        """Yield, for each stage, the index of its first node, the index after its last node, and its replicas."""
+        """Yield, for each stage: index of the first node, index after the last node, and number of replicas."""
         bounds = (0, *layout.cuts, len(self.costs.nodes))
         return zip(bounds[:-1], bounds[1:], layout.replicas, strict=True)
 
@@ -143,9 +143,9 @@ class Problem:
         """Return the two times of a stage from which :meth:`model` computes the step time, in seconds.
 
         Args:
-            start: First node of the stage.
-            end: Node after the last node of the stage.
-            first: First device of the stage.
+            start: Index of the stage's first node.
+            end: Index of the stage's last node, plus 1.
+            first: Number of the stage's first device.
             replicas: Number of replicas of the stage.
 
         Returns:
@@ -171,10 +171,11 @@ class Problem:
             outgoing = costs.sent_bytes[end] + costs.sent_gradient_bytes[start]
             port = cluster.ring(before, around).bandwidth
             period = max(period, max(incoming, outgoing) * sharing / port)
-        # Reductions overlap with the last backward of this stage, and then with the last backwards of earlier stages.
-        # The last bucket is only ready at the end of this stage's backward, so it overlaps with earlier stages only.
-        # `whole` is the time in seconds by which the reduction of all buckets exceeds these backwards. `bucket` is the
-        # time by which the reduction of the last bucket exceeds the backwards of the earlier stages.
+        # Reductions overlap with the last backward pass of this stage, and then with the last backward passes of
+        # earlier stages. The last bucket is only ready at the end of this stage's backward pass, so it overlaps with
+        # earlier stages only. `whole` is the time in seconds by which the reduction of all buckets is longer than all
+        # of these passes. `bucket` is the time by which the reduction of the last bucket is longer than the passes of
+        # the earlier stages.
         reduction = all_reduce(cluster, first, replicas)
         parameters = self._parameters[end] - self._parameters[start]
         whole = reduction(parameters) - self._drain[end] / speed

@@ -47,7 +47,8 @@ def recut(job: Job, layout: Layout, samples: int, seconds: Sequence[float], loss
             this time.
 
     Returns:
-        The better cuts; None if the measured times agree with the plan, or if the best cuts would gain too little.
+        The better cuts; None if the measured times agree with the plan, or if the best cuts would make a step only
+        slightly shorter.
     """
     job = replace(job, samples=samples)
     predictor = Predictor(job)

@@ -27,9 +27,9 @@ def redeal(
 ) -> Proposal | None:
     """Propose numbers of microbatches with which the replicas of each stage finish as early as possible.
 
-    To compute the gain, a step with the current shares and a step with the proposed shares are simulated. In these
-    simulations, messages take no time. The difference between measured and simulated step time is assumed to be equal
-    for the current and the proposed shares.
+    To compute how much shorter a step becomes, a step with the current shares and a step with the proposed shares are
+    simulated. In these simulations, messages take no time. The difference between the measured and the simulated step
+    time is assumed to be equal for the current and the proposed shares.
 
     Args:
         placement: Current stages and shares of the ranks.
@@ -42,7 +42,7 @@ def redeal(
         most: Largest number of microbatches that each rank can hold at once.
 
     Returns:
-        The proposed shares; None if a step would gain too little.
+        The proposed shares; None if a step would become only slightly shorter.
     """
     times: list[float] = [sum(times_of_rank) for times_of_rank in zip(*seconds, strict=True)]
     everyone = range(placement.world_size)

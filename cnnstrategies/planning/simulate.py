@@ -70,7 +70,8 @@ class _Run:
     """The state of one discrete-event simulation. The events are ends of tasks and arrivals of messages.
 
     For speed, a task is represented by the number ``line * count + microbatch``. ``count`` is the number of
-    microbatches. ``line`` is ``2 * stage`` for the forwards of a stage, and ``2 * stage + 1`` for its backwards.
+    microbatches. ``line`` is ``2 * stage`` for the forward passes of a stage, and ``2 * stage + 1`` for its backward
+    passes.
 
     Attributes:
         order: Each rank's tasks, in the order in which the rank runs them.
@@ -127,7 +128,7 @@ class _Run:
         self.records: list[Record] = []
 
     def run(self) -> None:
-        """Simulate the forwards, backwards and messages of the step."""
+        """Simulate the forward passes, backward passes and messages of the step."""
         count, order, rank_of, missing, records = self.count, self.order, self.rank_of, self.missing, self.records
         position = [0] * len(order)
         free = [0.0] * len(order)

@@ -20,7 +20,7 @@ class BucketCost:
 
     Attributes:
         ready: Seconds from the start of the backward until the last gradient of the bucket is ready.
-        bytes: Size of all gradients of the bucket.
+        bytes: Size of all gradients of the bucket, in bytes.
     """
 
     ready: float
@@ -49,8 +49,8 @@ def buckets(
     Args:
         gradients: The gradients in order of time. For each gradient: the seconds from the start of the backward until
             the gradient is ready, and its bytes.
-        size: A bucket is complete as soon as it has at least this number of bytes.
-        first: The same number for the first bucket; None for `size`.
+        size: Number of bytes from which a bucket is complete.
+        first: Number of bytes from which the first bucket is complete; None for `size`.
     """
     complete: list[BucketCost] = []
     gathered, limit, last = 0, first or size, 0.0
@@ -108,10 +108,10 @@ class StageCost:
         """Return the buckets in which the stage's gradients are reduced.
 
         Args:
-            size: A bucket is complete as soon as it has at least this number of bytes.
+            size: Number of bytes from which a bucket is complete.
             backward: Seconds of the backward on the device that runs the stage. The times at which gradients are ready
                 are scaled in proportion.
-            first: The same number of bytes for the first bucket; None for `size`.
+            first: Number of bytes from which the first bucket is complete; None for `size`.
         """
         if not self.gradients:
             return []
@@ -132,8 +132,8 @@ class StageMessage:
     """The sizes of the messages that two stages send to each other for one microbatch.
 
     Attributes:
-        bytes: Size of the values that the earlier stage sends to the later stage.
-        gradient_bytes: Size of the gradients that the later stage sends back.
+        bytes: Size in bytes of the values that the earlier stage sends to the later stage.
+        gradient_bytes: Size in bytes of the gradients that the later stage sends back.
     """
 
     bytes: int

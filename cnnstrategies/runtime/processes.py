@@ -6,6 +6,7 @@ import ctypes
 import io
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing import (
     context,
     forkserver,
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from cnnstrategies.runtime.helper_processes import blocked_start, task_of
+from cnnstrategies.runtime.stop_signals import cleaned_up
 
 # Environment variable: path of a symbolic link that the first failing rank of this machine creates.
 REFUSED = "CNNSTRATEGIES_REFUSED"
@@ -201,7 +204,32 @@ def first_to_fail(code: int) -> bool:
     return True
 
 
-def failed_elsewhere(launcher: Any, seconds: float = 10.0) -> int:
+def wait_for_end(process: int, launcher: Any, seconds: float = 10.0) -> None:
+    """Wait until a rank of this machine has ended.
+
+    Args:
+        process: Id of the rank's process.
+        launcher: Lightning's launcher, which may have started the rank.
+        seconds: Longest time to wait.
+    """
+    for started in started_processes(launcher):
+        if isinstance(started, subprocess.Popen) and started.pid == process:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                started.wait(seconds)
+            return
+    deadline = time.monotonic() + seconds
+    while _is_running(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _is_running(process: int) -> bool:
+    """Whether a process of this machine has not ended. A zombie has ended, even if its parent has not waited for it."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def failed_elsewhere(launcher: Any) -> int:
     """Wait until the rank that failed first has reported its error and ended, and return the exit code of this rank.
 
     Without waiting, Lightning would kill all ranks as soon as any rank has ended, possibly before the rank that failed
@@ -209,17 +237,9 @@ def failed_elsewhere(launcher: Any, seconds: float = 10.0) -> int:
 
     Args:
         launcher: Lightning's launcher, which has started the ranks.
-        seconds: Longest time to wait.
     """
     process, code = map(int, os.readlink(os.environ[REFUSED]).split())
-    for started in started_processes(launcher):
-        if isinstance(started, subprocess.Popen) and started.pid == process:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                started.wait(seconds)
-            return code
-    deadline = time.monotonic() + seconds
-    while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for_end(process, launcher)
     return code
 
 
@@ -227,6 +247,18 @@ def failed_before() -> bool:
     """Whether another rank of this machine failed before this rank. This rank then need not report its own error."""
     path = os.environ.get(REFUSED, "")
     return os.path.islink(path) and os.readlink(path).split()[0] != str(os.getpid())
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[str]:
+    """Create a temporary folder inside this context, which is also removed if a signal ends this process.
+
+    Args:
+        prefix: Beginning of the folder's name.
+    """
+    folder = tempfile.TemporaryDirectory(prefix=prefix)
+    with folder, cleaned_up(partial(shutil.rmtree, folder.name, ignore_errors=True)):
+        yield folder.name
 
 
 def cannot_be_sent(error: BaseException) -> bool:

@@ -251,15 +251,19 @@ def ends_on_signals() -> contextlib.AbstractContextManager[None]:
 
 
 def end_process(signum: int) -> NoReturn:
-    """End this process because of a signal, after the cleanups of :func:`cleaned_up`. Any thread may call this.
+    """End this process and its child processes because of a signal. Any thread may call this function.
 
-    The main thread continues in the meantime. Therefore the cleanups cannot rely on the main thread.
+    The cleanups of :func:`cleaned_up` run first. The main thread continues in the meantime, so the cleanups cannot rely
+    on the main thread.
     """
     _ending.set()
     code = 128 + signum
     timer = threading.Timer(PATIENCE, os._exit, (code,))
     timer.daemon = True
     timer.start()
+    processes = sys.modules.get("multiprocessing")
+    for child in processes.active_children() if processes is not None else ():
+        child.kill()
     for cleanup in reversed(_cleanups):
         with contextlib.suppress(Exception):
             cleanup()

@@ -4,13 +4,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.quantities import as_timedelta
@@ -18,10 +16,11 @@ from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.balancing import GatherRows, gather_rows
 from cnnstrategies.strategies.dealing import Dealing
 from cnnstrategies.strategies.exact_means import ExactMeans
+from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.protocol import StrategyFacts
 
 
-class BalancedDDPStrategy(StrategyFacts, ExactMeans, DDPStrategy):
+class BalancedDDPStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
     """DDP in which ranks may get different numbers of samples of each global batch, and all samples count equally.
 
     For any shares, the gradient is the mean over all samples of the global batch. A run on one device would compute the
@@ -80,8 +79,7 @@ class BalancedDDPStrategy(StrategyFacts, ExactMeans, DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        with on_loopback(self):  # A single machine may have no network connection, so the loopback interface is used.
-            super().setup_environment()
+        super().setup_environment()
         self._dealing.begin(self._open_group)
 
     @override

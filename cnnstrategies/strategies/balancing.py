@@ -67,8 +67,9 @@ class Stopwatch:
 
     Args:
         device: This rank's device.
-        waited: Returns the total time in seconds that this rank has waited for other processes so far. Waiting between
-            :meth:`begin` and :meth:`end` is subtracted from the measured time. By default no waiting is subtracted.
+        waited: Function that returns the total time in seconds that this rank has waited for other processes so far.
+            Waiting between :meth:`begin` and :meth:`end` is subtracted from the measured time. By default no waiting is
+            subtracted.
     """
 
     def __init__(self, device: torch.device, waited: Callable[[], float] = float) -> None:
@@ -121,8 +122,8 @@ class Balance(Callback):
     The ranks exchange their times every few batches. All ranks receive the same times, so all ranks choose the same
     shares. New shares apply only to batches that no rank's data loader has drawn yet.
 
-    The unit of work is a sample or, in a subclass, a microbatch. A rank may do several kinds of work, such as forwards
-    and backwards of a pipeline, and each kind has its own stopwatch.
+    The unit of work is a sample or, in a subclass, a microbatch. A rank may do several kinds of work, such as the
+    forward and backward passes of a pipeline, and each kind has its own stopwatch.
 
     Attributes:
         unit: Plural name of a unit of work, for log lines.
@@ -246,7 +247,8 @@ class Balance(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.deals.load_state_dict(state_dict)
-        # The checkpoint may contain shares that apply only from a later batch on. Earlier batches must not be timed.
+        # The newest shares in the checkpoint may apply only from a later batch on. The batches before it still use the
+        # old shares, so they must not be timed.
         self._next = self.deals.since
 
 

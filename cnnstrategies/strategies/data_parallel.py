@@ -2,17 +2,16 @@
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import keep_batches
-from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.paramserver.compression import COMPRESSIONS, ddp_names
 from cnnstrategies.quantities import as_timedelta
 from cnnstrategies.strategies.exact_means import ExactMeans
+from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.protocol import StrategyFacts
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ else:  # jsonargparse reads this type: the help lists its names, and the parser 
     DDPCompression = Literal[ddp_names()]
 
 
-class CompressedDDPStrategy(StrategyFacts, ExactMeans, DDPStrategy):
+class CompressedDDPStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
     """DDP that compresses gradients with torch's communication hooks, on every kind of device.
 
     Lightning's own option ``DDPStrategy(ddp_comm_hook=...)`` has an effect on CUDA devices only.
@@ -74,8 +73,7 @@ class CompressedDDPStrategy(StrategyFacts, ExactMeans, DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        with on_loopback(self):  # A single machine may have no network connection, so the loopback interface is used.
-            super().setup_environment()
+        super().setup_environment()
         assert self.lightning_module is not None
         keep_batches(self.lightning_module.trainer)
 

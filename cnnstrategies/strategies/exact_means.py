@@ -6,7 +6,6 @@ module, ``self.log(..., sync_dist=True)`` is therefore wrong if the ranks have d
 samples on 2 ranks, the constant 1.0 is logged as 1.167 (Lightning's issue 21859).
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -52,8 +51,18 @@ def average_exactly(trainer: Trainer) -> None:
         trainer: The trainer, which may have any strategy.
     """
     if trainer.world_size > 1:
-        trainer.strategy.reduce = partial(_reduce, trainer.strategy)  # type: ignore[method-assign]
+        trainer.strategy.reduce = _ExactReduce(trainer.strategy)  # type: ignore[method-assign]
 
 
-def _reduce(strategy: Strategy, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
-    return type(strategy).reduce(strategy, widened(tensor, reduce_op), group, reduce_op)
+class _ExactReduce:
+    """The method ``reduce`` of a strategy, with exact means of integers."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def __call__(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        return type(self._strategy).reduce(self._strategy, widened(tensor, reduce_op), group, reduce_op)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_ExactReduce":
+        # Lightning copies the results of an epoch, which contain this object. The strategy must not be copied.
+        return self

@@ -261,6 +261,19 @@ class StrategyFacts:
 
     # Stopping of the run
 
+    def fail_together(self, point: str, seconds: float, exception: BaseException) -> bool:
+        """Return whether all ranks have failed at the same point of the run, and so can save a checkpoint together.
+
+        A failed rank calls this method once. It is called only for strategies without a process group. By default the
+        ranks cannot save a checkpoint.
+
+        Args:
+            point: Text for the point of the run at which this rank has failed.
+            seconds: Longest time to wait for the other ranks.
+            exception: The exception of this rank.
+        """
+        return False
+
     def requested_stop(self) -> int | None:
         """Return a stop signal that another process of the run, such as a server, has received.
 

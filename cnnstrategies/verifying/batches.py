@@ -1,4 +1,4 @@
-"""Save the batches that the ranks load, and load their global batches in a run on one device."""
+"""Save the batches that the ranks load, and build global batches from them, with which one device repeats the run."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -5,7 +5,6 @@ import itertools
 import multiprocessing
 import os
 import re
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,8 +17,9 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from cnnstrategies._lightning_private import ranks_are_children
-from cnnstrategies.cluster.stores import on_loopback
+from cnnstrategies.cluster.rendezvous import ranks_meet
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.runtime.processes import temporary_folder
 from cnnstrategies.verifying.batches import BatchKeeper, DoubleBatchKeeper, samples
 from cnnstrategies.verifying.recorder import END, Recorder, RunRole, settle
 from cnnstrategies.verifying.verdict import ComparedRow, Verdict, compared, differences, row_of
@@ -123,7 +123,7 @@ def verify(
             raise ConfigurationError(
                 f"strategy={kind.__name__}: {FORK_OPTION if accepts_start_method(kind) else FORKS}"
             )
-        with on_loopback(fitting.strategy):
+        with ranks_meet(fitting.strategy):
             fitting.fit(module, **fit_arguments)
 
     return verdict_of(train)
@@ -156,7 +156,7 @@ def verdict_of(train: Callable[[RunRole], None]) -> Verdict:
         train: Function that trains the module in one of the two roles.
     """
     notes: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="cnnstrategies_verify_") as folder:
+    with temporary_folder("cnnstrategies_verify_") as folder:
         try:
             reference, tested = _runs(train, Path(folder, "float64"))
         except TrainingError as error:

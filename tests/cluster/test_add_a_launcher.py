@@ -10,6 +10,7 @@ from conftest import ROOT
 from lightning.pytorch import Trainer
 
 from cnnstrategies import cli
+from cnnstrategies.cluster import environment as environment_module
 from cnnstrategies.cluster import launchers
 from cnnstrategies.cluster.environment import DoctorPlace, check_world, environment_plugins, find_place, local_rank
 from cnnstrategies.cluster.launchers import registry
@@ -51,7 +52,7 @@ def test_ranks_and_their_meeting_point_are_the_launchers(monkeypatch):
     monkeypatch.setenv("TOY_JOB", "18")
     ports.append(environment.main_port)
     assert ports[0] != ports[1]
-    assert find_place() == DoctorPlace(node=1, nodes=2, local_rank=1, main_address="alpha", main_port=ports[1])
+    assert find_place() == DoctorPlace(1, 2, 1, environment)
 
 
 def test_a_wrong_number_of_ranks_is_refused_with_the_launchers_command(monkeypatch):
@@ -60,6 +61,11 @@ def test_a_wrong_number_of_ranks_is_refused_with_the_launchers_command(monkeypat
     options = {"accelerator": "cpu", "strategy": "ddp", "logger": False, "enable_checkpointing": False}
     trainer = Trainer(num_nodes=2, devices=3, plugins=environment_plugins([]), **options)
     message = "toyrun has started 4 processes, .* start the run with `toyrun --nodes=2 --per-node=3`"
+    monkeypatch.setattr(environment_module, "REPORT_SECONDS", 0)
+    with pytest.raises(SystemExit) as exit:  # Only rank 0 reports the error.
+        check_world(trainer)
+    assert exit.value.code == ConfigurationError.exit_code
+    monkeypatch.setenv("TOY_RANK", "0")
     with pytest.raises(ConfigurationError, match=message):
         check_world(trainer)
 

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from ports import free_port
 
-from cnnstrategies.cluster.addresses import find_interface
+from cnnstrategies.cluster.addresses import find_interface, main_port_of, resolve
 from cnnstrategies.cluster.hosts import Interconnect
 from cnnstrategies.cluster.job import Size, job_size
+from cnnstrategies.cluster.launchers.slurm import tasks_per_node
 from cnnstrategies.cluster.options import ClusterOptions, KubernetesOptions, RayOptions
 from cnnstrategies.cluster.ray.connection import demand
 from cnnstrategies.cluster.run_folder import find_run
-from cnnstrategies.cluster.stores import open_store
 from cnnstrategies.errors import ConfigurationError
 
 pytestmark = pytest.mark.light
@@ -57,9 +56,11 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (partial(demand, ClusterOptions(memory="much"), Size(1, 1, 0)), "cluster.memory='much'"),
     (partial(find_interface, "none0"), rf"{socket.gethostname()} has no interface 'none0'; use one of lo (127.0.0.1)"),
     (partial(find_interface, "10.0.0.0/99"), "'10.0.0.0/99' is not a subnet"),
-    # An unknown main address is refused at once, in rank 0 and in other ranks.
-    (partial(open_store, "nowhere.invalid", free_port(), True, 1), "cannot resolve the host name 'nowhere.invalid'"),
-    (partial(open_store, "nowhere.invalid", free_port(), False, 1), "cannot resolve the host name 'nowhere.invalid'"),
+    (partial(resolve, "nowhere.invalid"), "cannot resolve the host name 'nowhere.invalid'"),
+    (partial(main_port_of, {"MASTER_PORT": ""}), "MASTER_PORT='' is not a port from 1 to 65535: set it to a free port"),
+    (partial(main_port_of, {"MASTER_PORT": "0"}), "MASTER_PORT='0' is not a port from 1 to 65535: set it to a free"),
+    (partial(main_port_of, {"MASTER_PORT": "tcp://10.0.0.1:80"}), "'tcp://10.0.0.1:80' is not a port from 1 to 65535"),
+    (partial(tasks_per_node, {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}), "different numbers of tasks on the nodes"),
     (partial(find_run, None, "hash", UNNAMED), "--run_name <name>"),
     *((partial(find_run, name, "", {}), "run_name=") for name in NAMES),
     (partial(find_run, None, "", {"CNNSTRATEGIES_RUN_NAME": ".."}), "CNNSTRATEGIES_RUN_NAME="),

@@ -4,6 +4,7 @@ import os
 from fnmatch import fnmatch
 
 import pytest
+from conftest import quiet_trainer
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
@@ -55,7 +56,6 @@ WORLDS: list[tuple[dict[str, str], int, int, str | None]] = [
     (SLURM, 1, 1, None),
     (FOUR, 2, 2, None),
     (TORCHRUN, 2, 1, None),
-    ({"PMI_RANK": "1", "PMI_SIZE": "2"}, 4, 1, "PMI_RANK=1 and PMI_SIZE=2 say .*MPI_LOCALRANKID is not set"),
     # Lightning itself starts the configured number of processes, also if an srun that was built with PMI sets PMI_*.
     ({}, 4, 1, None),
     ({"LOCAL_RANK": "1"}, 4, 2, None),
@@ -80,6 +80,21 @@ def test_a_world_of_another_size_is_refused(strategy: str, monkeypatch: pytest.M
                     check(made)
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"},  # srun -n2
+        {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_NTASKS_PER_NODE": "6"},  # srun -n2 in a job with 6
+        {"SLURM_NTASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_NNODES": "2"},  # srun -N2 -n4
+    ],
+)
+def test_the_number_of_tasks_comes_from_the_step(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**SLURM, **variables}.items():
+        monkeypatch.setenv(name, value)
+    nodes = int(variables.get("SLURM_NNODES", "1"))
+    check_world(quiet_trainer("ddp", 2, num_nodes=nodes, plugins=environment_plugins([])))
+
+
 SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "cnn", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 SHELL = {name: SCRIPT[name] for name in ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_NTASKS")}
 
@@ -101,7 +116,9 @@ def test_without_srun_a_run_starts_its_ranks_itself_on_one_node(
     assert [type(plugin) for plugin in environment_plugins([], num_nodes=2)] == [SLURMEnvironment]
     for name, value in {"SLURM_NODEID": "1", "SLURM_NNODES": "2", "SLURM_LOCALID": "0", "MASTER_ADDR": "n1"}.items():
         monkeypatch.setenv(name, value)
-    assert find_place() == DoctorPlace(node=1, nodes=2, local_rank=0, main_address="n1", main_port=15007)
+    place = find_place()
+    assert place == DoctorPlace(1, 2, 0, place.environment)
+    assert place.environment.main_address == "n1"
 
 
 RANKS = {"rank": "1", "size": "2", "local_rank": "1", "local_size": "2"}  # Rank 1 of two on one machine.
@@ -147,7 +164,9 @@ def test_ranks_come_from_the_variables_of_mpirun(
     assert ports[0] == ports[2] != ports[1]
     monkeypatch.setenv("MASTER_ADDR", "alpha")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert find_place() == DoctorPlace(node=1, nodes=2, local_rank=0, main_address="alpha", main_port=29500)
+    place = find_place()
+    assert place == DoctorPlace(1, 2, 0, place.environment)
+    assert (place.environment.main_address, place.environment.main_port) == ("alpha", 29500)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "digits")
     assert rank_launcher(os.environ) is launcher_named("torchrun")
 

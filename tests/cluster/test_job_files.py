@@ -35,10 +35,10 @@ def test_a_submission_does_not_change_the_files_of_an_earlier_one() -> None:
 
 
 def test_two_submissions_without_a_name_do_not_share_a_folder() -> None:
-    one, two = (JobFiles.in_new_folder(FOLDER.parent, "resnet") for _ in range(2))
-    one.write("lr: 0.1", "fit")
+    first, second = (JobFiles.in_new_folder(FOLDER.parent, "resnet") for _ in range(2))
+    first.write("lr: 0.1", "fit")
     with pytest.raises(FilesTakenError):
-        two.write("lr: 0.2", "fit")
+        second.write("lr: 0.2", "fit")
     assert JobFiles.in_new_folder(FOLDER.parent, "resnet").folder == Path("slurm/resnet-2")
-    one.remove()
+    first.remove()
     assert not FOLDER.exists(), "a job that the cluster refuses leaves nothing behind"

@@ -14,7 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from ranks import run_started
 
 from cnnstrategies import ImageClassifier
-from cnnstrategies.cluster.stores import SERVED, on_loopback
+from cnnstrategies.cluster.rendezvous import MET, ranks_meet
+from cnnstrategies.cluster.stores import SERVED
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.strategies import HybridPipelineStrategy
 
@@ -93,11 +94,11 @@ def test_a_script_without_the_command_line_listens_on_the_loopback_only() -> Non
 def test_ranks_that_could_not_start_leave_the_store_to_others() -> None:
     strategy = Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", logger=False).strategy
 
-    @on_loopback(strategy)
+    @ranks_meet(strategy)
     def start() -> None:
-        assert SERVED in os.environ
+        assert {SERVED, MET, "MASTER_PORT"} <= os.environ.keys()
         raise MemoryError
 
     with pytest.raises(MemoryError):
         start()
-    assert SERVED not in os.environ
+    assert not {SERVED, MET, "MASTER_PORT"} & os.environ.keys()

@@ -4,13 +4,10 @@ import json
 import threading
 
 import pytest
-from ports import free_port
 from torch.distributed import HashStore
 
-from cnnstrategies.cluster import stores
 from cnnstrategies.cluster.addresses import Interface, choose_interface, interface_to
 from cnnstrategies.cluster.hosts import meet
-from cnnstrategies.cluster.stores import open_store
 from cnnstrategies.errors import ConfigurationError
 
 LOOPBACK = Interface("lo", "127.0.0.1")
@@ -38,16 +35,6 @@ def test_the_host_with_the_store_ends_after_the_other_hosts() -> None:
     store.set("informed/1", "")
     thread.join()
     assert "cannot reach beta" in messages[0]
-
-
-def test_a_main_address_that_has_moved_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pod that is started again has the same name, but a different address."""
-    port = free_port()
-    addresses = iter(["255.255.255.255", "127.0.0.1"])  # A connection to the first address always fails.
-    serving = open_store("127.0.0.1", port, True, 60)
-    monkeypatch.setattr(stores, "resolve", lambda name: next(addresses))
-    open_store("localhost", port, False, 60).set("here", "")
-    assert serving.check(["here"])
 
 
 def test_an_interface_is_the_users_then_gloos_then_the_routes(monkeypatch: pytest.MonkeyPatch) -> None:

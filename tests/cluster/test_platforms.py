@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from cluster.processes_of import PYTHON, Program, fit
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch import Trainer
 from ports import free_port
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.cluster import claimed_processes
 from cnnstrategies.cluster.claimed_processes import check_processes
-from cnnstrategies.cluster.environment import environment_plugins
+from cnnstrategies.cluster.environment import environment_plugins, find_place
 from cnnstrategies.cluster.launched_environment import LaunchedEnvironment
 from cnnstrategies.cluster.launchers import CHECKED, adopt, launcher_named, launchers, rank_launcher, sagemaker
 
@@ -85,6 +86,7 @@ RANKS: dict[str, tuple[dict[str, str], str | None]] = {
         "alpha",
     ),
 }
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
 REFUSED: list[tuple[dict[str, str], str]] = [
     ({"RANK": "1"}, "RANK=1 says .* but WORLD_SIZE is not set: set NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT"),
     ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 says .* but RANK is not set: set NNODES"),
@@ -146,8 +148,8 @@ def test_the_process_of_a_node_gets_the_variables_of_lightning() -> None:
         # The ranks that Lightning starts would believe these variables, which count nodes.
         assert not environ.keys() & {"RANK", "WORLD_SIZE"}, platform
         assert adopt(environ) is None, "the variables are adopted once"
-        # torchrun and mpirun number the ranks themselves.
-        for inner in ({"TORCHELASTIC_RUN_ID": "a", "LOCAL_RANK": "0"}, RANKS["azureml"][0]):
+        # torchrun, mpirun and srun number the ranks. Scripts often copy the numbers of srun to RANK and WORLD_SIZE.
+        for inner in ({"TORCHELASTIC_RUN_ID": "a", "LOCAL_RANK": "0"}, RANKS["azureml"][0], STEP):
             environ = {**variables, **inner}
             assert adopt(environ) is None, platform
             assert environ == {**variables, **inner}, platform
@@ -182,6 +184,10 @@ def test_ranks_come_from_the_variables_of_the_program(tmp_path: Path, monkeypatc
             ranks = (environment.global_rank(), environment.local_rank(), environment.node_rank())
             assert (*ranks, environment.world_size()) == (5, 1, 1, 8)
             environment.validate_settings(num_devices=4, num_nodes=2)
+            if name not in ("processes", "flux"):  # Azure ML may not say how many ranks a node has.
+                place = find_place()
+                assert place is not None
+                assert (place.node, place.nodes, place.local_rank) == (1, 2, 1)
             with pytest.raises(ConfigurationError, match="need 8 consecutive ranks on each machine"):
                 environment.validate_settings(num_devices=8, num_nodes=1)
             if address is None:
@@ -202,6 +208,14 @@ def test_a_process_joins_or_is_refused_and_never_trains_alone(tmp_path: Path, mo
             monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.parametrize("strategy", ["ddp_balanced", "ddp_fp16", "hybrid_pipeline", "parameter_server"])
+def test_a_script_is_refused_before_it_starts_processes(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in NODES["PyTorchJob"][0].items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=r"RANK=1 and WORLD_SIZE=4: .* set trainer.num_nodes to 4"):
+        Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
+
+
 def test_a_run_that_has_only_one_process_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for variables in ALONE:
         with monkeypatch.context() as patch:
@@ -215,6 +229,19 @@ def test_a_run_that_has_only_one_process_is_not_refused(monkeypatch: pytest.Monk
             patch.setenv("WORLD_SIZE", "2")
             check_processes(LightningEnvironment(), nodes=1, devices=2)
         monkeypatch.delenv(CHECKED, raising=False)
+
+
+def test_doctor_finds_the_node_of_a_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    for platform, (variables, expected) in NODES.items():
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            place = find_place()
+            assert place is not None
+            nodes = (expected["NODE_RANK"], expected["NNODES"])
+            assert (str(place.node), str(place.nodes), place.local_rank) == (*nodes, 0), platform
+        for name in expected:
+            monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.light

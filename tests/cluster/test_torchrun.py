@@ -7,19 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster.processes_of import PYTHON, Program, fit
+from cluster.processes_of import PYTHON, Program, fit, process_with
 from fault_injection import fault_arguments
 from ports import free_port
-from test_loopback import addresses
-from torch.distributed import TCPStore
-
-from cnnstrategies.cluster.stores import SERVED, own_store
 
 EPOCHS = 4
 BATCHES = ("--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1")
 TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2")
 RENDEZVOUS = ("--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=digits")
-ALONE = {"GROUP_WORLD_SIZE": "1"}  # The run has one machine.
 STATIC = ("--nnodes=1", "--master-addr=127.0.0.1", "--master-port")
 # The living worker waits for the dead worker's gradient for `timeout` seconds.
 SERVER = ("--trainer.strategy=ParameterServerStrategy", "--trainer.strategy.init_args.timeout=8")
@@ -51,27 +46,27 @@ def test_after_a_ranks_death_the_run_resumes_in_its_folder(
     assert os.listdir(tmp_path / "runs/quickstart") == [path.parents[1].name]
 
 
-def test_each_start_has_its_own_store_instead_of_the_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the agent's store, restarted ranks would find the addresses of dead ranks."""
-    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ports = [agent.port]
+@pytest.mark.cluster
+@pytest.mark.warm
+def test_two_torchruns_with_one_endpoint_train_apart(tmp_path: Path) -> None:
+    """Both runs find their ranks in the store of the first torchrun, which runs until the second run has ended.
 
-    def become(rank: int) -> None:
-        values = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.port, "RANK": rank, SERVED: True, **ALONE}
-        for name, value in values.items():
-            monkeypatch.setenv(name, str(value))
+    Rank 0 of the first run waits for the checkpoint of the second run, while its rank 1 looks for it.
+    """
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    last = tmp_path / "runs/quickstart/second/checkpoints/last.ckpt"
+    torchrun = (PYTHON, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--rdzv-backend=c10d")
+    late = f'while [[ $RANK = 0 && $0 = first && ! -e {last} ]]; do sleep 0.1; done; exec "$@"'
 
-    for _ in range(2):
-        become(rank=0)
-        with own_store():
-            assert os.environ[SERVED] == "False"
-            port = int(os.environ["MASTER_PORT"])
-            assert {*addresses(os.getpid())} == {"::", "127.0.0.1"}, "addresses of the agent's store and of this store"
-            become(rank=1)
-            with own_store():
-                assert int(os.environ["MASTER_PORT"]) == port
-                store = TCPStore("127.0.0.1", port, is_master=False)
-                assert not store.check(["of an earlier start"])
-                store.set("of an earlier start", "")
-        ports.append(port)
-    assert len(set(ports[:2])) == 2
+    def start(name: str, epochs: int) -> Program:
+        arguments = fit(f"--run_name={name}", f"--trainer.max_epochs={epochs}", *BATCHES)
+        words = [*torchrun, endpoint, f"--rdzv-id={name}", "--no-python", "bash", "-c", late, name, PYTHON, *arguments]
+        return Program(words, tmp_path / name, PYTHONPATH=os.pathsep.join(sys.path))
+
+    first = start("first", 2)
+    first.wait_until(lambda: process_with(TORCHELASTIC_RUN_ID="first", RANK="1"))
+    second = start("second", 1)
+    for name, epochs, program in (("second", 1, second), ("first", 2, first)):
+        assert program.wait() == 0, first.output() + second.output()
+        checkpoint = torch.load(tmp_path / f"runs/quickstart/{name}/checkpoints/last.ckpt", weights_only=True)
+        assert checkpoint["global_step"] == 4 * epochs

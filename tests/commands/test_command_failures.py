@@ -3,6 +3,8 @@
 import errno
 import itertools
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +14,11 @@ import torch
 from conftest import ROOT
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.commands.run import lightning_cli
-from cnnstrategies.commands.run.failures import explain_run_error, refusal_in
+from cnnstrategies.commands.run.failures import explain_run_error, lost_loader_worker, refusal_in
 from cnnstrategies.errors import causes
 from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
 
@@ -92,6 +95,54 @@ def test_an_error_of_a_spawned_rank_is_explained_by_its_text():
     assert refusal_in(text.format("KeyboardInterrupt")) is None
 
 
+KILLED = "DataLoader worker (pid 7) is killed by signal: {}. "
+GONE = "DataLoader worker (pid(s) 7, 8) exited unexpectedly"
+
+
+@pytest.mark.light
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (KILLED.format("Killed"), "SIGKILL, which the system sends when memory runs out: use fewer loader workers"),
+        (KILLED.format("Bus error. It is possible that"), "SIGBUS, which the system sends when shared memory runs out"),
+        (KILLED.format("Segmentation fault"), "SIGSEGV: set num_workers to 0"),
+        (f"RuntimeError: {GONE}\n{KILLED.format('Killed')}", "SIGKILL, which the system sends"),
+    ],
+)
+def test_a_killed_loader_worker_is_explained_in_one_line(text, line):
+    start = "rank 3 has lost a loader worker (process 7), which was ended by "
+    assert lost_loader_worker(text, 3).startswith(start + line)
+    spawned = ProcessRaisedException(f"-- Process 3 terminated with the following error:\n{text}", 3, 77)
+    assert explain_run_error(spawned) == lost_loader_worker(text, 3)
+
+
+@pytest.mark.light
+def test_a_loader_worker_that_ended_for_an_unknown_reason_has_a_line():
+    text = lost_loader_worker(GONE, 0)
+    assert text.startswith(
+        "rank 0 has lost a loader worker (process 7, 8), which has ended unexpectedly: if memory has run out"
+    )
+    assert lost_loader_worker("ValueError: boom", 0) is None
+
+
+class Killer(torch.utils.data.Dataset):
+    """A data set that is killed while it loads a sample, as by the system when memory runs out."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_torchs_error_about_a_killed_loader_worker_is_recognised():
+    error = raised(lambda: next(iter(torch.utils.data.DataLoader(Killer(), num_workers=1))))
+    line = explain_run_error(error)
+    assert re.match(r"rank 0 has lost a loader worker \(process \d+\), which was ended by SIGKILL, which the", line), (
+        line
+    )
+
+
 FAILS = """
 import os
 import torch
@@ -107,7 +158,7 @@ BOOM = "raise ValueError('boom')"
 CHANNELS = "torch.nn.Conv2d(3, 4, 3)(batch[0])"
 
 
-def fit(ranks, statement, strategy="ddp", **variables):
+def fit(ranks, statement, strategy="ddp", *more, **variables):
     Path("mine.py").write_text(FAILS.format(ranks=ranks, statement=statement))
     command = [sys.executable, str(ROOT / "cli.py"), "fit", f"--config={ROOT / 'configs/quickstart.yaml'}"]
     options = [
@@ -116,7 +167,7 @@ def fit(ranks, statement, strategy="ddp", **variables):
         "--trainer.enable_progress_bar=false",
     ]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:.", **variables}
-    return subprocess.run([*command, *options], capture_output=True, text=True, timeout=100, env=environment)
+    return subprocess.run([*command, *options, *more], capture_output=True, text=True, timeout=100, env=environment)
 
 
 @pytest.mark.warm
@@ -124,9 +175,11 @@ def fit(ranks, statement, strategy="ddp", **variables):
     "ranks", [pytest.param((0, 1), id="all_ranks"), pytest.param((1,), id="rank_1", marks=pytest.mark.cluster)]
 )
 def test_an_error_of_the_user_appears_once_with_its_traceback(ranks):
-    ended = fit(ranks, BOOM)
+    """The error's own line is the last line, also if checkpoints are saved because of the error."""
+    ended = fit(ranks, BOOM, "ddp", "--checkpoint.save_on_exception=true")
     assert ended.returncode == 1, ended.stderr
-    assert ended.stderr.count("ValueError: boom") == 1
+    assert ended.stderr.splitlines()[-1].endswith("ValueError: boom")
+    assert len(list(Path("runs").rglob("best.ckpt"))) == (len(ranks) == 2)
     assert ended.stderr.count("Traceback") == 1
     assert "mine.py" in ended.stderr
 

@@ -3,20 +3,29 @@
 import contextlib
 from dataclasses import replace
 
+import test_handshake
 import test_job
 import test_job_files
+import test_lease
 import test_loopback
+import test_ownership
 import test_platforms
+import test_rendezvous
 import test_run_folder
-import test_torchrun
 from mutants.faulty import removes, replaces
 from torch.distributed import TCPStore
 
 from cnnstrategies.cluster.claimed_processes import check_processes
+from cnnstrategies.cluster.handshake import Door
 from cnnstrategies.cluster.job import sbatch_script
 from cnnstrategies.cluster.job_files import JobFiles
+from cnnstrategies.cluster.lease import Lease
+from cnnstrategies.cluster.rendezvous import ranks_meet
 from cnnstrategies.cluster.run_folder import refuse_anothers
-from cnnstrategies.cluster.stores import LOOPBACK, on_loopback, own_store, serve_on_loopback
+from cnnstrategies.cluster.run_owner import Observation, Owner, State
+from cnnstrategies.cluster.search import RankZeroSearch
+from cnnstrategies.cluster.stores import LOOPBACK, serve_on_loopback
+from cnnstrategies.commands.run.ownership import own_version, owns_folders
 
 
 @replaces(sbatch_script, killed_by=test_job.test_warned_and_preempted_jobs_are_requeued_and_failed_jobs_are_not)
@@ -35,20 +44,14 @@ removes(
 
 
 removes(
-    own_store,
-    "restarted ranks use the store of the dead ranks",
-    killed_by=test_torchrun.test_each_start_has_its_own_store_instead_of_the_agents,
-    gives=contextlib.nullcontext(),
-)
-removes(
-    on_loopback,
+    ranks_meet,
     "a run on one machine listens at the address that torch chooses",
     killed_by=test_loopback.test_a_script_without_the_command_line_listens_on_the_loopback_only,
     gives=contextlib.nullcontext(),
 )
 
 
-@replaces(serve_on_loopback, killed_by=test_torchrun.test_each_start_has_its_own_store_instead_of_the_agents)
+@replaces(serve_on_loopback, killed_by=test_rendezvous.test_under_torchrun_each_start_of_each_run_has_its_own_store)
 def the_store_of_one_machine_listens_on_all_interfaces(original, address=LOOPBACK, port=0):
     return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)
 
@@ -65,3 +68,53 @@ def a_second_submission_overwrites_the_files_of_the_first(original, self, config
     self.folder.mkdir(parents=True, exist_ok=True)
     self.configuration.write_text(configuration)
     self.script.write_text(str(script))
+
+
+removes(
+    Observation.state,
+    "every run folder is free",
+    killed_by=test_lease.test_an_owner_on_another_machine_is_waited_for_only_until_its_heartbeat,
+    gives=State.FREE,
+)
+removes(
+    Owner.has_ended,
+    "the process of an owner on the same machine is not checked",
+    killed_by=test_lease.test_kill_9_frees_the_folder_at_once,
+)
+removes(
+    Lease.is_lost,
+    "an owner that was taken for dead writes on",
+    killed_by=test_lease.test_an_owner_that_was_taken_for_dead_notices_it_and_writes_nothing_more,
+    gives=False,
+)
+removes(
+    owns_folders,
+    "a run does not own its folder",
+    killed_by=test_ownership.test_the_folders_are_free_after_an_error,
+    gives=contextlib.nullcontext(),
+    noticed_by=(FileNotFoundError,),
+)
+removes(
+    own_version,
+    "two runs without a name share a folder",
+    killed_by=test_ownership.test_two_runs_without_a_name_get_two_folders,
+    gives=contextlib.nullcontext(),
+)
+
+
+@replaces(
+    Door.refusal,
+    killed_by=test_handshake.test_two_runs_with_one_port_never_mix_in_any_order,
+    other=test_handshake.OTHER,
+)
+def rank_0_lets_ranks_of_other_runs_in(original, self, hello):
+    return None
+
+
+@replaces(
+    RankZeroSearch.waits,
+    killed_by=test_handshake.test_two_runs_with_one_port_never_mix_in_any_order,
+    other=test_handshake.OTHER,
+)
+def a_rank_leaves_before_its_own_rank_0_arrives(original, self, refused):
+    return False

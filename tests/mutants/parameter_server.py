@@ -1,5 +1,6 @@
 """Mutants around the parameter server: combined pushes of a node, compression, security and local steps."""
 
+import contextlib
 import copy
 import resource
 
@@ -19,7 +20,7 @@ from cnnstrategies.paramserver.compression import Encoder, may_be_lossy
 from cnnstrategies.paramserver.drivers.control import parse, parse_checked
 from cnnstrategies.paramserver.drivers.sockets import allow_files
 from cnnstrategies.paramserver.security import Gatekeeper, check_endpoint, prove
-from cnnstrategies.paramserver.services import pass_on_termination
+from cnnstrategies.paramserver.services import passed_on_termination
 from cnnstrategies.paramserver.supervision import Watched
 from cnnstrategies.strategies.parameter_server.step import Stepper
 
@@ -120,8 +121,6 @@ def a_stopped_process_is_reported_as_killed(original, self):
     self.reason = ""
 
 
-removes(
-    pass_on_termination,
-    "a server ignores the termination signal",
-    killed_by=test_control_sockets.test_a_termination_signal_to_a_server_stops_the_run,
-)
+@replaces(passed_on_termination, killed_by=test_control_sockets.test_a_termination_signal_to_a_server_stops_the_run)
+def a_server_ignores_the_termination_signal(original, membership):
+    return contextlib.nullcontext()

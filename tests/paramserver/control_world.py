@@ -88,11 +88,12 @@ class Run:
         self.coordinator = role.coordinator
         self._spawn(Peer("coordinator", 0, incarnation), role, _idle())
 
-    def member(self, role: str, identity: int, incarnation: int = 0, sees: int = 1000) -> Peer:
+    def member(self, role: str, identity: int, incarnation: int = 0, sees: int = 1000, run: str = "") -> Peer:
         """Start a worker or a server. A server follows its first `sees` views at once, and none of the later views."""
         timeout = self.settings["timeout"]
         address = Address("here", role, identity, incarnation, timeout / 10, timeout, 600.0)
         hello = {"process": 4711, "host": "here", "endpoint": f"{role} {identity}.{incarnation}", "public_key": ""}
+        hello["run"] = run
         participant = Participant(address, 7, hello)
         participant.figures = lambda: self.figures(participant.peer)
         program = _see(participant, sees if role == "server" else 0)

@@ -14,6 +14,7 @@ from simulation.control import Plan, run
 from simulation.faults import Network
 from simulation.sameness import differing
 
+from cnnstrategies import ConfigurationError
 from cnnstrategies.paramserver.coordinator import journal
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.journal import Journaled, JournalStore
@@ -125,6 +126,15 @@ def test_a_journal_file_is_private_and_replaced_atomically(tmp_path: Path, monke
     assert differing(role.coordinator, restarted(JournalFile(path))) is None
 
 
+def test_a_coordinator_that_was_killed_before_it_wrote_anything_is_replaced(tmp_path: Path) -> None:
+    """The starter creates the journal, so the file neither is missing nor belongs to an earlier run at this address."""
+    path = tmp_path / "journal"
+    with_epochs(JournalFile(path))  # The journal of an earlier run.
+    JournalFile(path).create()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert differing(Coordinator(SETTINGS), restarted(JournalFile(path))) is None
+
+
 def test_a_full_disk_does_not_end_the_run_and_leaves_no_partial_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,7 +149,9 @@ def test_a_full_disk_does_not_end_the_run_and_leaves_no_partial_journal(
         for tick in range(3):
             role.on_timer(20.0 + tick, "tick")
     assert capsys.readouterr().err.count("No space left on device): free disk space") == 1
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(
+        ConfigurationError, match="journal was removed, because it could not be written: free disk space"
+    ):
         restarted(JournalFile(path))
     for tick in range(16):
         role.on_timer(30.0 + tick, "tick")

@@ -52,7 +52,7 @@ MISTAKES = [
     (
         "inside: {gbit: 8, work_us: 70}, ",
         "",
-        "nodes[1]: inside is missing; give the connection between the machine's 2 devices",
+        "nodes[1]: `inside` is missing; give the connection between the machine's 2 devices",
     ),
     ("nodes:", "machines:", "unknown key 'machines'; use one of: nodes, server"),
     ("server: {gbyte_per_s: 2, us: 80}", "server: {", "the file is not valid YAML"),

@@ -84,7 +84,9 @@ def test_the_table_fits_80_columns() -> None:
 
 def test_plans_that_do_not_fit_or_divide_are_refused_with_the_remedy() -> None:
     for fixed in ({"stages": 2}, {"cuts": (1,)}):
-        with pytest.raises(ConfigurationError, match=r"memory_limit=100: on 2 devices with 4 micro.* needs"):
+        with pytest.raises(
+            ConfigurationError, match=r"memory_limit=100: with 2 devices and 4 micro.* one device needs"
+        ):
             plan(2, memory_limit=100, **fixed)
     with pytest.raises(ConfigurationError, match="3 devices do not divide evenly into 2 stages: give replicas"):
         plan(3, cuts=(1,))

@@ -128,6 +128,16 @@ def test_a_users_loader_is_also_divided_by_shares(monkeypatch):
     assert_same_run(train("gone on", balanced(shares=[1, 2.5, 4]), 3, **rest), single)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "servers"])
+def test_accumulated_batches_of_a_users_loader_count_as_on_one_device(monkeypatch, strategy):
+    """The last step of an epoch has fewer batches than the other steps, and the last batch has fewer samples."""
+    monkeypatch.setattr(digit_runs, "Digits", PlainDigits)
+    data = {"batch_size": 20, "global_batch_size": None}
+    common = {"data": data, "max_epochs": 1, "limit_val_batches": 0, "accumulate_grad_batches": 4}
+    single = train("one", **common)
+    assert_same_run(train("dealt", DEALT[strategy](shares=[1, 2.5]), 2, **common), single)
+
+
 class Pairs(Digits):
     """Data of two loaders; the shorter loader starts again within an epoch."""
 

@@ -123,14 +123,14 @@ def test_the_documented_job_array_joins_a_run(tmp_path):
     Path("run.yaml").write_text((ROOT / "configs" / f"{CONFIG}.yaml").read_text())
     ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env={**os.environ, "PATH": path})
     assert ended.returncode == 2
-    assert "run.key does not exist here" in ended.stderr
+    assert "run.key does not exist on this machine" in ended.stderr
 
 
 def test_a_run_that_cannot_be_joined_is_refused_in_one_line(capsys, monkeypatch, tmp_path):
     for words, message in (
         (["--run", "nowhere"], "the folder does not exist"),
         (["--run", str(tmp_path)], "the folder has no watch.json"),
-        (["--run", "tcp://127.0.0.1:1", "--key_file", "none.key"], "none.key does not exist here"),
+        (["--run", "tcp://127.0.0.1:1", "--key_file", "none.key"], "none.key does not exist on this machine"),
     ):
         monkeypatch.setattr(sys, "argv", ["cnnstrategies", "join", "--config", CONFIG, *words])
         with pytest.raises(SystemExit):

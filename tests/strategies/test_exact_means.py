@@ -1,5 +1,6 @@
 """Logged means over ranks with different numbers of samples equal the means of one process, in float64."""
 
+import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +62,13 @@ def test_a_spawned_rank_averages_integers_exactly() -> None:
     trainer = quiet_trainer(strategy="ddp_spawn", devices=2, accelerator="cpu")
     average_exactly(trainer)
     strategy = pickle.loads(pickle.dumps(trainer.strategy))
-    assert strategy.reduce.args == (strategy,)
+    assert strategy.reduce(torch.tensor(3)).dtype == torch.float64, "there is no process group, and thus only this rank"
+
+
+def test_lightning_may_copy_the_reduction_without_the_strategy() -> None:
+    trainer = quiet_trainer(strategy="ddp_fork", devices=2, accelerator="cpu")
+    average_exactly(trainer)
+    assert copy.deepcopy(trainer.strategy.reduce) is trainer.strategy.reduce
 
 
 @pytest.mark.parametrize("operation", ["mean", "avg", "AVG", torch.distributed.ReduceOp.AVG])

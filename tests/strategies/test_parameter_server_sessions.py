@@ -1,8 +1,7 @@
 """Tests of sessions: scripts with several functions, waits for missing processes, and stops."""
 
-import contextlib
 import signal
-from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,7 @@ from ranks import run_started
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.drivers.coordinator import JournalFile
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server import base, run
 from cnnstrategies.strategies.parameter_server.run import VARIABLE, NodeLayout, Sessions
@@ -33,12 +33,20 @@ def options(**changes):
     return ParameterServerStrategy(**changes).options
 
 
-def test_the_layout_is_read_after_torchruns_store_has_moved(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    ports = [29400]
-    monkeypatch.setattr(run, "own_store", lambda listens: contextlib.nullcontext(ports.append(29401)))
-    place = Sessions().open(options(security="none"), lambda: replace(LAYOUT, nodes=2, main_port=ports[-1]), True)
-    assert place.coordinator == "tcp://127.0.0.1:29401"
+def test_a_coordinator_that_is_stopped_at_its_start_can_be_replaced(monkeypatch, tmp_path):
+    """The coordinator has not written its journal yet, so the process that replaces it finds an empty journal."""
+    processes = []
+
+    def start(process, method):
+        processes.append(process)
+        return SimpleNamespace(pid=1, poll=lambda: 0, send_signal=lambda signum: None)
+
+    monkeypatch.setattr(run, "start", start)
+    chosen = options(max_restarts=1)
+    place = run.choose_rendezvous(chosen, LAYOUT, 0, supervised=True, directory=str(tmp_path))
+    run.open_supervision(chosen, LAYOUT, place, False, "fork")
+    (coordinator,) = processes
+    assert JournalFile(Path(coordinator.journal)).read() == b""
 
 
 @pytest.mark.cluster

@@ -59,6 +59,10 @@ class Kubernetes(Launcher):
         return f"kubernetes_{job}"
 
     @override
+    def launch_id(self, environ: Environ) -> str | None:
+        return self.run_name(environ, "")
+
+    @override
     def restart(self, options: ClusterOptions) -> Restart | None:
         return Restart("a pod", f"set {SECTION}.max_restarts to 0") if options.kubernetes.max_restarts else None
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from typing_extensions import override
 
 from cnnstrategies.cluster.launchers.launcher import Environ, Launcher, is_inherited
-from cnnstrategies.cluster.launchers.registry import launchers
+from cnnstrategies.cluster.launchers.registry import launchers, rank_launcher
 from cnnstrategies.errors import ConfigurationError
 
 # Variables that count the nodes on some platforms and the ranks on others. They are removed, because the ranks that
@@ -78,9 +78,9 @@ def adopt(environ: MutableMapping[str, str]) -> str | None:
             for name in OF_A_RANK:
                 environ.pop(name, None)
         return None
+    if rank_launcher(environ) is not None:
+        return None
     for launcher in launchers():
-        if launcher.starts_ranks(environ):
-            return None
         if isinstance(launcher, NodeLauncher) and launcher.detect(environ):
             place = launcher.place(environ)
             assert place is not None

@@ -14,7 +14,10 @@ DIGITS = 8
 
 @register
 class PBS(Launcher):
-    """Launcher for PBS. The tasks of the mpiexec of PALS are the ranks; other programs have launchers of their own."""
+    """Launcher for PBS. The ranks are the processes that the ``mpiexec`` of HPE's PALS starts.
+
+    The ``mpiexec`` of another MPI is handled by that MPI's launcher.
+    """
 
     name = "pbs"
     title = "PBS"

@@ -22,7 +22,7 @@ class Pods(NodeLauncher):
 
     name = "pods"
     title = "the platform"
-    precedence = 37
+    precedence = 80
     variables = ("RANK", "WORLD_SIZE", "PET_*")
 
     @override

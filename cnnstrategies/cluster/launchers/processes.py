@@ -18,7 +18,7 @@ class Processes(Launcher):
 
     name = "processes"
     title = "the platform"
-    precedence = 36
+    precedence = 70
     program = "The platform"
     rank_variable, size_variable = "RANK", "WORLD_SIZE"
     local_rank_variable, local_size_variable = "LOCAL_RANK", "LOCAL_WORLD_SIZE"

@@ -21,7 +21,7 @@ class SageMaker(NodeLauncher):
 
     name = "sagemaker"
     title = "SageMaker"
-    precedence = 38
+    precedence = 74
     variables = ("SM_HOSTS", "SM_CURRENT_HOST", "TRAINING_JOB_NAME")
 
     @override

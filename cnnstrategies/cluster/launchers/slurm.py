@@ -1,5 +1,7 @@
 """Launcher for SLURM. ``submit`` writes a job script for sbatch, and srun starts the ranks."""
 
+import os
+import re
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -57,9 +59,18 @@ class Slurm(Launcher):
         With ``auto_requeue``, Lightning would save a checkpoint in the handler of the warning signal, when the ranks
         may be in different steps. Instead, the callback GracefulStop stops all ranks after the same step, and the job
         script requeues the job.
+
+        Lightning reads the number of tasks on each node from ``SLURM_NTASKS_PER_NODE``, which exists only if the job or
+        the step has the option ``--ntasks-per-node``. A step may also have another number of tasks than its job. The
+        variable is therefore set to the number of tasks that SLURM has started.
+
+        Raises:
+            ConfigurationError: The nodes have different numbers of tasks.
         """
         from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
+        if (tasks := tasks_per_node(os.environ)) is not None:
+            os.environ["SLURM_NTASKS_PER_NODE"] = str(tasks)
         return SLURMEnvironment(auto_requeue=False)
 
     @override
@@ -92,7 +103,10 @@ class Slurm(Launcher):
 
     @override
     def launch_id(self, environ: Environ) -> str | None:
-        return ".".join(environ[name] for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if name in environ)
+        step = ".".join(environ[name] for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if name in environ)
+        # A requeued job has the same job id, and its steps have the same numbers again.
+        restarts = environ.get("SLURM_RESTART_COUNT", "0")
+        return f"step {step}" + (f" after {restarts} requeues" if restarts != "0" else "")
 
     @override
     def start_command(self, nodes: int, devices: int) -> str:
@@ -123,6 +137,25 @@ class Slurm(Launcher):
         script = sbatch_script(options, submission.size, files, sys.executable, command, goes_on)
         warning = {"stop.warning_signal": options.signal, "stop.warning_grace": float(options.grace)}
         return ScriptJob(submission, files, script, queue, warning if options.requeue else {})
+
+
+def tasks_per_node(environ: Environ) -> int | None:
+    """Return the number of tasks that SLURM has started on each node of this step. Return None if it is not known.
+
+    Raises:
+        ConfigurationError: The nodes have different numbers of tasks.
+    """
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    if text is None:
+        return None
+    # SLURM writes 2(x3),1 for three nodes with 2 tasks each, and a node with 1 task.
+    counts = {re.sub(r"\(x\d+\)$", "", part) for part in text.split(",")}
+    if len(counts) > 1 or not min(counts).isdigit():
+        raise ConfigurationError(
+            f"SLURM has started different numbers of tasks on the nodes (tasks per node: {text}): start the run with "
+            "srun --ntasks-per-node, so that each node has one task for each device"
+        )
+    return int(min(counts))
 
 
 def queue(script: Path) -> str:

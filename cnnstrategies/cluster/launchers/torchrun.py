@@ -50,7 +50,8 @@ class Torchrun(Launcher):
 
     @override
     def launch_id(self, environ: Environ) -> str | None:
-        return environ.get(RUN_ID)
+        run_id = environ.get(RUN_ID, NO_ID)
+        return None if run_id == NO_ID else run_id
 
     @override
     def start_command(self, nodes: int, devices: int) -> str:

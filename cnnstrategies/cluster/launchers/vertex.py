@@ -21,7 +21,7 @@ class VertexAI(NodeLauncher):
 
     name = "vertex"
     title = "Vertex AI"
-    precedence = 39
+    precedence = 76
     variables = ("CLUSTER_SPEC", "TF_CONFIG")
 
     @override

@@ -3,13 +3,10 @@
 import contextlib
 import itertools
 import math
-import signal
-import threading
+import secrets
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from cnnstrategies.cluster.job import WAIT_SECONDS
@@ -17,6 +14,8 @@ from cnnstrategies.cluster.ray import node as node_module
 from cnnstrategies.cluster.ray.connection import in_words
 from cnnstrategies.cluster.ray.node import Node, RayNode
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.identity import LAUNCH
+from cnnstrategies.runtime.stop_signals import STOPPING, Repeated, acting_on, end_process
 
 REFUSED = 2  # Exit code for a mistake in the configuration. The run is not restarted, because it would fail again.
 LOST = 1  # Exit code of a run that has lost a node.
@@ -24,7 +23,6 @@ FOLLOW = 0.5  # Seconds between two checks of the programs, their output and rec
 PATIENCE = 10.0  # Seconds for which the driver waits for the other programs to end after the first program has failed.
 # Seconds to wait until Ray has detected the loss of a node. By default Ray makes five checks, which may take 65 s.
 LOSS = 90.0
-STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass
@@ -105,8 +103,9 @@ class Driver:
         # and output that the driver has already printed.
         self._printed = [log.stat().st_size if log.exists() else 0 for log in self._logs]
         self._signal: int | None = None
+        self._repeated = Repeated()
         most = self.max_restarts
-        with self._heeding_signals():
+        with acting_on(STOPPING, self._note_signal):
             for start in itertools.count():
                 ends = self._start()
                 if self._signal is not None:
@@ -199,6 +198,8 @@ class Driver:
         """
         main = places[0]
         common = {**self.variables, "MASTER_ADDR": main.address, "MASTER_PORT": str(main.port)}
+        # A program that is left over from an earlier start does not know this secret, so that the ranks refuse it.
+        common[LAUNCH] = f"{secrets.token_hex(16)} Ray start {secrets.token_hex(4)}"
         _say(f"Starting on {', '.join(f'{place.host} ({place.address})' for place in places)}")
         return {
             actor.run.remote(self.script, self.directory, {**common, "NODE_RANK": str(node)}, str(log)): node
@@ -263,27 +264,11 @@ class Driver:
                 for line in text[:size].decode(errors="replace").removesuffix("\n").split("\n") if size else ():
                     _say(f"[node {node}] {line}" if node else line)
 
-    @contextlib.contextmanager
-    def _heeding_signals(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM: the first signal stops the programs, and a second signal ends the driver at once.
-
-        When the driver ends, Ray ends the actors.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def heed(signum: int, frame: FrameType | None) -> None:
-            if self._signal is not None:
-                raise KeyboardInterrupt
-            self._signal = signum
-
-        before = {signum: signal.signal(signum, heed) for signum in STOPPING}
-        try:
-            yield
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
+    def _note_signal(self, signum: int) -> None:
+        """Note that the programs must stop. After a second signal, end the driver at once, and Ray ends the actors."""
+        if self._repeated.note(signum):
+            end_process(signum)
+        self._signal = signum
 
 
 def _named(node: int, places: list[RayNode]) -> str:

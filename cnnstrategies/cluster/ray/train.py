@@ -29,7 +29,7 @@ class RayEnvironment(RayLightningEnvironment):  # type: ignore[misc]  # Ray is n
         context = ray.train.get_context()
         local, rank = context.get_local_world_size(), context.get_world_rank()
         chosen = (ray.util.get_node_ip_address(), free_port(), local) if rank == 0 else None
-        self._address, self._port, expected = broadcast_from_rank_zero(chosen)
+        self._address, self._main_port, expected = broadcast_from_rank_zero(chosen)
         if local != expected or rank != context.get_node_rank() * local + context.get_local_rank():
             raise ConfigurationError(
                 f"Ray Train has started {local} workers on node {context.get_node_rank()} and {expected} on the first "
@@ -51,7 +51,7 @@ class RayEnvironment(RayLightningEnvironment):  # type: ignore[misc]  # Ray is n
     @property
     @override
     def main_port(self) -> int:
-        return int(self._port)
+        return int(self._main_port)
 
 
 def trainer_arguments() -> dict[str, Any]:

@@ -9,10 +9,10 @@ from typing import NoReturn
 DEBUG = "CNNSTRATEGIES_DEBUG"  # Name of the environment variable that makes commands show errors with tracebacks.
 
 
-def fail(message: str) -> NoReturn:
-    """Print an error message to standard error, and exit with code 2."""
+def fail(message: str, code: int = 2) -> NoReturn:
+    """Print an error message to standard error, and exit with an exit code."""
     print(f"cnnstrategies: error: {message}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(code)
 
 
 def write_anywhere() -> None:

@@ -3,11 +3,13 @@
 import errno
 import os
 import re
+import signal
 import traceback
 from pathlib import Path
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf.errors import OmegaConfBaseException
 from torch.multiprocessing.spawn import ProcessRaisedException
 
@@ -51,6 +53,15 @@ OF_OTHERS = ("cnnstrategies", "lightning", "torch", "jsonargparse")
 # Errors that usually mean a mistake in code. The text of such an error does not help the user enough, so the error
 # message also has the class of the error, and the file and the line number in the code.
 OF_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError)
+# Pattern of torch's error messages about a worker process of a DataLoader that has ended.
+_LOST_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: (\w[\w ]*))?")
+# By signal: why the system sends the signal to a loader worker, and what the user can do.
+_WORKER_REMEDIES = {
+    "SIGKILL": ", which the system sends when memory runs out: use fewer loader workers (num_workers) or smaller "
+    "batches, or request more memory",
+    "SIGBUS": ", which the system sends when shared memory runs out: enlarge /dev/shm, as with docker run --shm-size, "
+    "or set num_workers to 0",
+}
 
 
 def explain_build_error(error: BaseException) -> str:
@@ -108,7 +119,11 @@ def explain_run_error(error: BaseException) -> str | None:
     """
     message = str(error)
     if isinstance(error, ProcessRaisedException):
-        return refusal_in(message)
+        return lost_loader_worker(message, error.error_index) or refusal_in(message)
+    # Lightning sets the attribute `rank`. Only one of torch's errors about a lost worker names the worker's signal.
+    messages = "\n".join(str(link) for link in causes(error))
+    if (line := lost_loader_worker(messages, getattr(rank_zero_only, "rank", 0))) is not None:
+        return line
     if isinstance(error, OmegaConfBaseException):
         return _explain_reference(error)
     if isinstance(error, ConfigurationError | MisconfigurationException):
@@ -129,6 +144,29 @@ def explain_run_error(error: BaseException) -> str | None:
 def _in_other_words(message: str) -> str | None:
     matches = ((pattern.search(message), text) for pattern, text in IN_OTHER_WORDS)
     return next((in_one_line(text.format(*match.groups())) for match, text in matches if match), None)
+
+
+def lost_loader_worker(text: str, rank: int) -> str | None:
+    """Return an error message of one line if a text contains torch's error about a loader worker that has ended.
+
+    Return None for other texts.
+
+    Args:
+        text: Error message of torch, or a traceback that contains it. If the text contains several of these error
+            messages, a message that names the worker's signal counts.
+        rank: Rank that has started the worker.
+    """
+    matches = list(_LOST_WORKER.finditer(text))
+    if not matches:
+        return None
+    match = next((match for match in matches if match[2]), matches[0])
+    worker = f"rank {rank} has lost a loader worker (process {match[1]})"
+    remedy = "set num_workers to 0, so that the rank itself loads the data and shows the error"
+    if not match[2]:
+        return f"{worker}, which has ended unexpectedly: if memory has run out, use fewer loader workers; else {remedy}"
+    names = {signal.strsignal(number): number.name for number in signal.Signals}
+    name = next((name for text, name in names.items() if text and match[2].startswith(text)), match[2])
+    return f"{worker}, which was ended by {name}{_WORKER_REMEDIES.get(name, f': {remedy}')}"
 
 
 def refusal_in(traceback: str) -> str | None:

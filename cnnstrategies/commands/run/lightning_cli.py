@@ -20,6 +20,7 @@ from cnnstrategies._lightning_private import keep_batches
 from cnnstrategies.checkpoints.check import check_weights
 from cnnstrategies.cluster.environment import check_world, local_rank
 from cnnstrategies.cluster.run_folder import configuration_hash, find_run, place
+from cnnstrategies.cluster.run_identity import declare
 from cnnstrategies.commands.arguments.keys import configured_keys, read_yaml
 from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.arguments.refuse import shows_tracebacks
@@ -37,6 +38,7 @@ from cnnstrategies.commands.run.errors import (
 )
 from cnnstrategies.commands.run.failures import explain_build_error, explain_run_error
 from cnnstrategies.commands.run.outcome import ends_together
+from cnnstrategies.commands.run.ownership import owns_folders
 from cnnstrategies.commands.run.parser import ArgumentParser
 from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.commands.run.start_from import KEYWORDS, check_trained, checkpoint_of
@@ -48,6 +50,7 @@ from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.image_folder import images_of_folder
 from cnnstrategies.deploy.inference import give_predict_step
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.identity import configuration_digest
 from cnnstrategies.models.network_module import NetworkModule
 from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
 from cnnstrategies.pretrained import trained_with
@@ -159,7 +162,8 @@ class CLI(LightningCLI):
             # first parsing uses a provisional number, because other keys may refer to the number.
             sys.argv[1:] = [*arguments, f"--{NUM_CLASSES}=2"]
             super().parse_arguments(parser, args)
-            # Ranks that are started as programs inherit these command-line arguments, and so the number of classes.
+            # Ranks that are started as new programs, not spawned or forked, get these command-line arguments, which
+            # include the number of classes.
             with _explains_failure():
                 sys.argv[1:] = [*arguments, f"--{NUM_CLASSES}={self._built_alone('data').num_classes}"]
         super().parse_arguments(parser, args)
@@ -209,6 +213,7 @@ class CLI(LightningCLI):
             config.ckpt_path, keywords=KEYWORDS if self.subcommand in FROM_WEIGHTS else CHECKPOINT_KEYWORDS
         )
         self.named = find_run(config.run_name, configuration_hash(config), os.environ)
+        declare(self.named, configuration_digest(str(self.subcommand), config.as_dict()))
         if self.named is not None:
             place(config, self.named)
 
@@ -292,6 +297,11 @@ class CLI(LightningCLI):
             function: The trainer's method.
             **kwargs: Arguments of the method, from the configuration.
         """
+        with owns_folders(self.trainer, str(self.subcommand), self.named):
+            self._run_as_owner(function, **kwargs)
+
+    def _run_as_owner(self, function: Callable[..., Any], **kwargs: Any) -> None:
+        """Do the work of :meth:`_run`, while no other run writes to the folders of this run."""
         training = self.subcommand == "fit"
         ckpt_path = kwargs["ckpt_path"]
         config = self.config[self.subcommand]
@@ -378,7 +388,7 @@ def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
             raise
         # The error message contains the traceback of a spawned or forked rank. The traceback of this process is not
         # printed, because this process was only waiting.
-        print(_with_notes(error, str(error)), file=sys.stderr)
+        print(*getattr(error, "__notes__", ()), str(error).strip(), sep="\n", file=sys.stderr)
         sys.exit(1)
 
 

@@ -1,10 +1,10 @@
 """The start and the end of a run's processes. After a failure, one rank reports the failure, and all ranks end."""
 
 import contextlib
-import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,19 +14,19 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import end_observation, ranks_are_children
-from cnnstrategies.callbacks.graceful_stop import StoppedTogether
 from cnnstrategies.cluster.hosts import Interconnect, across_hosts
-from cnnstrategies.cluster.stores import own_store
 from cnnstrategies.commands.run.failures import explain_run_error
 from cnnstrategies.commands.run.pass_on import passed_on, stopped_by
-from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.errors import ConfigurationError, StoppedTogether
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.private_directory import let_go, make_run_directory
+from cnnstrategies.runtime.failure_store import RankFailure
+from cnnstrategies.runtime.failure_watch import PATIENCE
 from cnnstrategies.runtime.helper_processes import end_helpers
 from cnnstrategies.runtime.processes import (
     cannot_be_sent,
@@ -38,11 +38,10 @@ from cnnstrategies.runtime.processes import (
     killed_rank,
     one_refusal,
     spawned_by_a_thread,
+    wait_for_end,
 )
 from cnnstrategies.runtime.stop_signals import cleaned_up, wait_if_ending
-from cnnstrategies.strategies.protocol import facts_of
-
-PATIENCE = 20.0  # Time in seconds within which a rank should notice another rank's failure and end by itself.
+from cnnstrategies.strategies.failing import FailTogether, ends_because, print_second, report_from_ranks
 
 
 @contextlib.contextmanager
@@ -61,15 +60,18 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
         RunEnded: Another rank was killed, and this rank has lost the connection to that rank.
         SystemExit: Another rank has reported the failure. The exit code is the code of the reporting rank.
     """
+    failure: BaseException | None = None
     with one_refusal(), own_temporary_folder(trainer.strategy.launcher):
+        callback = FirstToFail(explain_run_error)
         try:
-            trainer.callbacks.insert(0, FirstToFail())  # type: ignore[attr-defined]
+            trainer.callbacks.insert(0, callback)  # type: ignore[attr-defined]
+            if ranks_are_children(trainer.strategy.launcher):
+                report_from_ranks(trainer.strategy.launcher, callback)
             with (
                 cleaned_up(partial(_end_others, trainer)),
                 passed_on(trainer.strategy.launcher)
                 if ranks_are_children(trainer.strategy.launcher)
                 else contextlib.nullcontext(),
-                own_store(facts_of(trainer.strategy).connects_hosts),
                 across_hosts(trainer, interconnect),
                 spawned_by_a_thread(),
             ):
@@ -77,30 +79,75 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
             end_group_at_exit()
         except BaseException as error:
             wait_if_ending()
-            if (stopped := stopped_by(error)) is not None:
-                raise StoppedTogether(stopped) from error
-            if isinstance(error, StoppedTogether):
-                end_group_at_exit()
-                end_helpers()
-            launcher = trainer.strategy.launcher
-            killed = killed_rank(launcher) if isinstance(error, Exception) and not _names_the_cause(error) else None
-            silent = isinstance(error, Exception) and not _reports_failure(error)
-            code = failed_elsewhere(launcher) if silent else 0
-            if launcher is not None:
-                launcher.kill(signal.SIGKILL)
-            # Report the killed rank, even if another rank has reported a lost connection: that rank may not know about
-            # the kill. After such a report SIGABRT is not the cause, because torch aborts ranks that have lost a
-            # connection.
-            if killed is not None and not (silent and "SIGABRT" in killed):
-                raise RunEnded(killed) from error
-            if silent:
-                sys.exit(code)
-            if ranks_are_children(launcher) and cannot_be_sent(error):
-                raise ConfigurationError(
-                    "trainer.strategy spawns its ranks, but the model, the data or the callbacks cannot be pickled for "
-                    f"them: {error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
-                ) from error
-            raise
+            failure = _end_after(_cause(error, callback), trainer, callback.first)
+        finally:
+            callback.close()
+    if failure is not None:
+        # Without `from`, Python would also print the exception that has left the trainer.
+        context = None if failure.__suppress_context__ else failure.__context__
+        raise failure from failure.__cause__ or context
+
+
+def _cause(error: BaseException, callback: FailTogether) -> BaseException:
+    """Return the exception that has ended a trainer function.
+
+    Hooks that run after an exception may raise another exception, such as a save of a checkpoint on a full disk. A line
+    of output tells about the second exception, and the result is the first exception.
+    """
+    cause = callback.cause
+    if not isinstance(cause, Exception) or cause is error:
+        return error
+    print_second(error)
+    return cause
+
+
+def _end_after(error: BaseException, trainer: Trainer, first: RankFailure | None) -> BaseException:
+    """End the other ranks after an exception of this process, and return the exception that this process raises.
+
+    Args:
+        error: The exception.
+        trainer: The trainer.
+        first: Report of the rank that has failed first; None if there is no report.
+    """
+    if (stopped := stopped_by(error)) is not None:
+        return _after(error, StoppedTogether(stopped))
+    if isinstance(error, StoppedTogether):
+        end_group_at_exit()
+        end_helpers()
+    launcher = trainer.strategy.launcher
+    killed = killed_rank(launcher) if isinstance(error, Exception) and not _names_the_cause(error) else None
+    beside = _failed_beside(first, trainer) if isinstance(error, Exception) else None
+    silent = isinstance(error, Exception) and (beside is not None or not _reports_failure(error))
+    code = 0
+    if beside is not None:
+        code = beside.code
+        wait_for_end(beside.process, launcher)
+    elif silent:
+        code = failed_elsewhere(launcher)
+    if launcher is not None:
+        launcher.kill(signal.SIGKILL)
+    # This error names the killed rank. A rank that has reported a lost connection may not know about the kill. An abort
+    # (SIGABRT) after such a report is not the cause, because torch aborts ranks that have lost a connection.
+    if killed is not None and not (silent and "SIGABRT" in killed):
+        return _after(error, RunEnded(killed))
+    if silent:
+        return SystemExit(code)
+    if isinstance(error, Exception) and first is not None and first.rank != trainer.global_rank:
+        print(ends_because(trainer.global_rank, first), file=sys.stderr, flush=True)
+        return SystemExit(first.code)
+    if ranks_are_children(launcher) and cannot_be_sent(error):
+        refusal = ConfigurationError(
+            "trainer.strategy spawns its ranks, but the model, the data or the callbacks cannot be pickled for "
+            f"them: {error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
+        )
+        return _after(error, refusal)
+    return error
+
+
+def _after(error: BaseException, new: BaseException) -> BaseException:
+    """Return a new exception with an earlier exception as its cause, as ``raise new from error`` does."""
+    new.__cause__ = error
+    return new
 
 
 @contextlib.contextmanager
@@ -133,8 +180,8 @@ def own_temporary_folder(launcher: Any) -> Iterator[None]:
         let_go(folder)
 
 
-class FirstToFail(Callback):
-    """Callback that records which rank is the first to fail, so that only this rank reports the failure.
+class FirstToFail(FailTogether):
+    """Callback that also records which rank of this machine fails first, so that only this rank reports the failure.
 
     If rank 0 has started the other ranks as programs, a thread of Lightning on rank 0 kills all ranks as soon as one
     rank fails. This callback replaces that thread by :func:`end_all_after_one`, which first gives the ranks time to
@@ -143,14 +190,17 @@ class FirstToFail(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         ranks = end_observation(trainer.strategy.launcher)
         if ranks:
             threading.Thread(target=end_all_after_one, args=(ranks,), name="patient-observer", daemon=True).start()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, Exception):
+        self.report(trainer, exception)
+        if isinstance(exception, Exception) and not _failed_beside(self.first, trainer):
             _reports_failure(exception)
+        self.skip_savers(trainer, exception)
 
 
 def end_all_after_one(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -181,8 +231,6 @@ def _end_others(trainer: Trainer) -> None:
     launcher = trainer.strategy.launcher
     if launcher is not None:
         launcher.kill(signal.SIGKILL)
-    for child in multiprocessing.active_children():
-        child.kill()
     forget_failure()
 
 
@@ -195,6 +243,12 @@ def _names_the_cause(error: Exception) -> bool:
     if isinstance(error, ProcessExitedException):
         return error.exit_code == -signal.SIGKILL  # torch ends ranks by SIGTERM, so SIGKILL came from outside the run.
     return isinstance(error, ProcessRaisedException) and "by peer" not in str(error)
+
+
+def _failed_beside(first: RankFailure | None, trainer: Trainer) -> RankFailure | None:
+    """Return the report of the rank that has failed first, if this is another rank of this machine; otherwise None."""
+    beside = first is not None and first.rank != trainer.global_rank and first.host == socket.gethostname()
+    return first if beside else None
 
 
 def _reports_failure(error: Exception) -> bool:

@@ -34,6 +34,7 @@ def stopped_by(error: BaseException) -> int | None:
     """
     if not isinstance(error, ProcessExitedException):
         return None
-    if error.exit_code > 128:  # The rank has stopped after a step, or has ended during its start.
+    # The rank caught the signal and ended itself with 128 + the signal's number, after a step or during its start.
+    if error.exit_code > 128:
         return error.exit_code
     return 128 - error.exit_code if -error.exit_code in STOPPING else None

@@ -71,7 +71,7 @@ def _with_class(value: Any, previous: Any) -> tuple[Any, Any]:
 
 
 def _class_of(name: str, arguments: Any) -> dict[str, Any]:
-    """Return the class that is registered under a name, and its arguments, in the form of a configuration's value.
+    """Return the class that is registered under a name and its arguments, as ``class_path`` and ``init_args``.
 
     Args:
         name: The registered name.

@@ -24,6 +24,7 @@ from cnnstrategies.planning.scaling.reasons import Reason, reasons
 from cnnstrategies.planning.tune.contest import Contest, repeats
 from cnnstrategies.planning.tune.settings import Setting, joined, nested, write_commented
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, TrialError
+from cnnstrategies.runtime.processes import temporary_folder
 
 KEYS = ("num_workers", "batch_size", "global_batch_size")  # Arguments of the data module that remedies may change.
 TRIED = 3  # Largest number of remedies that `--try` measures.
@@ -54,7 +55,7 @@ def main(options: ScalingOptions, arguments: Sequence[str]) -> None:
     counts = options.devices or sorted({1, _devices(config.trainer.devices, device)})
     strategy = _name(config.trainer.strategy)
     console = Console(soft_wrap=True)
-    with tempfile.TemporaryDirectory(prefix="cnnstrategies_scaling_") as place, console.status("") as status:
+    with temporary_folder("cnnstrategies_scaling_") as place, console.status("") as status:
         folder = Path(place)
         calls = {count: ["fit", *arguments, "--config", str(_overlay(folder, count, strategy))] for count in counts}
         data_arguments: Mapping[str, Any] = getattr(config.get("data"), "init_args", None) or {}

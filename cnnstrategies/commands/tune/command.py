@@ -2,7 +2,6 @@
 
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,8 @@ from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.tune.contest import Contest, repeats, table
 from cnnstrategies.planning.tune.settings import Setting, factorial, joined, nested, write_commented
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, ONE_BATCH, TrialError
+from cnnstrategies.runtime.processes import temporary_folder
+from cnnstrategies.runtime.stop_signals import interruptible
 
 MOST_WORKERS = 4  # Largest number of worker processes of a DataLoader that ``tune`` tries for each rank.
 # Name of the phase that tries settings of the DataLoader. The trials of this phase load a new batch in each step. The
@@ -43,10 +44,11 @@ def main(options: TuneOptions, arguments: Sequence[str]) -> None:
         LOADING: loading(cli.config, type(cli.datamodule)),
     }
     console = Console()
-    with tempfile.TemporaryDirectory(prefix="cnnstrategies_tune_") as folder, console.status("") as status:
+    with temporary_folder("cnnstrategies_tune_") as folder, console.status("") as status:
         search = Search(["fit", *arguments], Path(folder), cli.config, device, options, status)
         try:
-            search.run(phases)
+            with interruptible():
+                search.run(phases)
         except KeyboardInterrupt:
             status.stop()
             console.print("Interrupted. Results so far:")

@@ -26,7 +26,7 @@ class SharedState:
     writer writes the data first and the mark afterwards. A reader reads the mark first and the data afterwards.
 
     No lock is needed, because the order within a step is fixed. A worker writes its gradients after it has read the
-    step's values. The leader writes new values after it has added up the gradients of the step before. So no worker
+    step's values. The leader writes new values after it has added up the gradients of the previous step. So no worker
     writes data while another worker may read the data.
 
     Args:
@@ -34,8 +34,8 @@ class SharedState:
         parameters: The run's parameters; only the shapes and dtypes are used.
 
     Attributes:
-        gradients: The last gradient of each parameter, in the parameter's shape.
-        values: The last value of each parameter that the servers have sent, in the parameter's shape.
+        gradients: For each parameter: its last gradient, in the parameter's shape.
+        values: For each parameter: the last value that the servers have sent, in the parameter's shape.
     """
 
     def __init__(self, memory: memoryview, parameters: Sequence[Tensor]) -> None:
@@ -63,9 +63,9 @@ class SharedState:
 
     @property
     def ended(self) -> int:
-        """Number of the last step that this worker has ended, so that the step's gradients are published.
+        """Number of the last step that this worker has ended; :data:`NEVER` before the end of the worker's first step.
 
-        :data:`NEVER` before the end of the worker's first step.
+        All gradients of this step are published.
         """
         return self._read(_ENDED)
 

@@ -33,7 +33,8 @@ class CombinedWorker:
         connect: Function that creates the node's connection to the servers. Its argument is a callback, which the
             connection calls with the index and the new value of each parameter that arrives.
         alive: Function that returns the ranks of the live workers, as far as this process knows.
-        pause: Called repeatedly while this worker waits for other workers of the node.
+        pause: Function that is called repeatedly while this worker waits for other workers of the node. It should sleep
+            for a short time.
         codecs: Value of the property :attr:`codecs` while this worker does not lead.
 
     Attributes:
@@ -105,7 +106,10 @@ class CombinedWorker:
     # Start of the run
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
-        """Keep the optimizer's state for the run's start. The parameters must not change before :meth:`join`.
+        """Store the optimizer's state with which the run is to start.
+
+        If this worker is its node's leader at the first step, it passes the state on to its connection with the
+        servers. The parameters must not change before :meth:`join`.
 
         Args:
             optimizer_state: A plain ``Optimizer.state_dict()`` over all parameters; None if the optimizer has no state.
@@ -174,7 +178,7 @@ class CombinedWorker:
 
         Args:
             index: Index of the parameter.
-            gradient: The gradient.
+            gradient: The parameter's gradient, with the parameter's shape and dtype.
         """
         if self._batches_to_skip:
             return
@@ -194,7 +198,8 @@ class CombinedWorker:
         """Publish the gradients that have been copied from the GPU to CPU memory.
 
         Args:
-            wait: Wait for all copies, and publish all gradients.
+            wait: Whether to wait for all copies, and publish all gradients. Otherwise only gradients that have already
+                been copied are published.
         """
         if self._staging is not None:
             for index, gradient in self._staging.fetched(wait):

@@ -64,7 +64,7 @@ class _Contribution(NamedTuple):
 
 
 class _Flags(NamedTuple):
-    """Flags of the requests in a collective. See :class:`Rounds` for the first two."""
+    """Flags of the requests in a collective; see :class:`Rounds`."""
 
     seal: bool = False
     boundary: bool = False
@@ -109,10 +109,10 @@ class Rounds:
 
     - Since the last boundary, the group has not begun any collective except `ADMITTED`.
     - Samples are left for the worker.
-    - If the worker is an original worker that was started again, its request contains the flag ``midway``, and the last
-      boundary has not admitted any workers.
+    - This condition applies only to an original worker that was started again: its request must contain the flag
+      ``midway``, and the last boundary must not have admitted any workers.
 
-    Joiners do not take part in the set-up, nor in the collectives at the end of an epoch.
+    Joiners take part neither in the set-up nor in the collectives at the end of an epoch.
 
     Args:
         roster: The members of the run.
@@ -283,7 +283,7 @@ class Rounds:
         self._send_when_seen(result, [(contribution, True) for contribution in joiners.values()])
 
     def _send_when_seen(self, result: _Result, replies: list[tuple[_Contribution, bool]]) -> None:
-        """Send a result now, or keep it until all servers have seen the view with the result's new membership."""
+        """Send a result, or keep it until all servers have seen the view that contains the workers which it admits."""
         if result.view and self._roster.not_seen(result.view):
             self._held_results.append((result, replies))
             return

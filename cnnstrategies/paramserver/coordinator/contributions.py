@@ -1,8 +1,8 @@
 """The part of a collective's result that is the same for all workers: the contributions, packed into two frames.
 
-The coordinator packs the contributions once, and sends the same two frames to every worker. A frame that several
-workers have contributed is packed only once. In a barrier, a broadcast, or a comparison of values that should be equal,
-the size of a reply therefore does not depend on the number of workers.
+The coordinator packs the contributions once, and sends the same two frames to every worker. If several workers have
+contributed equal frames, the frame is packed only once. In a barrier, a broadcast, or a comparison of values that
+should be equal, the size of a reply therefore does not depend on the number of workers.
 """
 
 import json

@@ -215,10 +215,12 @@ class Coordinator:
             self._finish(": ".join(["no worker can go on", "; ".join(map(str, deadlock)), UNEVEN]))
 
     def _after_change(self, now: float) -> None:
-        """Continue the collectives after an event, and end this role if a supervision process has requested the end.
+        """Continue the collectives after an event.
 
-        The role ends once all members are gone. It also waits for expected processes that have never registered, but
-        not longer than the time-out.
+        If a supervision process has requested the end, also end this role when nothing is left to wait for.
+
+        After such a request, the role waits until all members are gone. It also waits for expected processes that have
+        never registered, but no longer than the time-out.
         """
         if self._stopping is not None and not self.roster.members:
             late = now - self._stopping > self._settings.timeout
@@ -234,7 +236,10 @@ class Coordinator:
     def _hello(self, now: float, sender: Peer, message: Message) -> None:
         if self.roster.gone.get(sender):
             return  # This is a late copy of a registration whose process has left, so no reply is needed.
-        if (end := self._end_for(sender)) is not None:
+        if (stranger := self.roster.stranger(sender, message)) is not None:
+            fields = {"message": stranger, "clean": False, "stranger": True}
+            self._send(sender, Message(REFUSED, fields, request=message.request))
+        elif (end := self._end_for(sender)) is not None:
             self._send(sender, Message(REFUSED, end, request=message.request))
         elif self.roster.admit(now, sender, message):
             self._send(sender, Message(DONE, self.roster.view_message.fields, request=message.request))
@@ -318,9 +323,9 @@ class Coordinator:
         return None
 
     def _put(self, now: float, member: Member, message: Message) -> Fields:
-        """Store the specification in the message, unless a worker has sent it before.
+        """Store the specification that the message contains, unless another message has already brought it.
 
-        Send the stored specification to the members that wait for it.
+        Then send the stored specification to the members that wait for it.
         """
         if self.specification is None:
             self.specification = message.frames

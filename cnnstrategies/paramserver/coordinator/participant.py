@@ -135,6 +135,9 @@ class Participant:
     def _answered(self, now: float, request: Request, message: Message) -> Effects:
         kind = request.message.kind
         if message.kind == REFUSED and kind == "hello":
+            if message.flag("stranger"):
+                # The run continues with its own processes, so it must not record that this process has ended.
+                return self._end(message.string("message"), clean=False)
             return self._accept_end(message)
         if kind == "hello":
             return [*self._take_view(message), *self._beat(), *self._asking.resend()]
@@ -191,7 +194,7 @@ class Reporter:
         self._asking = Asking(COORDINATOR, {"session": session})
 
     def start(self, now: float) -> Effects:
-        """Send all requests without a reply again. Call this after every new connection to the coordinator."""
+        """Send again all requests that have no reply yet. Call this after every new connection to the coordinator."""
         return self._asking.resend()
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
@@ -202,7 +205,7 @@ class Reporter:
         return effects if request is None else [*effects, Return(request.call, message)]
 
     def on_timer(self, now: float, name: str) -> Effects:
-        """Ask the coordinator about the requests without a reply. If all requests have replies, nothing is sent."""
+        """Ask the coordinator about the requests that have no reply yet. If there are none, nothing is sent."""
         return self._asking.on_timer(now)
 
     def on_call(self, now: float, call: Call) -> Effects:

@@ -1,4 +1,7 @@
-"""The coordinator's list of members, which decides on registrations, removals, and the end of the run after a loss.
+"""The coordinator's list of members.
+
+The list decides which processes are registered, which members are removed, and whether the run ends when a member is
+lost.
 
 A process that was removed cannot become a member again. Another process with a higher incarnation may take its place.
 After every change of the membership, the coordinator sends a view with the next number to all members.
@@ -8,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from cnnstrategies.identity import Identity
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
@@ -186,7 +190,7 @@ class Roster:
         return member if member is not None and member.peer == peer else None
 
     def is_joiners_place(self, role: str, identity: int) -> bool:
-        """Return whether the place of a role and an id is reserved for joiners. The run does not wait for joiners."""
+        """Return whether the place with this role and id is reserved for joiners, for which the run does not wait."""
         return role == WORKER and identity >= self._settings.workers
 
     @property
@@ -205,7 +209,10 @@ class Roster:
         return None
 
     def missing(self) -> list[str]:
-        """Return the names of the servers and original workers for whose first process the coordinator still waits."""
+        """Return the names of the servers and original workers for which the coordinator still waits.
+
+        No process has registered yet in the place of such a server or worker.
+        """
         absent = [
             (role, identity)
             for (role, identity), place in self._places.items()
@@ -240,6 +247,27 @@ class Roster:
         self.gone[peer] = left
 
     # Registration
+
+    def stranger(self, peer: Peer, hello: Message) -> str | None:
+        """Return the error message for an original worker that belongs to another run, or None for all other processes.
+
+        Servers and joiners do not name the run to which they belong, because the user who starts them has chosen it.
+
+        Args:
+            peer: Identity of the process.
+            hello: The registration's message.
+        """
+        expected = self._settings.run
+        if not expected or peer.role != WORKER or self.is_joiners_place(peer.role, peer.id):
+            return None
+        text = hello.string("run")
+        if text == expected:
+            return None
+        try:
+            run = str(Identity.read(text))
+        except ValueError:
+            run = "a program with another version of cnnstrategies"
+        return f"this process of {run} has reached {Identity.read(expected)} at {self._settings.endpoint}"
 
     def refusal(self, peer: Peer) -> str | None:
         """Return the error message for a process that may not become a member.
@@ -363,11 +391,11 @@ class Roster:
             self._decide_without(now, member, how, replaced)
 
     def _is_cut_off(self, now: float) -> bool:
-        """Return whether the coordinator has probably lost its network connection, so that no member may be removed.
+        """Return whether the coordinator has probably lost its network connection. If so, no member may be removed.
 
-        This is assumed if there are several members and all of them were silent for half the time-out, because it is
-        unlikely that all members die at the same time. If all members were silent for the whole time-out, the method
-        also ends the run.
+        The connection counts as lost if there are several members and all of them were silent for half the time-out,
+        because it is unlikely that all members die at the same time. If all members were silent for the whole time-out,
+        the method also ends the run.
         """
         members = self.members
         quiet = now - max((member.seen for member in members), default=now)

@@ -26,6 +26,8 @@ class CoordinatorSettings:
     supervisor: int = field(default=0, repr=False)
     # Number of workers that may join during training. Their ids come after the ids of the original workers.
     max_joiners: int = 0
+    # Identity of the run, as JSON. Original workers of other runs are refused. Empty: all workers are accepted.
+    run: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,3 +42,4 @@ class Address:
     timeout: float = 10.0  # seconds without a message after which the coordinator counts as dead
     appear: float = 60.0  # seconds within which the coordinator must send its first reply
     session: int = 0  # number of the session; see `CoordinatorSettings`
+    run: str = ""  # identity of the run, as JSON; empty for servers and joiners

@@ -108,13 +108,15 @@ def figures_of(message: Message) -> Mapping[str, float] | None:
     | needs     | number of the run's steps that all other workers must push before this worker can go on         |
 
     Raises:
-        ControlError: A figure has an unknown name or is not a number.
+        ControlError: The figures are not a dictionary, or a figure has an unknown name or is not a number.
     """
     figures = message.fields.get("figures")
     if figures is None:
         return None
     if not isinstance(figures, dict) or any(name not in FIGURES for name in figures):
-        raise ControlError(f"{message.kind}: a figure has an unknown name")
+        raise ControlError(
+            f"{message.kind}: figures is not a dictionary, or contains a name other than {', '.join(FIGURES)}"
+        )
     # The range check also refuses NaN, because comparisons with NaN are false.
     if any(type(figure) not in (int, float) or not 0 <= figure < INTEGER_LIMIT for figure in figures.values()):
         raise ControlError(f"{message.kind}: a figure is not a number from 0 to 2^63")

@@ -42,8 +42,8 @@ class Message(NamedTuple):
         kind: What the message requests or reports.
         fields: Contents of the message by name, as values that JSON can represent.
         frames: Binary contents of the message.
-        request: Number of the request. The reply to a request has the same number. All other messages have the number
-            0; they may be lost.
+        request: Number of the request. The reply to a request has the request's number. All other messages have the
+            number 0, and are not sent again if they are lost.
     """
 
     kind: str
@@ -55,8 +55,8 @@ class Message(NamedTuple):
         """Return a field that must be an integer from `least` to 2^63 - 1.
 
         Raises:
-            ControlError: The field is missing, or its type or value is wrong. All methods except :meth:`flag` raise
-                this error.
+            ControlError: The field is missing, or its type or value is wrong. The other methods that return a field
+                also raise this error, except :meth:`flag`.
         """
         value = self.fields.get(name)
         if type(value) is not int or not least <= value < INTEGER_LIMIT:
@@ -139,7 +139,7 @@ class Timer(NamedTuple):
 
     Attributes:
         name: Name of the timer.
-        at: Time of the call; None to cancel the timer.
+        at: Time in seconds at which the timer expires; None to cancel the timer.
     """
 
     name: str

@@ -88,7 +88,7 @@ class Asking:
         """Act on a reply from the peer. Return the open request to which the message replies, and the effects.
 
         The first result is None if the request has already received a reply, or was dropped. It is also None for the
-        reply to a probe, after which lost requests are sent again.
+        reply to a probe. In this case, the effects send the lost requests again.
         """
         if message.kind == UNKNOWN:
             requested = [self.open[number].message for number in message.integers("ids") if number in self.open]

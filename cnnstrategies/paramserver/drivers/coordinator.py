@@ -10,6 +10,7 @@ from typing import Self
 
 import zmq
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.journal import Journaled, JournalStore
 from cnnstrategies.paramserver.coordinator.participant import COORDINATOR
@@ -206,9 +207,28 @@ class JournalFile:
         self._path = path
         self._file = -1
 
+    def create(self) -> None:
+        """Create an empty file. The process that starts the coordinator calls this before the first start.
+
+        A coordinator that is killed before it writes anything can then be replaced, and the file cannot be the journal
+        of an earlier run at the same address.
+        """
+        self.replace(b"")
+        self._close()
+
     def read(self) -> bytes:
-        """Return the contents of the journal's file."""
-        return self._path.read_bytes()
+        """Return the contents of the journal's file.
+
+        Raises:
+            ConfigurationError: The file was removed, because it could not be written.
+        """
+        try:
+            return self._path.read_bytes()
+        except FileNotFoundError:
+            raise ConfigurationError(
+                f"its journal {self._path} was removed, because it could not be written: free disk space, and resume "
+                "the run from its last checkpoint"
+            ) from None
 
     def append(self, record: bytes) -> None:
         """Append a record to the journal's file. Nothing happens if the file was removed after a failed write."""

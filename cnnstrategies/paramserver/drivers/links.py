@@ -30,7 +30,7 @@ class ServerLink(NamedTuple):
 
     Attributes:
         info: Id, endpoint and key of the server.
-        socket: The socket.
+        socket: The DEALER socket that is connected to the server.
         bundle: Sender of messages over the socket.
         inbox: Receiver of messages over the socket.
     """
@@ -47,9 +47,10 @@ class Links:
     Args:
         specification: The run's specification.
         slices: All slices.
-        views: Source of the membership's views.
-        heard: Called for each message that arrives, with the time, the server's id and the header. Returns whether to
-            handle the message; otherwise the message is dropped, for example because it is a repetition.
+        views: Source of the membership's views, for example from :meth:`.Membership.source`.
+        heard: Function that is called for each message that arrives, with the time, the server's id and the header. It
+            returns whether to handle the message. Otherwise the message is dropped, for example because it is a
+            repetition.
         keys: CURVE keys of this process; None for no encryption.
     """
 

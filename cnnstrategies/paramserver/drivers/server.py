@@ -61,7 +61,7 @@ class ServerService:
             Pass a :class:`~cnnstrategies.paramserver.drivers.sockets.Listener` instead if the endpoint must be bound
             before the specification is known.
         keys: CURVE keys; None for no encryption.
-        insecure: Allow an endpoint without encryption that other machines can reach.
+        insecure: Whether an endpoint with TCP may be used without encryption.
 
     Attributes:
         role: The server's state machine.
@@ -70,8 +70,8 @@ class ServerService:
             with the coordinator before it calls :meth:`run`.
 
     Raises:
-        ConfigurationError: Other machines can reach the endpoint without encryption, or the limit on open files is too
-            low for the number of connections.
+        ConfigurationError: The endpoint uses TCP without encryption, although `insecure` is false; or the limit on open
+            files is too low for the number of connections.
     """
 
     def __init__(

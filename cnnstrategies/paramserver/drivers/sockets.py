@@ -26,13 +26,13 @@ class Listener:
     Args:
         endpoint: ``ipc://path`` or ``tcp://address:port``, with ``*`` as the port for any free port.
         encrypted: Whether the server will use encryption.
-        insecure: Allow an endpoint without encryption that other machines can reach.
+        insecure: Whether an endpoint with TCP may be used without encryption.
 
     Attributes:
         endpoint: The endpoint, with the actual port.
 
     Raises:
-        ConfigurationError: The endpoint is not valid, or other machines can reach it without encryption.
+        ConfigurationError: The endpoint is not valid, or uses TCP without encryption although `insecure` is false.
         OSError: The endpoint cannot be bound.
     """
 
@@ -213,7 +213,7 @@ class Bundle:
     connection breaks inside a message of several frames while its socket is being closed.
 
     Args:
-        to: The socket.
+        to: The socket over which the messages are sent.
         route: Route of the peer if the socket is a ROUTER; None for a DEALER.
 
     Attributes:
@@ -233,7 +233,8 @@ class Bundle:
             header: Header of the message.
             payload: Payload of the message. A large payload is not copied: a thread of libzmq reads the payload later,
                 and libzmq keeps the payload's memory alive until then.
-            wait: Delay a small message until :meth:`flush` is called or enough small messages are waiting.
+            wait: Whether to delay a small message until :meth:`flush` is called, or until enough small messages are
+                waiting.
         """
         self._waiting.append(header.pack())
         if len(payload) > SMALL_BYTES:

@@ -101,7 +101,7 @@ class Staging:
         """Yield the gradients that have been copied to CPU memory, in the order of the calls of :meth:`fetch`.
 
         Args:
-            wait: Wait for all queued copies, and yield all gradients.
+            wait: Whether to wait for all queued copies, and yield all gradients.
 
         Yields:
             Index of a parameter, and the parameter's gradient as a tensor in CPU memory. The next call of :meth:`fetch`

@@ -101,8 +101,8 @@ class Copies:
             backup: Id of the backup's server.
             version: Version of the slice on the backup.
 
-        Returns True once for a server that was started during training: when it has copies of all slices that it backs
-        up for this primary. Returns False otherwise.
+        Returns True once for each server that was started during training: as soon as that server has copies of all
+        slices that it backs up for this primary. Returns False in all other cases.
         """
         self._acknowledged[key, backup] = max(version, self._acknowledged.get((key, backup), -1))
         keys = [key for key, backups in self._backups.items() if backup in backups] if backup in self._late else []

@@ -102,7 +102,7 @@ class Pushes:
         return self._pieces.get(key, {}).keys() >= set(workers)
 
     def has_none(self, key: int) -> bool:
-        """Return whether no worker has pushed a slice."""
+        """Return whether the slice with this key has not been pushed by any worker."""
         return not self._pieces.get(key)
 
     def mean(self, slice_: Slice, workers: Iterable[MemberKey], buffer: Tensor) -> Tensor | None:
@@ -145,7 +145,7 @@ class Pushes:
         return mean
 
     def absent(self, key: int, workers: Iterable[MemberKey]) -> int:
-        """Return an integer in which bit i is set if part i of a slice has no gradient in any worker's push.
+        """Return an integer in which bit i is set if all workers' pushes lack a gradient of part i of a slice.
 
         Call this only if the mean of the slice is not None.
 
@@ -256,7 +256,7 @@ class Backlog:
 
 
 class Updater:
-    """Executor of the decided step: it computes the mean gradient of each slice and applies it, one slice at a time.
+    """Executor of the decided step. For one slice after another, it computes and applies the slice's mean gradient.
 
     The slices are updated in the order in which the workers use them.
 

@@ -206,7 +206,7 @@ class Shard:
             step: Step of the update.
             absent: Bit i is set if part i of the slice has no gradient.
             pulls: Encodings in which the workers will pull the new values, if workers choose encodings.
-            level: The `level` in the BEGIN message of the step's first member; see
+            level: The `level` in the BEGIN message of the first worker in the step's decision; see
                 :attr:`~cnnstrategies.paramserver.messages.Header.level`.
         """
         self._level = level

@@ -8,9 +8,9 @@ to the leader, and the leader sends the decision again with the clipping factor.
 reports its last decision and its complete pushes to the leader, because another server may have become the leader.
 
 In a run with pipelined steps the leader decides earlier: once all live workers have begun the step. A worker begins a
-step after it has received all values of the step before. Each server updates a slice as soon as the members' pushes of
-that slice have arrived. If a member dies meanwhile, its gradient is part of the step only in the slices for which its
-push has arrived.
+step after it has received all values of the previous step. Each server updates a slice as soon as the members' pushes
+of that slice have arrived. If a member dies meanwhile, its gradient is part of the step only in the slices for which
+its push has arrived.
 """
 
 import math
@@ -115,7 +115,7 @@ class Synchronous:
         """Send this server's state again to a server that has missed messages of this server.
 
         If this server is the leader, it sends its decision. If the other server is the leader, this server sends its
-        report, and its squared norm if the norm is known.
+        report, and the squared norm of the mean gradient in its slices if this norm is known.
         """
         if self.leader == self._server:
             if self._decision is not None:
@@ -134,7 +134,7 @@ class Synchronous:
     def join(self, worker: int, step: int | None, gradients_step: int | None = None) -> int | None:
         """Add a worker to the clock. The caller must call :meth:`note_position` next.
 
-        A newcomer usually begins with the current step. It begins with the step before if that step waits for
+        A newcomer usually begins with the current step. It begins with the previous step if that step waits for
         successors (see :attr:`_waits_for_successors`) and the newcomer has gradients of that step.
 
         Args:
@@ -142,8 +142,8 @@ class Synchronous:
             step: The step that the worker is working on; None for a newcomer, to which this method assigns a step.
             gradients_step: The step whose gradients a newcomer holds; None if the newcomer holds no gradients.
 
-        Returns the step with which the worker begins. Returns None, and does not add the worker, if the worker is a
-        newcomer and this server is a leader that does not know the steps of all workers and servers yet.
+        Returns the step with which the worker begins. If the worker is a newcomer, and this server is the leader but
+        does not know all workers' steps and all servers' states yet, the worker is not added and the result is None.
         """
         if step is None and self.leader == self._server:
             if not self._knows_all:
@@ -308,7 +308,7 @@ class Synchronous:
             self._outbox.to_server(self.leader, Kind.VOTE, json={"complete": votes})
 
     def proceed(self) -> None:
-        """Decide the current step if this server is the leader, and the pushes of all members are complete."""
+        """If this server is the leader and the pushes of all members are complete, decide the current step."""
         if self.leader != self._server or not self.roll.complete:
             return
         if self._lacks_a_holder:
@@ -397,9 +397,10 @@ class Synchronous:
         return complete
 
     def adopt(self, decision: Decision) -> None:
-        """Accept a decision from a RELAY, COPY or STATUS message. As the leader, also send the decision to all servers.
+        """Accept a decision from a RELAY, COPY or STATUS message.
 
-        The earlier leader, which made the decision, may have died before all servers received the decision.
+        If this server is the leader, it also sends the decision to all servers. The earlier leader, which made the
+        decision, may have died before all servers received the decision.
         """
         previous_decision = self._decision
         self._accept(decision)

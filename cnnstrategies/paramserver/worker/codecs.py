@@ -25,8 +25,8 @@ GAIN = 0.95
 # as the fastest step of the current level.
 WORSE, BETTER = 1.5, 1.25
 SETTLED = 8  # number of steps whose median time is the reference with which later steps are compared
-# Normal variation of a step's time, as the natural logarithm of a ratio. If the time has changed, but the search leaves
-# the level unchanged, the variation that counts as normal is doubled, up to MOST_SLACK.
+# Normal variation of a step's time: the natural logarithm of its ratio to the median time. If the time has changed, but
+# the search leaves the level unchanged, the variation that counts as normal is doubled, up to MOST_SLACK.
 SLACK = math.log(1.1)
 MOST_SLACK = math.log(1.5)
 # Limit on the deviation of one step: the logarithm of its time divided by the reference time. With this limit, one slow
@@ -72,8 +72,8 @@ class CodecChooser:
 
     In modes with common steps, a step is only faster when all workers change the level. Therefore the first worker,
     which is the live worker with the lowest id, chooses the level for all workers. The other workers use the level that
-    the first worker used two steps before. In the first trial step, they still use the old level, so the time of this
-    step is ignored. From the second trial step on, all workers use the tried level.
+    the first worker used two steps earlier. In the first trial step of each level, they still use the old level, so the
+    first worker ignores the time of this step. From the second trial step on, all workers use the tried level.
 
     Args:
         levels: Number of levels.
@@ -158,9 +158,9 @@ class CodecChooser:
         """Use the chosen level until the time of a step has changed, or for `wait` steps if it does not change.
 
         Args:
-            times: Seconds of steps at the chosen level.
+            times: Times of earlier steps at the chosen level, in seconds.
             wait: Number of steps between two rounds.
-            slack: Normal variation of a step's time, as the natural logarithm of a ratio.
+            slack: Normal variation of a step's time: the natural logarithm of its ratio to the median time.
 
         Returns:
             A pair. The first number is 1 if steps have become slower, -1 if steps have become faster, and 0 if their
@@ -188,11 +188,11 @@ class CodecChooser:
         If the first move in a direction does not make steps faster, try the next direction.
 
         Args:
-            times: Seconds of steps at the current level.
+            times: Times of earlier steps at the current level, in seconds. This method adds the times of more steps.
             directions: Directions in the order of trial: 1 for smaller encodings, -1 for more exact encodings.
 
         Returns:
-            The seconds of at least two steps at the chosen level.
+            Times of at least two steps at the chosen level, in seconds.
         """
         before = self.chosen
         for direction in directions:

@@ -17,7 +17,7 @@ MOST_QUESTIONS = (1 << 32) - 1  # largest id of a request for the current values
 class Pulls:
     """The worker's requests for parameters, and the writing of the servers' replies into the parameters.
 
-    Parameters are requested in the order in which the last step used the parameters.
+    The parameters are requested in the order in which the last finished step used them.
 
     Args:
         slices: All slices.
@@ -72,9 +72,9 @@ class Pulls:
         self._used.setdefault(index)
 
     def reorder(self) -> None:
-        """Make later requests in the order in which the finished step used the parameters.
+        """From now on, request the parameters in the order in which the finished step used them.
 
-        If the step did not use all parameters, the order of requests stays the same.
+        If the step did not use all parameters, the order of the requests does not change.
         """
         if len(self._used) == len(self._by_parameter):
             self._order = list(self._used)
@@ -85,8 +85,9 @@ class Pulls:
 
         Args:
             step: The step that the worker will work on next.
-            refresh: Request the current values instead of the values with which `step` begins.
-            states: Request the optimizer's state instead of values. The reply then does not change the parameters.
+            refresh: Whether to request the current values instead of the values with which `step` begins.
+            states: Whether to request the optimizer's state instead of values. The reply then does not change the
+                parameters.
         """
         keys = list(dict.fromkeys(key for index in self._order for key in self._by_parameter[index]))
         self.refreshing = refresh

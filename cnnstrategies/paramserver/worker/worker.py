@@ -34,8 +34,9 @@ class Wait(NamedTuple):
     """A wait that a procedure yields to the driver. The driver resumes the procedure when the wait is over.
 
     Attributes:
-        waiting: Returns whether the procedure still has to wait.
-        repeat: Called when the wait begins, and then every `REPEAT_SECONDS` until the wait is over.
+        waiting: Function that returns whether the procedure still has to wait.
+        repeat: Function that is called when the wait begins, and then every `REPEAT_SECONDS` until the wait is over;
+            None if nothing must be repeated.
     """
 
     waiting: Callable[[], bool]
@@ -56,7 +57,7 @@ class WorkerRole:
         parameters: The parameters, into which pulled values are written.
         id: Id of this worker.
         incarnation: Incarnation of this worker.
-        arrived: Called with the index of each parameter whose new values have arrived.
+        arrived: Function that is called with the index of each parameter whose new values have arrived.
 
     Attributes:
         step: Number of the step that this worker works on, or will work on next.
@@ -136,12 +137,12 @@ class WorkerRole:
         self._first_values = self._began_with or self._parameters, states
 
     def join(self, now: float, has: int | None = None) -> Generator[Wait, None, int]:
-        """Take part in steps from the start of the next step on, and pull the parameters.
+        """Take part in all steps from the next step on, and pull the parameters.
 
         Args:
             now: The time, in seconds.
-            has: A step whose gradients this worker already has; None if there is no such step. If the servers have not
-                finished this step, the worker may begin with the step.
+            has: Number of a step whose gradients this worker already holds; None if it holds none. If the servers have
+                not finished this step, the worker may begin with it, and push these gradients.
 
         Returns:
             The step with which this worker begins.

@@ -153,7 +153,8 @@ class Facts:
             seconds are divided by the number of accumulated batches.
         gradient_bytes: Bytes of the gradients in this all-reduce. If gradients are accumulated, the bytes are divided
             by the number of accumulated batches.
-        larger: Seconds of forward, backward and update with a batch that is ``LARGER`` times as large.
+        larger: Seconds of forward, backward and update with a batch that is ``LARGER`` times as large as the
+            configured batch.
         reads: Number of times in a step that the process waits for a value from the device. Keys are the lines of code
             that read values.
         read_seconds: Seconds of a step in which the process waits for values from the device.

@@ -160,8 +160,8 @@ def threads(measurements: Measurements) -> Iterator[Reason]:
     each = max(1, facts.cores // run.devices)
     yield Reason(
         "threads compete for the CPU's cores",
-        f"{run.devices} ranks with {facts.threads} threads each run on {facts.cores} cores; if each rank has only "
-        f"{each} thread{'s' * (each > 1)}, training reaches {digits(facts.with_fewer)} samples/s instead of "
+        f"{run.devices} ranks, each with {facts.threads} threads, share {facts.cores} cores; with only {each} "
+        f"thread{'s' * (each > 1)} per rank, training reaches {digits(facts.with_fewer)} samples/s instead of "
         f"{digits(run.rate)} samples/s",
         f"set OMP_NUM_THREADS={each}, or `threads: {each}` of ComputeSettings",
         measurements.gain(run.step * (1 - min(1.0, run.rate / facts.with_fewer))),

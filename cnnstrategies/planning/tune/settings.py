@@ -74,7 +74,7 @@ def joined(settings: Sequence[Setting]) -> Setting:
 
 
 def factorial(choices: Sequence[Sequence[Setting]]) -> Iterator[Setting]:
-    """Yield every combination that takes one setting or none from each group, except the one without any setting.
+    """Yield every combination of settings with at most one setting from each group. The empty combination is left out.
 
     All these combinations are needed, because the effect of a setting may depend on the other settings.
     """

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cnnstrategies.runtime.stop_signals import cleaned_up, raise_if_interrupted
+
 TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable with the path of the socket from which ranks receive commands.
 # Names of the two modules whose function `main` the ranks of a trial can run. With `ONE_BATCH`, all steps use the same
 # batch. With `AS_IN_TRAINING`, each step loads a new batch, as in `fit`.
@@ -69,6 +71,8 @@ class Trial:
         context.set_forkserver_preload([module])
         self.process = context.Process(target=_run, args=(module, list(words), self.output, variables))
         self.process.start()
+        self._at_end = contextlib.ExitStack()
+        self._at_end.enter_context(cleaned_up(self._kill))
         with contextlib.suppress(ProcessLookupError):  # The process may have ended already.
             while self.process.exitcode is None and os.getsid(self._pid) != self._pid:
                 time.sleep(0.002)
@@ -136,8 +140,12 @@ class Trial:
             if self.process.exitcode is None:
                 os.killpg(self._pid, signum)
                 self.process.join(seconds)
+        self._kill()
+        self._at_end.close()
+
+    def _kill(self) -> None:
+        # The processes of other ranks may outlive the main process of the run, so they are killed as well.
         with contextlib.suppress(ProcessLookupError):
-            # The processes of other ranks may outlive the main process of the run, so they are killed here.
             os.killpg(self._pid, signal.SIGKILL)
 
     def cause(self) -> str:
@@ -175,6 +183,7 @@ class Trial:
     def _wait_until(self, done: Callable[[], bool], work: Callable[[], None]) -> None:
         deadline = time.monotonic() + self._seconds
         while not done():
+            raise_if_interrupted()
             if self.process.exitcode is not None:
                 raise TrialError(self.cause())
             if time.monotonic() > deadline:
@@ -192,7 +201,10 @@ def _run(module: str, words: list[str], output: Path, variables: Mapping[str, st
         variables: Environment variables, which replace those of the fork server.
     """
     os.setsid()
-    file = os.open(output, os.O_WRONLY)
+    try:
+        file = os.open(output, os.O_WRONLY)
+    except FileNotFoundError:
+        return  # While the fork server was importing, a signal has ended the process that wants this run.
     for stream in (1, 2):
         os.dup2(file, stream)
     os.environ.clear()

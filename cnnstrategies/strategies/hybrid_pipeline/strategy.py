@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed import ReduceOp
@@ -32,7 +31,6 @@ from cnnstrategies._lightning_private import (
     ranks_are_children,
 )
 from cnnstrategies.checkpoints.io import load_mapped
-from cnnstrategies.cluster.stores import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.old_names import refuse_old_names
@@ -46,6 +44,7 @@ from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.exact_means import widened
+from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.hybrid_pipeline.balancing import begin_dealing
 from cnnstrategies.strategies.hybrid_pipeline.batches import NoBatch, PredictionLoader, StageLoader
 from cnnstrategies.strategies.hybrid_pipeline.comparison import (
@@ -86,7 +85,7 @@ from cnnstrategies.strategies.protocol import GradientWeighting, StepKind, Strat
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
 
 
-class HybridPipelineStrategy(StrategyFacts, DDPStrategy):
+class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
     """Pipeline and data parallel training: the network is cut into stages, and a stage may have several replicas.
 
     Each replica is one device. The replicas of the first stage load batches as DDP processes do; the other ranks load
@@ -109,8 +108,8 @@ class HybridPipelineStrategy(StrategyFacts, DDPStrategy):
         microbatches: Number of microbatches of a global batch. The default is 4 times the number of stages times the
             largest number of replicas. If the network has batch normalisation and the batch size is known, the default
             is lowered until each microbatch has at least 8 samples.
-        schedule: Order of the forwards and backwards: ``1f1b`` runs the backward of a microbatch as soon as possible;
-            ``gpipe`` runs all forwards first, and stores the activations of all microbatches.
+        schedule: Order of the forward and backward passes: ``1f1b`` runs the backward pass of a microbatch as soon as
+            possible; ``gpipe`` runs all forward passes first, and stores the activations of all microbatches.
         run_ahead: Whether stages under ``1f1b`` store the activations of one more microbatch than necessary, so that
             messages are sent during computation. If the cuts are chosen automatically, the default is true if the
             profile predicts that this saves time and fits into ``memory_limit``. With ``cuts`` or one stage, the
@@ -306,8 +305,7 @@ class HybridPipelineStrategy(StrategyFacts, DDPStrategy):
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
         existed = dist.is_initialized()
-        with on_loopback(self):
-            super().setup_environment()
+        super().setup_environment()
         own_metric_states(self.lightning_module)
         keep_batches(self.lightning_module.trainer)
         if self.placement.replicas[0] == 1:
@@ -606,7 +604,7 @@ class HybridPipelineStrategy(StrategyFacts, DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
         leave_group_at_exit()
-        if isinstance(exception, PeerError) and not failed_before():
+        if isinstance(exception, PeerError) and not (failed_before() or self.failed_elsewhere):
             # Lightning kills all ranks when it sees a dead one, maybe before the traceback is shown.
             print(exception, file=sys.stderr, flush=True)
         if isinstance(

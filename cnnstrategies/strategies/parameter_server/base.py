@@ -1,5 +1,7 @@
 """The base class of ``parameter_server``: ranks register with a coordinator, and use no torch process group."""
 
+import os
+import threading
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -15,18 +17,31 @@ from torch.distributed import ReduceOp
 from torchmetrics import Metric
 from typing_extensions import override
 
+from cnnstrategies.cluster.addresses import free_port, main_port_of
+from cnnstrategies.cluster.claimed_processes import check_processes
+from cnnstrategies.cluster.rendezvous import Party, is_under_torchrun, take_part
+from cnnstrategies.cluster.run_identity import run_identity
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.identity import Identity
 from cnnstrategies.paramserver.collectives import REDUCTIONS, Collectives
 from cnnstrategies.paramserver.coordinator.settings import Address
-from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.places import RunAddress
 from cnnstrategies.paramserver.services import load_keys
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.strategies.exact_means import widened
+from cnnstrategies.strategies.failing import watch_failures
 from cnnstrategies.strategies.parameter_server.launcher import WatchingProcessLauncher, WatchingScriptLauncher
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
-from cnnstrategies.strategies.parameter_server.run import SESSIONS, WAIT, NodeLayout, open_supervision, worker_address
+from cnnstrategies.strategies.parameter_server.run import (
+    SESSIONS,
+    WAIT,
+    NodeLayout,
+    Rendezvous,
+    open_supervision,
+    worker_address,
+)
 from cnnstrategies.strategies.protocol import GradientWeighting, StrategyFacts
 from cnnstrategies.strategies.without_ddp import (
     check_keywords,
@@ -45,6 +60,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     Attributes:
         membership: This worker's membership; None unless a session is open.
         options: The strategy's options.
+        configuration: Digest of the run's configuration; empty before :meth:`register`, and in a script.
     """
 
     # The servers weight each worker's gradient by the worker's number of samples in the step.
@@ -52,6 +68,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     # The hosts find each other through the coordinator, so the cluster code does not open a torch store.
     connects_hosts = True
     membership: Membership | None = None
+    configuration = ""
 
     def __init__(
         self, options: ParameterServerOptions, start_method: Literal["popen", "spawn", "fork"], **kwargs: Any
@@ -83,6 +100,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        check_processes(self.cluster_environment, self.num_nodes, self.num_processes)
         if self._start == "popen":
             self._launcher = WatchingScriptLauncher(self)
         else:
@@ -92,8 +110,31 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         """Return the run's nodes and processes, from Lightning's cluster environment."""
         environment = self.cluster_environment
         assert environment is not None
-        address, port = environment.main_address, environment.main_port
-        return NodeLayout(self.num_nodes, self.node_rank, self.num_processes, address, port, self._host_timeout)
+        main_port_of(os.environ)  # This call refuses a value that is not a port. Lightning would raise a ValueError.
+        address, port, run = environment.main_address, environment.main_port, run_identity().text()
+        return NodeLayout(self.num_nodes, self.node_rank, self.num_processes, address, port, self._host_timeout, run)
+
+    def find_main_port(self, number: int, processes: int) -> None:
+        """Find the port of the coordinator on rank 0's host, and make it the main port.
+
+        Do nothing if the user has set the coordinator's address, or if the run needs no port.
+
+        Args:
+            number: Number of this process among the processes that call this method.
+            processes: Number of these processes: the ranks, or one process on each host.
+        """
+        environment = self.cluster_environment
+        assert environment is not None
+        if self.options.coordinator is None and (self.num_nodes > 1 or is_under_torchrun()):
+            kind, wait = type(self).__name__, self._host_timeout
+            identity = run_identity()
+            party = Party(environment, self.num_nodes, number, processes, identity, kind, wait, exclusive=False)
+            take_part(party, lambda address, port: (port or free_port(), None))
+
+    def _found_layout(self) -> NodeLayout:
+        if Rendezvous.published() is None:
+            self.find_main_port(self.global_rank, self.world_size)
+        return self.layout()
 
     @override
     def set_host_timeout(self, seconds: float) -> None:
@@ -113,6 +154,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         own_metric_states(self.lightning_module)
         if self.membership is None:
             self.open_session()
+        watch_failures(self.lightning_module.trainer)
 
     def open_session(self) -> None:
         """Begin the next session, and register this process with the session's coordinator.
@@ -123,7 +165,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         assert self.lightning_module is not None
         self._interrupted = self._alone = False
         training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        place = SESSIONS.open(self.options, self.layout, training)
+        place = SESSIONS.open(self.options, self._found_layout, training)
         if not place.supervised and self.local_rank == 0:
             self._services = open_supervision(self.options, self.layout(), place, training, "program")
         key_file = place.key_file and str(Path(place.key_file).resolve())
@@ -137,6 +179,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
             key_file: File with the run's keys; None without encryption.
         """
         self._address = RunAddress(address.coordinator, key_file)
+        self.configuration = Identity.read(address.run).configuration if address.run else ""
         self.membership = Membership(address, keys=load_keys(key_file))
         self._collectives = Collectives(self.membership)
 
@@ -181,10 +224,29 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         return self.membership.stop_signal if self.membership is not None else None
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        if self.membership is not None and isinstance(exception, Exception) and not isinstance(exception, RunEnded):
+    def fail_together(self, point: str, seconds: float, exception: BaseException) -> bool:
+        if self.membership is None or isinstance(exception, RunEnded | RemovedError | ServersUnreachableError):
+            return False
+        # If the other workers have not failed, this call ends the run, so that the collective below ends as well.
+        timer = threading.Timer(seconds, self._report, [exception])
+        timer.start()
+        try:
+            points = self.gather(point, "save after an exception").values()
+        except RunEnded:
+            return False
+        finally:
+            timer.cancel()
+        return len(set(points)) == 1
+
+    def _report(self, exception: BaseException) -> None:
+        if self.membership is not None:
             reason = f"{type(exception).__name__}: {exception}"
             self.membership.end(f"worker {self.global_rank} failed: {reason}")
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, Exception) and not isinstance(exception, RunEnded):
+            self._report(exception)
         self._interrupted = True
         super().on_exception(exception)
 

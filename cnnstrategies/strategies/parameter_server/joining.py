@@ -1,11 +1,9 @@
 """The strategy of a joiner: a process that joins a run in progress, and adds gradients to the run's training."""
 
-import signal
-import threading
+import contextlib
 import time
 from dataclasses import fields, replace
 from itertools import zip_longest
-from types import FrameType
 from typing import Any
 
 import torch
@@ -13,6 +11,8 @@ from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from cnnstrategies._lightning_private import leave_signals
+from cnnstrategies.cluster.run_identity import run_identity
 from cnnstrategies.data.sampling import seed_all
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
@@ -30,7 +30,9 @@ from cnnstrategies.paramserver.places import (
     find_place,
 )
 from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.runtime.helper_processes import shield_helpers
 from cnnstrategies.runtime.seeds import mixed_seed
+from cnnstrategies.runtime.stop_signals import STOPPING, Repeated, acting_on, end_process
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 from cnnstrategies.strategies.parameter_server.start import (
@@ -42,7 +44,6 @@ from cnnstrategies.strategies.parameter_server.start import (
 )
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TOLD_TO_LEAVE = "it was told to leave"  # The last line that `cnnstrategies join` prints ends with this reason.
 LEAST_BEATS = 4  # Least number of heartbeats that this process sends within the coordinator's time-out.
 
@@ -115,6 +116,7 @@ class JoiningStrategy(ParameterServerStrategy):
         arguments = {field.name: getattr(options, field.name) for field in fields(ParameterServerOptions)}
         super().__init__(**{**arguments, "endpoints": list(options.endpoints)}, start_method="popen")
         self.leaving = False
+        self._signals = Repeated()
         self.epochs: set[int] = set()
         self.batches = self.samples = 0
         self._alone = True
@@ -122,9 +124,11 @@ class JoiningStrategy(ParameterServerStrategy):
         self._configured: tuple[Any, int] | None = None
         self._run = address
         self._patience = FIRST_SECONDS + place.timeout  # Time-out in seconds for a reply of the coordinator.
-        self._waiting = False  # Whether the process waits for admission, so that a signal may interrupt it.
+        self._waiting = False  # Whether the process waits for admission, so that a signal ends the wait.
         self._dispatch: JoinedDispatch = JoinedDispatch(self)
-        self._handle_signals()
+        self._acting = contextlib.ExitStack()
+        self._acting.enter_context(acting_on(STOPPING, self._on_signal))
+        shield_helpers()
 
     # Processes of the run
 
@@ -151,6 +155,7 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        leave_signals(trainer)
         loop = trainer.fit_loop
         self._configured = self._configured or (loop.max_epochs, loop.max_steps)
         # Learning-rate schedules read max_epochs and max_steps during set-up, and must be the same on all workers. An
@@ -166,27 +171,31 @@ class JoiningStrategy(ParameterServerStrategy):
         # steps.
         loop.max_epochs, loop.epoch_loop.max_steps = trainer.current_epoch + 1, -1
 
-    def _handle_signals(self) -> None:
-        """Install handlers for Ctrl-C and SIGTERM.
+    def _on_signal(self, signum: int) -> None:
+        """Act on Ctrl-C or SIGTERM, in a thread.
 
         After the first signal the process computes the batches that it has taken, and leaves the run. A second signal
         ends the process at once.
         """
-        if threading.current_thread() is threading.main_thread():
-            for signum in SIGNALS:
-                signal.signal(signum, self._on_signal)
-
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if self.leaving:
-            signal.signal(signum, signal.SIG_DFL)
-            signal.raise_signal(signum)
+        if self._signals.note(signum):
+            end_process(signum)
         self.leaving = True
-        if self._waiting:
+        membership = self.membership
+        if self._waiting and membership is not None:
+            membership.give_up(TOLD_TO_LEAVE)
+
+    def _check_leaving(self) -> None:
+        """Raise an error if the process was told to leave.
+
+        Raises:
+            RunEnded: The process was told to leave.
+        """
+        if self.leaving:
             raise RunEnded(TOLD_TO_LEAVE, clean=True)
 
     @override
     def agree_on_stop(self, received: int | None) -> int | None:
-        """Return None, because a joiner stops by its own signal handlers, independently of the other workers."""
+        """Return None, because a joiner acts on its signals itself, independently of the other workers."""
         return None
 
     @override
@@ -207,8 +216,7 @@ class JoiningStrategy(ParameterServerStrategy):
         """
         worker = None
         while worker is None:
-            if self.leaving:
-                raise RunEnded(TOLD_TO_LEAVE, clean=True)
+            self._check_leaving()
             self._waiting = True
             try:
                 worker = self._try()
@@ -250,7 +258,7 @@ class JoiningStrategy(ParameterServerStrategy):
 
     def _find_place(self) -> JoinPlace:
         try:
-            return find_place(self._run, self._patience, waits=True)
+            return find_place(self._run, self._patience, waits=True, check=self._check_leaving)
         except ConfigurationError as error:
             if not self.epochs:
                 raise
@@ -270,6 +278,7 @@ class JoiningStrategy(ParameterServerStrategy):
             self._run.coordinator, WORKER, place.id, place.incarnation, heartbeat, place.timeout, appear, place.session
         )
         self.register(address, self._run.key_file)
+        self._check_leaving()  # A signal before the registration has not ended any wait.
 
     def _wait_for_admission(self) -> tuple[Worker, Specification]:
         """Wait until the run admits this process.
@@ -287,6 +296,7 @@ class JoiningStrategy(ParameterServerStrategy):
         worker = connection(run.membership, specification, value_tensors(module, specification))
         state = started.values[started.leader]
         check_seed(state["seed"])
+        check_configuration(state["configuration"], run_identity().configuration)
         self.options = replace(self.options, mode=specification.mode, staleness=specification.staleness)
         restore_trainer(self.trainer, optimizer, state)
         worker.join()
@@ -301,7 +311,6 @@ class JoiningStrategy(ParameterServerStrategy):
     @override
     def on_train_start(self) -> None:
         """Prepare the epoch. The connection to the servers exists already, because it was made during set-up."""
-        self._handle_signals()  # At the start of `fit` Lightning has replaced the signal handlers.
         for config in self.trainer.lr_scheduler_configs:
             # A joiner does not validate, so a schedule may not find the value that it monitors. If `strict` were true,
             # Lightning would raise an error.
@@ -348,6 +357,21 @@ def check_parameters(run: Specification, configured: Specification) -> None:
                 f"{len(configured.parameters)}; the first difference is {expected or 'no parameter'} in the run "
                 f"and {parameter or 'no parameter'} here: use the run's own configuration"
             )
+
+
+def check_configuration(run: str, configured: str) -> None:
+    """Raise a ConfigurationError if a joiner's configuration is not the run's configuration.
+
+    Args:
+        run: Digest of the run's configuration; empty if the run is a script.
+        configured: Digest of this process's configuration.
+    """
+    if run and run != configured:
+        raise ConfigurationError(
+            f"the run has the configuration {run}, but this process has the configuration {configured}: use the run's "
+            "own configuration; only paths, the number of workers that load data, devices and options of the strategy "
+            "may differ"
+        )
 
 
 def check_seed(run_seed: str) -> None:

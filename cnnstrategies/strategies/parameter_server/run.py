@@ -4,7 +4,6 @@ A session is one call of a trainer function, such as ``fit``. Each session has i
 """
 
 import atexit
-import contextlib
 import json
 import os
 import socket
@@ -13,11 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from cnnstrategies.cluster.launchers import detected
-from cnnstrategies.cluster.stores import own_store
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.drivers.coordinator import JournalFile
 from cnnstrategies.paramserver.drivers.sockets import allow_threads
 from cnnstrategies.paramserver.private_directory import keys_in, let_go, make_run_directory, shared_directory
 from cnnstrategies.paramserver.security import is_local
@@ -55,6 +53,7 @@ class Rendezvous:
         supervised: Whether a launcher of this package watches the processes.
         session: Number of the session.
         wait: Time within which all processes must register, in seconds.
+        run: Identity of the run, as JSON.
     """
 
     coordinator: str
@@ -63,6 +62,7 @@ class Rendezvous:
     supervised: bool = False
     session: int = 0
     wait: float = WAIT
+    run: str = ""
 
     def publish(self) -> None:
         """Write the rendezvous as JSON into an environment variable, for the processes that this process starts."""
@@ -86,6 +86,7 @@ class NodeLayout:
         main_address: Host name or address of rank 0's node (``MASTER_ADDR``).
         main_port: Port on rank 0's node (``MASTER_PORT``).
         wait: Time within which all processes must register with the coordinator, in seconds.
+        run: Identity of the run, as JSON.
     """
 
     nodes: int
@@ -94,6 +95,7 @@ class NodeLayout:
     main_address: str
     main_port: int
     wait: float = WAIT
+    run: str = ""
 
 
 def choose_rendezvous(
@@ -120,10 +122,10 @@ def choose_rendezvous(
             directory = str(make_run_directory() if supervised else machine_directory(layout))
         coordinator = f"ipc://{directory}/coordinator-{session}"
         key_file = options.key_file or (keys_in(Path(directory)) if options.encrypted(coordinator) else None)
-        return Rendezvous(coordinator, directory, key_file, supervised, session, layout.wait)
+        return Rendezvous(coordinator, directory, key_file, supervised, session, layout.wait, layout.run)
     coordinator = options.coordinator or f"tcp://{layout.main_address}:{layout.main_port}"
     key_file = key_file_of(options, coordinator)
-    return Rendezvous(coordinator, None, key_file, supervised, session, layout.wait)
+    return Rendezvous(coordinator, None, key_file, supervised, session, layout.wait, layout.run)
 
 
 def machine_directory(layout: NodeLayout) -> Path:
@@ -131,10 +133,8 @@ def machine_directory(layout: NodeLayout) -> Path:
 
     The last rank that ends removes the directory.
     """
-    # A cluster job may start several runs with the same address and port. The launchers' ids distinguish these runs, so
-    # the directory's name contains the ids.
-    step = [launcher.launch_id(os.environ) for launcher in detected(os.environ)]
-    return _shared_directory(f"{layout.main_address}:{layout.main_port} {step}")
+    # A cluster job may start several runs with the same address and port.
+    return _shared_directory(f"{layout.main_address}:{layout.main_port} {layout.run}")
 
 
 def _shared_directory(name: str) -> Path:
@@ -173,7 +173,7 @@ def open_supervision(
         layout: The nodes and processes of the run.
         place: The session's rendezvous.
         training: Whether the session trains, and so needs servers.
-        method: How to start the processes.
+        method: ``fork`` or ``program``: how to start the processes; see :func:`.services.start`.
     """
     allow_threads(1 + layout.processes + options.servers_per_node)
     # Only the first session checks the port. In later sessions the previous coordinator may still use the port, and the
@@ -200,8 +200,9 @@ def open_supervision(
             nodes=layout.nodes,
             supervisor=supervision.process,
             max_joiners=max_joiners,
+            run=place.run,
         )
-        journal = _journal(place) if coordinator_restarts else None
+        journal = _new_journal(place) if coordinator_restarts else None
         service = CoordinatorProcess(settings, place.key_file, place.directory, journal)
 
         def start_coordinator(incarnation: int) -> Handle:
@@ -231,14 +232,26 @@ def _address(
     options: ParameterServerOptions, place: Rendezvous, role: str, identity: int, incarnation: int = 0
 ) -> Address:
     return Address(
-        place.coordinator, role, identity, incarnation, options.heartbeat, options.timeout, session=place.session
+        place.coordinator,
+        role,
+        identity,
+        incarnation,
+        options.heartbeat,
+        options.timeout,
+        session=place.session,
+        run=place.run,
     )
 
 
-def _journal(place: Rendezvous) -> str:
-    """Return the path of the file on this machine from which a restarted coordinator reads its earlier state."""
+def _new_journal(place: Rendezvous) -> str:
+    """Create the file on this machine from which a restarted coordinator reads its earlier state.
+
+    Return the path of the file.
+    """
     directory = place.directory or _shared_directory(place.coordinator)
-    return f"{directory}/coordinator-{place.session}.journal"
+    path = f"{directory}/coordinator-{place.session}.journal"
+    JournalFile(Path(path)).create()
+    return path
 
 
 def _start_server(
@@ -320,7 +333,6 @@ class Sessions:
         self.lost: list[int] = []
         self._launches = 0
         self._opened = 0
-        self._store = contextlib.ExitStack()
 
     def launch(self) -> int:
         """Return the number of the first session of a new launch. A launcher calls this before it starts ranks."""
@@ -332,8 +344,8 @@ class Sessions:
 
         Args:
             options: The strategy's options.
-            layout: Returns the nodes and processes of the run. It is called after torchrun's store was replaced,
-                because the replacement changes the main port.
+            layout: Function that returns the nodes and processes of the run. If no launcher of this package has
+                published the rendezvous, the function first finds the main port, for which it waits for rank 0.
             training: Whether the session trains.
 
         Raises:
@@ -358,9 +370,6 @@ class Sessions:
             )
         first = 0 if published is None else published.session
         directory = None if published is None else published.directory
-        if published is None:
-            # torchrun's store occupies the main port. This call sets a free port for the coordinator instead.
-            self._store.enter_context(own_store(listens=True))
         return choose_rendezvous(options, layout(), first + opened, directory=directory)
 
 

@@ -108,8 +108,8 @@ def connection(
         membership: This worker's membership of the run.
         specification: The run's specification.
         parameters: Tensors into which received values are written, in the order of the specification.
-        on_value: Called when the value of a parameter has arrived. The arguments are the parameter's index in the
-            specification, and the value.
+        on_value: Function that is called when the value of a parameter has arrived. Its arguments are the parameter's
+            index in the specification, and the value. None for no calls.
     """
     address = membership.address
     return Worker(
@@ -176,7 +176,7 @@ class Alive:
     The object reads the membership's view at most once every `LOOK_SECONDS`.
 
     Args:
-        view: Returns the current view.
+        view: Function that returns the current view.
         ranks: Ranks of the node's workers.
     """
 
@@ -203,7 +203,7 @@ class Alive:
 # State that the servers do not hold, namely buffers and the trainer's progress
 
 
-def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int) -> dict[str, Any]:
+def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int, configuration: str) -> dict[str, Any]:
     """Return a trainer's progress, for workers that the run admits at the beginning of an epoch.
 
     The parameters and the optimizer's state are left out, because admitted workers receive them from the servers.
@@ -212,6 +212,7 @@ def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int) -> dic
         trainer: The trainer.
         optimizer: The optimizer, for its hyperparameters.
         own_steps: In mode ``local``, the number of steps since the last outer step.
+        configuration: Digest of the run's configuration; empty in a script.
     """
     callbacks = {}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning's callback connector sets it.
@@ -227,6 +228,7 @@ def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int) -> dic
         "options": hyperparameters(optimizer),
         "own_steps": own_steps,
         "seed": seed(),
+        "configuration": configuration,
     }
 
 

@@ -1,4 +1,4 @@
-"""A worker's training step: hooks push gradients during backward, and make forwards wait for new parameters."""
+"""A worker's training step: hooks push gradients during backward, and make forward passes wait for new parameters."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -195,7 +195,10 @@ class Stepper:
             self.note_values()
 
     def note_values(self) -> None:
-        """Record the current weights as received from the servers. Later writes by other code are then detected."""
+        """Record the state of the weights, which now have the values that the servers sent.
+
+        If other code writes a weight later, the difference from this state shows it.
+        """
         self._written = [writes(parameter) for parameter in self.parameters]
         self._memory = [parameter.data_ptr() for parameter in self.parameters]
         self._received_from = self.worker.leader
@@ -326,8 +329,8 @@ class Stepper:
 
         The values are compared only if hooks may write weights. Otherwise all results are False.
         """
-        # If the node has a new leader, the leader has received values again. These values may be newer than the copies,
-        # so a comparison would be wrong.
+        # A new leader of the node pulls the values again. They may be newer than the copies in `_received`, so a
+        # comparison with these copies would be wrong.
         if self._received is None or self._received_from != self.worker.leader:
             return [False] * len(self.parameters)
         pairs = zip(self.parameters, self._received, strict=True)

@@ -324,7 +324,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             return
         self._stepper.worker.interrupt()
         self._stepper.worker.wait_all()
-        state = trainer_state(self.trainer, self.optimizers[0], self._stepper.own_steps)
+        state = trainer_state(self.trainer, self.optimizers[0], self._stepper.own_steps, self.configuration)
         if self.collectives.boundary(state).admitted:
             # Wait until the admitted workers have received the parameters from the servers.
             self.collectives.barrier("admitted")

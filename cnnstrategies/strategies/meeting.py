@@ -1,0 +1,22 @@
+"""Base class of the strategies that use a process group of ``torch.distributed``."""
+
+from lightning.pytorch.strategies import DDPStrategy
+from typing_extensions import override
+
+from cnnstrategies.cluster.claimed_processes import check_processes
+from cnnstrategies.cluster.rendezvous import mark_launch, ranks_meet
+
+
+class MeetingDDPStrategy(DDPStrategy):
+    """DDP strategy whose ranks connect only to ranks of their own run, also in a script without the command line."""
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        check_processes(self.cluster_environment, self.num_nodes, self.num_processes)
+        mark_launch(self)
+
+    @override
+    def setup_environment(self) -> None:
+        with ranks_meet(self):
+            super().setup_environment()
