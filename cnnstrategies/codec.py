@@ -225,8 +225,8 @@ class _Record:
     """Conversion between instances of a class and lists of their fields, without calls of the class's own methods.
 
     Attributes:
-        to_parts: Returns the fields of an instance.
-        from_parts: Creates an instance from its fields.
+        to_parts: Function that returns the fields of an instance.
+        from_parts: Function that creates an instance from its fields.
     """
 
     to_parts: Callable[[Any], list[Any]]

@@ -17,7 +17,7 @@ from cnnstrategies.cluster.handshake import (
     Door,
     Knock,
     Proof,
-    Rank,
+    RankCredentials,
     Refusal,
     Visit,
     WrongBytesError,
@@ -189,7 +189,7 @@ class _Attempt:
     received: bytearray = field(default_factory=bytearray)
 
 
-def knock(address: str, ports: Sequence[int], rank: Rank, seconds: float) -> dict[int, Answer]:
+def knock(address: str, ports: Sequence[int], rank: RankCredentials, seconds: float) -> dict[int, Answer]:
     """Knock at several ports at the same time, and return the answers. The keys are ports.
 
     If rank 0 of the rank's own run answers, the function returns at once. The connection to it then stays open until

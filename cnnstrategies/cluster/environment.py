@@ -13,6 +13,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
 
 from cnnstrategies.cluster import launchers
+from cnnstrategies.cluster.addresses import main_port_of
 from cnnstrategies.cluster.claimed_processes import adopt_platform, check_processes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.protocol import facts_of
@@ -39,8 +40,11 @@ def environment_plugins(plugins: list[Any], num_nodes: int = 1) -> list[ClusterE
         num_nodes: Number of nodes of the trainer.
 
     Raises:
-        ConfigurationError: The run has several nodes, but the launcher has started a process on only one of them.
+        ConfigurationError: The run has several nodes, but the launcher has started a process on only one of them; or
+            ``MASTER_PORT`` is not a port.
     """
+    with refused_once():
+        main_port_of(os.environ)
     if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
         return []
     adopt_platform()

@@ -162,8 +162,8 @@ def proves(claimed: str, secret: bytes, purpose: str, *contents: object) -> bool
 
 
 @dataclass(frozen=True)
-class Rank:
-    """A rank of a run, as it describes itself to the other ranks.
+class RankCredentials:
+    """Description of a rank, by which rank 0 and the other ranks of its run recognise each other.
 
     Attributes:
         identity: Identity of the run.
@@ -195,7 +195,7 @@ class Door:
         complete: Whether all ranks have been let in.
     """
 
-    def __init__(self, host: Rank, port: int, exclusive: bool = True) -> None:
+    def __init__(self, host: RankCredentials, port: int, exclusive: bool = True) -> None:
         self.host = host
         self.port = port
         self._exclusive = exclusive
@@ -305,7 +305,7 @@ class Knock:
         number: Random number in hexadecimal digits, a new one for each connection.
     """
 
-    def __init__(self, guest: Rank, number: str) -> None:
+    def __init__(self, guest: RankCredentials, number: str) -> None:
         self._guest = guest
         self._number = number
         self._challenged = False

@@ -23,6 +23,9 @@ from cnnstrategies.runtime.whole_file import temporary_name
 
 NAME = re.compile(r"\.owner-(\d{1,9})\.json")
 POLL = 0.5  # Seconds between two readings of an owner's record.
+WAIT = "wait until it has ended"  # First remedy in the error message for a second run.
+# Environment variable for the processes that an owner starts: the random text in the owner's record.
+TOKEN = "CNNSTRATEGIES_OWNER"
 LARGEST = 8192  # Largest number of bytes of a record that are read.
 
 
@@ -38,6 +41,10 @@ class HeldError(Exception):
         super().__init__(f"{folder} belongs to {owner}")
         self.folder = folder
         self.owner = owner
+
+    def refusal(self, name: str) -> str:
+        """Return the error message for a run with this name."""
+        return f"the run {name} is already running: {self}; {WAIT}, or choose another name, such as --run_name {name}-2"
 
 
 @dataclass
@@ -110,7 +117,7 @@ def take(
         launch: Description of this process's launch.
         token: Random text of this launch. If a process with the same text already owns the folder, for example the
             process that has started this process, it stays the owner.
-        waits: Called once with the owner if the function must wait.
+        waits: Function that is called once, with the folder's present owner, if :func:`take` must wait.
         clock: Monotonic clock, in seconds.
         sleep: Function that waits for a number of seconds.
 

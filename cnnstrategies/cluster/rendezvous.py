@@ -30,9 +30,9 @@ from cnnstrategies._lightning_private import ranks_are_children, set_main_port
 from cnnstrategies.cluster import launchers
 from cnnstrategies.cluster.addresses import launch_port, main_port_of, resolve, use_interface
 from cnnstrategies.cluster.door import OpenDoor, knock, listen
-from cnnstrategies.cluster.handshake import Door, Rank, Refused
+from cnnstrategies.cluster.handshake import Door, RankCredentials, Refused
 from cnnstrategies.cluster.run_identity import FIRST_PORT, launch_secret, process_start, run_identity
-from cnnstrategies.cluster.search import GRACE, Search
+from cnnstrategies.cluster.search import GRACE, RankZeroSearch
 from cnnstrategies.cluster.stores import LOOPBACK, SERVED, serve, serve_on_loopback, served_by_parent
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.identity import LAUNCH, Identity
@@ -268,8 +268,10 @@ def _open_door(party: Party, address: str, port: int, agent: PrefixStore | None)
     return _doors[-1].port
 
 
-def _rank(party: Party) -> Rank:
-    return Rank(party.identity, party.strategy, party.rank, party.world, process_start(), launch_secret(os.environ))
+def _rank(party: Party) -> RankCredentials:
+    return RankCredentials(
+        party.identity, party.strategy, party.rank, party.world, process_start(), launch_secret(os.environ)
+    )
 
 
 def candidates(environment: ClusterEnvironment) -> list[int]:
@@ -287,7 +289,7 @@ def _find(party: Party, address: str, agent: PrefixStore | None) -> tuple[int, i
     rank, host = _rank(party), socket.gethostname()
     ip, noted = resolve(address), False
     where = address if address == ip else f"{address} ({ip})"
-    search = Search(party.identity, rank.since, certain, where, host, started, party.seconds)
+    search = RankZeroSearch(party.identity, rank.since, certain, where, host, started, party.seconds)
     exact = os.environ.get(DOOR)
     fixed = [int(exact)] if exact is not None else candidates(party.environment) if agent is None else []
     while True:
@@ -315,7 +317,11 @@ def mark_launch(strategy: Strategy) -> None:
     """Give the ranks that this process will start a secret and an id in the environment variable `LAUNCH`.
 
     The function has no effect if another program starts the ranks, or if the run has several hosts.
+
+    Raises:
+        ConfigurationError: ``MASTER_PORT`` is not a port.
     """
+    main_port_of(os.environ)  # This call refuses a value that is not a port. Lightning would raise a ValueError.
     environment = facts_of(strategy).environment
     if environment is None or environment.creates_processes_externally or facts_of(strategy).host_count > 1:
         return

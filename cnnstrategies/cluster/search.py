@@ -42,7 +42,7 @@ REASONS = {
 }
 
 
-class Search:
+class RankZeroSearch:
     """Decides which ports a rank tries, how long it waits, and whether it gives up.
 
     Args:

@@ -46,7 +46,8 @@ class Worker:
         id: This worker's id in the views.
         incarnation: This worker's incarnation in the views.
         keys: CURVE keys of this process; None for no encryption.
-        on_arrival: Called when a parameter's new value arrives, with the parameter's index and the value in CPU memory.
+        on_arrival: Function that is called when a parameter's new value arrives, with the parameter's index and the
+            value in CPU memory; None for no calls.
 
     Attributes:
         leader: None, because each worker of this class pushes its own gradients. In the class

@@ -57,10 +57,10 @@ class Collectives:
     has died, so a result contains only the values of live workers.
 
     Args:
-        membership: Connection to the coordinator.
+        membership: This process's membership in the run. The collectives use its connection to the coordinator.
 
     Attributes:
-        membership: Connection to the coordinator.
+        membership: The argument `membership`.
         present: Ids of the workers that took part in the last collective; None before the first collective.
     """
 
@@ -73,7 +73,7 @@ class Collectives:
         """Return the values of all workers.
 
         Args:
-            value: This worker's value.
+            value: This worker's value. See :func:`cnnstrategies.codec.encode` for the allowed types.
             operation: Name of the collective. If the workers pass different names, all of them get an error.
         """
         return self._collect(value, operation)
@@ -96,7 +96,7 @@ class Collectives:
         The admitted workers receive the gathered values as the result of :meth:`start`.
 
         Args:
-            value: This worker's value.
+            value: This worker's value. See :func:`cnnstrategies.codec.encode` for the allowed types.
         """
         return self._collect(value, "boundary", boundary=True)
 

@@ -78,7 +78,7 @@ class Views(Bell):
         view, ended = self._newest()
         if ended is not None:
             self.ring()  # Keeps the file descriptor readable, so that later waits also end at once.
-            raise RunEnded(str(ended), ended.clean)
+            raise RunEnded(str(ended), ended.clean, ended.stranger)
         if view.number > self.seen:
             self.seen = view.number
             self._on_news()
@@ -183,7 +183,7 @@ class Membership:
         """Send a request to the coordinator, and wait for the reply.
 
         Args:
-            kind: Kind of the request.
+            kind: Kind of the request, such as ``collect`` or ``leave``.
             fields: Fields of the request, as values that JSON can represent.
             frames: Buffers to send with the request.
 
@@ -203,7 +203,7 @@ class Membership:
                 return result
             ended = self._ended
         if ended is not None:
-            raise RunEnded(str(ended), ended.clean)
+            raise RunEnded(str(ended), ended.clean, ended.stranger)
         raise RunEnded(f"{self._name}: the coordinator has refused `{kind}`: {result}")
 
     def end(self, message: str, clean: bool = False) -> None:
@@ -224,10 +224,10 @@ class Membership:
         self._call(Call(0, "signal", {"signal": signal}))
 
     def give_up(self, reason: str) -> None:
-        """Make all waits of this process raise RunEnded. Other processes do not learn of this.
+        """Make all waits of this process raise :class:`.RunEnded`. Other processes do not learn of this.
 
         Args:
-            reason: Text of the RunEnded.
+            reason: Error message of the :class:`.RunEnded`.
         """
         self._set_ended(End(reason, clean=True))
 
@@ -335,7 +335,7 @@ class Membership:
     def _set_ended(self, end: End) -> None:
         with self._changed:
             if self._ended is None:
-                self._ended = RunEnded(end.reason, end.clean)
+                self._ended = RunEnded(end.reason, end.clean, end.stranger)
                 self._announce()
                 self._changed.notify_all()
 

@@ -1,5 +1,7 @@
 """Conversion of an optimizer's state between slices, bytes and the state dict of a single process."""
 
+import copy
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -101,7 +103,7 @@ def cut_state(
 
 def _cut_value(name: str, value: StateValue, part: Part, shape: tuple[int, ...]) -> StateValue:
     if not isinstance(value, Tensor):
-        return value
+        return copy.deepcopy(value)
     if value.shape != shape or name == "step":
         return value.clone()
     return value.reshape(-1)[part.start : part.stop].reshape(part.shape).clone()
@@ -132,11 +134,15 @@ def unpack_state(raw: memoryview, slice_: Slice) -> SliceState:
 def _is_state(part_state: Any) -> bool:
     if not isinstance(part_state, dict):
         return False
-    return all(
-        isinstance(name, str)
-        and (value is None or isinstance(value, bool | int | float) or (isinstance(value, Tensor) and value.is_cpu))
-        for name, value in part_state.items()
-    )
+    return all(isinstance(name, str) and _is_state_value(value) for name, value in part_state.items())
+
+
+def _is_state_value(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_state_value, value.values()))
+    if isinstance(value, list | tuple | deque):
+        return all(map(_is_state_value, value))
+    return value is None or isinstance(value, bool | int | float | str) or (isinstance(value, Tensor) and value.is_cpu)
 
 
 def split_state(raw: memoryview, slice_: Slice, count: int = 1) -> tuple[SliceState, memoryview]:

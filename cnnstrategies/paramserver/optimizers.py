@@ -2,8 +2,9 @@
 
 import importlib
 import inspect
+from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,11 @@ from cnnstrategies.errors import ConfigurationError
 _ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop",
 )  # fmt: skip
-StateValue = Tensor | float | int | bool | None  # a value in the optimizer's state of a parameter
+# A value in the optimizer's state of a parameter. Optimizers with preconditioners keep lists of tensors, for example.
+StateValue: TypeAlias = (
+    "Tensor | float | int | bool | str | list[StateValue] | tuple[StateValue, ...] | deque[StateValue]"
+    " | dict[Any, StateValue] | None"
+)
 
 
 def load_optimizer(path: str) -> type[Optimizer]:

@@ -166,7 +166,7 @@ def find_place(
             restarted does not reply for some seconds.
         waits: Whether to wait without a limit while all places are taken. Otherwise this function waits slightly longer
             than the run's time-out, because the place of a killed joiner becomes free only after the time-out.
-        check: Called before each request. It may raise an exception to end the wait.
+        check: Function that is called before each request. It may raise an exception to end the wait.
 
     Raises:
         ConfigurationError: The coordinator does not reply or does not admit joiners, or no place has become free.

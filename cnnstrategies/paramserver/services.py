@@ -264,7 +264,8 @@ def main() -> None:
 def passed_on_termination(membership: Membership) -> contextlib.AbstractContextManager[None]:
     """Return a context in which SIGTERM makes the coordinator stop the whole run with a checkpoint.
 
-    The request is needed because the signal may reach only this machine, for example when a single node is shut down.
+    The coordinator must be told because the signal may reach only this machine, for example when a single node is shut
+    down.
     """
     return acting_on([signal.SIGTERM], membership.stop_all)
 

@@ -29,8 +29,8 @@ class Part:
 
     Attributes:
         parameter: Index of the parameter in `Specification.parameters`.
-        start: Index of the first element.
-        stop: Index after the last element.
+        start: Index of the part's first element in the flattened parameter.
+        stop: Index of the part's last element in the flattened parameter, plus 1.
         shape: Shape of the part in the slice: ``(stop - start,)``, or the parameter's shape if the optimizer needs
             whole tensors.
     """
@@ -57,6 +57,7 @@ class Slice:
         numel: Number of elements of the slice.
         dtype: Dtype of the elements.
         servers: Ids of the servers that hold the slice. The first of them is the primary at the start of the run.
+        is_whole: Whether the slice is a whole parameter, because the optimizer needs whole tensors.
     """
 
     key: int
@@ -65,6 +66,7 @@ class Slice:
     numel: int
     dtype: torch.dtype
     servers: tuple[int, ...]
+    is_whole: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -90,6 +92,7 @@ def cut(specification: Specification) -> tuple[Slice, ...]:
 
     Returns the slices in the order of their keys, which is the order of the parameters.
     """
+    needs_whole = not is_elementwise(load_optimizer(specification.optimizer))
     contents = _contents_of_slices(specification)
     sizes = [sum(part.numel for part in parts) * dtype.itemsize for parts, dtype in contents]
     load = [0] * specification.servers
@@ -106,6 +109,7 @@ def cut(specification: Specification) -> tuple[Slice, ...]:
             sizes[key] // dtype.itemsize,
             dtype,
             tuple((primary[key] + copy) % specification.servers for copy in range(specification.replication)),
+            needs_whole,
         )
         for key, (parts, dtype) in enumerate(contents)
     )
@@ -183,5 +187,12 @@ def largest_payload(slices: Sequence[Slice]) -> int:
     """Return an upper bound, in bytes, for the payload of a slice's values and optimizer state.
 
     The bound assumes 8 bytes for each element, and `MOST_STATES` tensors of the slice's size in the optimizer's state.
+    An optimizer that needs whole tensors may also have `MOST_STATES` square matrices for each dimension of a parameter,
+    for example preconditioners.
     """
-    return (1 + MOST_STATES) * max((8 * slice_.numel for slice_ in slices), default=0)
+    return (1 + MOST_STATES) * max((8 * _elements(slice_) for slice_ in slices), default=0)
+
+
+def _elements(slice_: Slice) -> int:
+    """Return the largest number of elements of a tensor for the slice in the optimizer's state."""
+    return slice_.numel + (sum(size**2 for size in slice_.shape) if slice_.is_whole else 0)

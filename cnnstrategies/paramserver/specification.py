@@ -145,9 +145,9 @@ class Specification(RunOptions):
         workers: Number of workers that must join before the first step. If `per_node` is above 1, this is a number of
             nodes: one worker of each node must join before the first step.
         servers: Number of servers. Their ids are 0 to `servers` - 1.
-        pipelined: For mode sync: a server updates a slice as soon as all pushes of this slice have arrived, and each
-            push is also a pull. Values then arrive while gradients are still being sent. If a worker dies in the middle
-            of a step, its gradient may be part of the step in some slices only.
+        pipelined: For mode sync: whether a server updates a slice as soon as all pushes of this slice have arrived, and
+            each push is also a pull. Values then arrive while gradients are still being sent. If a worker dies in the
+            middle of a step, its gradient may be part of the step in some slices only.
         clip_norm: Largest allowed global L2 norm of the gradient; None for no clipping. In mode sync this limit applies
             to the mean gradient, and in the other modes to each worker's gradient.
         clip_value: Largest allowed absolute value of an element of the gradient; None for no clipping. In mode sync

@@ -92,7 +92,7 @@ class Supervision:
         keys: The run's CURVE keys; None without encryption.
 
     Attributes:
-        watched: The processes.
+        watched: The supervised processes.
         deaths: Descriptions of the processes that did not end as planned.
     """
 
@@ -344,8 +344,8 @@ class Supervision:
         thus still receives the reports of all deaths.
 
         Args:
-            kind: Kind of the request.
-            fields: Fields of the request.
+            kind: Kind of the request: ``died``, ``left``, ``status``, ``end`` or ``stop``.
+            fields: Fields of the request, as values that JSON can represent; None for no fields.
 
         Returns:
             The reply; None if the reply did not arrive in time.

@@ -140,7 +140,7 @@ class Candidate:
 
     Attributes:
         family: Registered name of the strategy, or ``hybrid`` for a pipeline.
-        options: Options of the strategy.
+        options: Options of the strategy. Keys are the options' names.
         effect: Effect on the training result.
         step: Seconds in which all devices together process as many samples as a global batch has. For a synchronous
             strategy this is the step time.

@@ -31,8 +31,9 @@ class Hybrid(Candidate):
 def hybrids(job: Job) -> Iterator[Hybrid]:
     """Yield a candidate with the best layout for each number of microbatches.
 
-    The most promising numbers of microbatches come first. A number of microbatches is skipped if its ideal step time,
-    with all devices always busy, is more than 3 % longer than the best candidate's step time so far.
+    The most promising numbers of microbatches come first. The ideal step time assumes that all devices are always busy.
+    A number of microbatches is skipped if its ideal step time is more than 3 % longer than the step time of the best
+    candidate so far.
     """
     best = float("inf")
     known: list[Layout] = []

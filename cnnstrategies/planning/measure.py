@@ -358,7 +358,7 @@ def measure_profile(
 def states_of(optimizer: Optimizer) -> int:
     """Return the size of an optimizer's state as a multiple of the parameters' size, rounded up.
 
-    To measure the size, a new optimizer of the same class with the same options makes one step with a small parameter.
+    To measure the size, a new optimizer with the same class and options makes one step on a small parameter.
     If this fails, return 2, the value for Adam.
     """
     parameter = torch.nn.Parameter(torch.zeros(8, 8))

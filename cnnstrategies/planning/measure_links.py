@@ -35,7 +35,7 @@ def measure_local_link(device: torch.device, backend: str) -> Link:
 
     Args:
         device: Device of the type that training will use. If it is a GPU, the two processes use the first two GPUs.
-        backend: Backend of torch.distributed.
+        backend: Backend of torch.distributed, such as ``gloo`` or ``nccl``.
 
     Raises:
         RuntimeError: One of the processes failed, for example because the backend is not available.

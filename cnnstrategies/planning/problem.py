@@ -143,9 +143,9 @@ class Problem:
         """Return the two times of a stage from which :meth:`model` computes the step time, in seconds.
 
         Args:
-            start: First node of the stage.
-            end: Node after the last node of the stage.
-            first: First device of the stage.
+            start: Index of the stage's first node.
+            end: Index of the stage's last node, plus 1.
+            first: Number of the stage's first device.
             replicas: Number of replicas of the stage.
 
         Returns:

@@ -67,8 +67,9 @@ class Stopwatch:
 
     Args:
         device: This rank's device.
-        waited: Returns the total time in seconds that this rank has waited for other processes so far. Waiting between
-            :meth:`begin` and :meth:`end` is subtracted from the measured time. By default no waiting is subtracted.
+        waited: Function that returns the total time in seconds that this rank has waited for other processes so far.
+            Waiting between :meth:`begin` and :meth:`end` is subtracted from the measured time. By default no waiting is
+            subtracted.
     """
 
     def __init__(self, device: torch.device, waited: Callable[[], float] = float) -> None:

@@ -74,9 +74,9 @@ class Dealing:
         checkpoint.
 
         Args:
-            gather: Returns the function that exchanges rows of numbers among all ranks. It is called only if shares
-                are measured.
-            waited: Returns the total time in seconds that this rank has waited for other processes so far.
+            gather: Function without arguments. It returns the function that exchanges rows of numbers among all ranks.
+                `gather` is called only if shares are measured.
+            waited: Function that returns the total time in seconds for which this rank has waited for other processes.
         """
         module = self._strategy.lightning_module
         assert module is not None

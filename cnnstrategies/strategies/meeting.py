@@ -3,6 +3,7 @@
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
+from cnnstrategies.cluster.claimed_processes import check_processes
 from cnnstrategies.cluster.rendezvous import mark_launch, ranks_meet
 
 
@@ -12,6 +13,7 @@ class MeetingDDPStrategy(DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
+        check_processes(self.cluster_environment, self.num_nodes, self.num_processes)
         mark_launch(self)
 
     @override

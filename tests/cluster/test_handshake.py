@@ -14,7 +14,7 @@ from cnnstrategies.cluster.handshake import (
     Knock,
     Message,
     Proof,
-    Rank,
+    RankCredentials,
     Refusal,
     Refused,
     Visit,
@@ -23,7 +23,7 @@ from cnnstrategies.cluster.handshake import (
     read,
     write,
 )
-from cnnstrategies.cluster.search import Answer, Failed, Search
+from cnnstrategies.cluster.search import Answer, Failed, RankZeroSearch
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.identity import Identity, StrangerError, configuration_digest
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.light
 
 RUN = Identity("digits", "0123456789ab", "SLURM step 7.0")
 OTHER = Identity("letters", "ba9876543210", "SLURM step 7.1")
-HOST = Rank(RUN, "DDPStrategy", 0, 3, 100, b"secret")
+HOST = RankCredentials(RUN, "DDPStrategy", 0, 3, 100, b"secret")
 GUEST = replace(HOST, rank=1)
 LEAVES_WITHIN = 5.0
 
@@ -45,7 +45,7 @@ def shake(visit: Visit, knock: Knock) -> int | Refused:
     return step
 
 
-def visited(door: Door, guest: Rank) -> tuple[Visit, int | Refused]:
+def visited(door: Door, guest: RankCredentials) -> tuple[Visit, int | Refused]:
     visit = Visit(door, "ab" * 16)
     return visit, shake(visit, Knock(guest, "cd" * 16))
 
@@ -70,7 +70,7 @@ def test_a_rank_of_the_run_gets_the_port_of_the_store() -> None:
         (replace(GUEST, secret=b"Secret"), "the secret of its launch is different"),
     ],
 )
-def test_every_other_process_is_refused(guest: Rank, reason: str) -> None:
+def test_every_other_process_is_refused(guest: RankCredentials, reason: str) -> None:
     visit, result = visited(Door(HOST, 4711), guest)
     assert isinstance(result, Refused)
     assert (visit.rank, result.run, result.reason) == (None, RUN, reason)
@@ -213,14 +213,14 @@ def test_the_digest_covers_what_all_ranks_share_and_a_resumed_run_keeps(path: st
 class Process:
     """A process of a simulated run. Rank 0 listens at the first free port; the others look for it."""
 
-    rank: Rank
+    rank: RankCredentials
     arrives: float
     certain: bool = True
     ends: float = float("inf")
     found: int | None = None
     error: Exception | None = None
     at: float = 0.0
-    search: Search | None = None
+    search: RankZeroSearch | None = None
 
 
 PORTS = range(29500, 29504)
@@ -236,7 +236,7 @@ def simulate(processes: Sequence[Process], seconds: float = 300.0, others: Seque
     """
     doors: dict[int, tuple[Door, Process]] = {}
 
-    def answer(port: int, guest: Rank) -> Answer:
+    def answer(port: int, guest: RankCredentials) -> Answer:
         if port in others:
             return Failed("mute")
         return visited(doors[port][0], guest)[1] if port in doors else Failed("absent")
@@ -246,7 +246,9 @@ def simulate(processes: Sequence[Process], seconds: float = 300.0, others: Seque
             port = next(port for port in PORTS if port not in doors and port not in others)
             doors[port] = Door(process.rank, 1000 + int(now)), process
             return
-        process.search = Search(process.rank.identity, process.rank.since, process.certain, "n1", "n2", now, seconds)
+        process.search = RankZeroSearch(
+            process.rank.identity, process.rank.since, process.certain, "n1", "n2", now, seconds
+        )
         while True:
             answers = {port: answer(port, process.rank) for port in process.search.ports(PORTS)}
             try:
@@ -272,7 +274,7 @@ def simulate(processes: Sequence[Process], seconds: float = 300.0, others: Seque
 
 def ranks(identity: Identity, *arrivals: float, since: int = 100, certain: bool = True) -> list[Process]:
     world = len(arrivals)
-    members = [Rank(identity, "DDPStrategy", rank, world, since) for rank in range(world)]
+    members = [RankCredentials(identity, "DDPStrategy", rank, world, since) for rank in range(world)]
     return [Process(member, arrival, certain) for member, arrival in zip(members, arrivals, strict=True)]
 
 

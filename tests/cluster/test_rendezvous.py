@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 
 from cnnstrategies._lightning_private import set_main_port
 from cnnstrategies.cluster.door import OpenDoor, knock, listen
-from cnnstrategies.cluster.handshake import Door, Rank
+from cnnstrategies.cluster.handshake import Door, RankCredentials
 from cnnstrategies.cluster.hosts import Interconnect, across_hosts
 from cnnstrategies.cluster.rendezvous import Party, take_part
 from cnnstrategies.cluster.run_identity import declare
@@ -29,8 +29,8 @@ from cnnstrategies.cluster.search import Failed
 from cnnstrategies.cluster.stores import SERVED, serve
 from cnnstrategies.identity import LAUNCH, Identity, StrangerError
 
-HOST = Rank(Identity("digits", "0123456789ab", "SLURM step 7.0"), "DDPStrategy", 0, 2, 100)
-GUEST = Rank(HOST.identity, "DDPStrategy", 1, 2, 100)
+HOST = RankCredentials(Identity("digits", "0123456789ab", "SLURM step 7.0"), "DDPStrategy", 0, 2, 100)
+GUEST = RankCredentials(HOST.identity, "DDPStrategy", 1, 2, 100)
 STRATEGIES = ("ddp", "ddp_fp16", "ddp_balanced", "hybrid_pipeline", "parameter_server")
 
 

@@ -158,3 +158,35 @@ def test_three_steps_of_a_job_on_one_node_train_apart(slurm: Slurm, tmp_path: Pa
         assert (tmp_path / f"{name}.code").read_text().strip() == "0", logs()
         checkpoint = torch.load(tmp_path / f"runs/quickstart/{name}/checkpoints/last.ckpt", weights_only=True)
         assert checkpoint["global_step"] == 3 * epochs, logs()
+
+
+ONE_NAME = """#!/bin/bash
+cd {folder}
+export PYTHONPATH={root} OMP_NUM_THREADS=1
+srun -n2 --exact --output=first.log {fit} --run_name=digits --trainer.max_epochs=1000 &
+while [[ ! -e runs/quickstart/digits/checkpoints/last.ckpt ]]; do sleep 0.1; done
+srun -n2 --exact --output=second.log {fit} --run_name=digits
+echo $? > second.code
+scancel --signal=TERM $SLURM_JOB_ID.0
+wait $!
+echo $? > first.code
+srun -n2 --exact --output=third.log {fit} --run_name=digits --trainer.max_epochs=1000 --trainer.max_time=00:00:00:01
+echo $? > third.code
+"""
+
+
+def test_a_step_with_the_name_of_a_running_step_is_refused_as_a_whole(slurm: Slurm, tmp_path: Path) -> None:
+    """Rank 0 prints the reason, and rank 1 does not wait for rank 0. The run continues when its owner has ended."""
+    few = ("--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1")
+    script = ONE_NAME.format(folder=tmp_path, root=ROOT, fit=shlex.join([PYTHON, *fit(*few)]))
+    (tmp_path / "steps.sh").write_text(script)
+    options = ("--parsable", "--nodes=1", "--ntasks=4", f"--output={tmp_path}/job.log")
+    job = slurm.run("sbatch", *options, "steps.sh").strip()
+    logs = lambda: "\n".join(f"{path.name}: {path.read_text()}" for path in sorted(tmp_path.glob("*.log")))  # noqa: E731
+    wait_until(lambda: slurm.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), logs, 240)
+    codes = {name: (tmp_path / f"{name}.code").read_text().strip() for name in ("first", "second", "third")}
+    assert codes == {"first": "143", "second": "2", "third": "0"}, logs()
+    refused = (tmp_path / "second.log").read_text()
+    assert refused.count("error: the run digits is already running: ") == 1, refused
+    assert f"SLURM step {job}.0) since 20" in refused, refused
+    assert "Continuing from " in (tmp_path / "third.log").read_text()

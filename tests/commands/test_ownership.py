@@ -98,7 +98,7 @@ def test_a_refusal_says_how_to_take_another_folder() -> None:
         owns_folders(trainer(dirpath="saved"), "fit", None).__enter__()
     other_run(RUN)
     logged = trainer(KeptCSVLogger("runs", "quickstart", "digits"), dirpath="mine")
-    with pytest.raises(ConfigurationError, match=r"the run digits is already running: .* leave out --run_name, and "):
+    with pytest.raises(ConfigurationError, match=r"digits is running: .*; to evaluate it now, leave out --run_name, "):
         owns_folders(logged, "validate", "digits").__enter__()
     with owns_folders(trainer(CSVLogger("runs", "quickstart"), dirpath="saved"), "validate", None):
         pass

@@ -1,5 +1,6 @@
 """``cnnstrategies submit`` without a cluster: printed scripts, and jobs that are refused before they are queued."""
 
+import contextlib
 import os
 import re
 import sys
@@ -12,9 +13,12 @@ from conftest import ROOT
 
 from cnnstrategies import cli
 from cnnstrategies.cluster.job_files import JobFiles
-from cnnstrategies.cluster.launchers import launcher_named
+from cnnstrategies.cluster.launchers import launcher_named, ray
+from cnnstrategies.cluster.lease import TOKEN, take
 from cnnstrategies.cluster.options import KubernetesOptions
+from cnnstrategies.cluster.ray.driver import Driver
 from cnnstrategies.cluster.run_folder import write_record
+from cnnstrategies.cluster.submission import Submission
 from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.submit.command import check
 from cnnstrategies.errors import ConfigurationError
@@ -152,3 +156,26 @@ def test_a_ray_nodes_request_is_shown(monkeypatch):
     with pytest.raises(ConfigurationError, match=r"pip install '\.\[ray\]'"):
         base.job(launcher_named("ray"), "submit").submit()
     assert not list(Path().iterdir())
+
+
+def test_two_ray_drivers_do_not_write_to_one_run_folder(monkeypatch):
+    """The programs that a driver starts know the driver's token, and so may use the driver's folder."""
+    base = check([QUICKSTART, *TWO_NODES, "--run_name=digits"])
+    monkeypatch.setattr(ray, "connected", lambda address: contextlib.nullcontext())
+    monkeypatch.setattr(Submission, "prepare_data", lambda self: None)
+    folder = Path("ray/digits")
+    codes = []
+
+    def run(driver, connection):
+        mine = Path(driver.configuration).read_text()
+        assert take(folder, "", driver.variables[TOKEN]).process == 0
+        with pytest.raises(ConfigurationError, match=r"digits is already running: .*, Ray.* --run_name digits-2"):
+            base.job(launcher_named("ray"), "submit").submit()
+        assert [path.name for path in folder.iterdir() if path.suffix == ".yaml"] == ["config.yaml"]
+        assert Path(driver.configuration).read_text() == mine
+        codes.append(0)
+        return codes[0]
+
+    monkeypatch.setattr(Driver, "run", run)
+    assert "Logs and checkpoints" in base.job(launcher_named("ray"), "submit").submit()
+    assert codes == [0]

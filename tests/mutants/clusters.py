@@ -23,7 +23,7 @@ from cnnstrategies.cluster.lease import Lease
 from cnnstrategies.cluster.rendezvous import ranks_meet
 from cnnstrategies.cluster.run_folder import refuse_anothers
 from cnnstrategies.cluster.run_owner import Observation, Owner, State
-from cnnstrategies.cluster.search import Search
+from cnnstrategies.cluster.search import RankZeroSearch
 from cnnstrategies.cluster.stores import LOOPBACK, serve_on_loopback
 from cnnstrategies.commands.run.ownership import own_version, owns_folders
 
@@ -112,7 +112,7 @@ def rank_0_lets_ranks_of_other_runs_in(original, self, hello):
 
 
 @replaces(
-    Search.waits,
+    RankZeroSearch.waits,
     killed_by=test_handshake.test_two_runs_with_one_port_never_mix_in_any_order,
     other=test_handshake.OTHER,
 )

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import test_changes
 import test_clocks
+import test_optimizer_check
 import test_shard
 import test_simulation
 import test_sync
 from mutants.faulty import removes, replaces
 
+from cnnstrategies.optimizer_trial import mixes_parameters
 from cnnstrategies.paramserver.messages import Kind
 from cnnstrategies.paramserver.server.clocks import StaleClock, SyncClock
 from cnnstrategies.paramserver.server.copies import Copies
@@ -62,4 +64,10 @@ removes(
     Changes.apply,
     "servers do not track the values that workers know",
     killed_by=test_changes.test_validation_has_the_servers_values_and_training_goes_on,
+)
+removes(
+    mixes_parameters,
+    "a norm of all parameters is taken of each parameter",
+    killed_by=test_optimizer_check.test_optimizers_that_servers_cannot_run_are_refused_by_name,
+    gives=False,
 )

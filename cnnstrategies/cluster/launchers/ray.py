@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import shlex
 import sys
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from cnnstrategies.cluster.job_files import JobFiles
 from cnnstrategies.cluster.launchers.jobs import ClusterJob
 from cnnstrategies.cluster.launchers.launcher import RUN_NAME, Environ, Launcher, Restart
 from cnnstrategies.cluster.launchers.registry import launchers, register
+from cnnstrategies.cluster.lease import TOKEN, HeldError, holding
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.ray.connection import connected, demand, in_words
 from cnnstrategies.cluster.ray.driver import Driver
@@ -127,7 +129,13 @@ class RayJob(ClusterJob):
         with connected(options.ray.address) as ray:
             self.submission.prepare_data()
             self.files.write(self.submission.text(folder, {}))
-            code = self.driver.run(ray)
+            token = self.driver.variables[TOKEN] = secrets.token_hex(8)
+            try:
+                with holding([folder], Ray.title, token):
+                    code = self.driver.run(ray)
+            except HeldError as held:
+                self.files.remove()
+                raise ConfigurationError(held.refusal(folder.name)) from None
         message = f"Logs and checkpoints: {folder}"
         if code:
             print(message, file=sys.stderr)

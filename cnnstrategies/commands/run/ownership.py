@@ -17,14 +17,12 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import choose_next_version, chooses_version
-from cnnstrategies.cluster.lease import HeldError, Lease, holding, is_unused, newest
+from cnnstrategies.cluster.lease import TOKEN, WAIT, HeldError, Lease, holding, is_unused, newest
 from cnnstrategies.cluster.run_identity import launch_of
 from cnnstrategies.cluster.run_owner import SILENCE, Observation, Owner, State
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 
-# Environment variable for the processes that the owner of a run folder starts: the random text in the owner's record.
-TOKEN = "CNNSTRATEGIES_OWNER"
 REFUSED = 2  # Exit code of a rank whose rank 0 is refused because of another owner.
 LOOK = 1.0  # Seconds between two readings of the owner's record by a rank other than rank 0.
 REPORT_SECONDS = 5.0  # Time in which rank 0 prints the refusal, before the other ranks end.
@@ -128,14 +126,14 @@ def refusal(held: HeldError, command: str, name: str | None) -> str:
         command: The command, such as ``fit``.
         name: Name of the refused run; None without a name.
     """
-    if command != "fit":
-        remedy = "leave out --run_name, and give the path of the checkpoint as --ckpt_path"
-    elif name is None:
-        remedy = "wait until it has ended, or set another folder with --checkpoint.dirpath"
-    else:
-        remedy = f"wait until it has ended, or choose another name, such as --run_name {name}-2"
-    subject = f"the run {name} is already running" if name else "another run is already running in this folder"
-    return f"{subject}: {held.folder} belongs to {held.owner}; {remedy}"
+    if name is None:
+        return f"another run is already running: {held}; {WAIT}, or set another folder with --checkpoint.dirpath"
+    if command == "fit":
+        return held.refusal(name)
+    return (
+        f"the run {name} is running: {held}; to evaluate it now, leave out --run_name, and give the path of a "
+        "checkpoint as --ckpt_path"
+    )
 
 
 def _hide_warnings(unused: Sequence[Path]) -> None:

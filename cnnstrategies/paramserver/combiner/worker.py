@@ -178,7 +178,7 @@ class CombinedWorker:
 
         Args:
             index: Index of the parameter.
-            gradient: The gradient.
+            gradient: The parameter's gradient, with the parameter's shape and dtype.
         """
         if self._batches_to_skip:
             return

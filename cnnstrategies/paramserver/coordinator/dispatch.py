@@ -110,8 +110,8 @@ class Dispatcher:
             number: Number of the epoch.
             samples: Number of samples in the epoch.
             chunk: Number of samples in a chunk.
-            done: Chunks that were processed before the checkpoint from which the run continues, as a text that
-                :meth:`progress` returned. These chunks are left out.
+            done: Chunks that were processed before the checkpoint from which the run continues, as the text that
+                :meth:`progress` returned then; an empty text for no chunks. These chunks are left out.
 
         Returns:
             The number of samples in the epoch; 0 if the epoch is over or its size is invalid.

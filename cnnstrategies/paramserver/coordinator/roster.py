@@ -251,7 +251,7 @@ class Roster:
     def stranger(self, peer: Peer, hello: Message) -> str | None:
         """Return the error message for an original worker that belongs to another run, or None for all other processes.
 
-        Servers and joiners have no identity: whoever starts them has chosen this run.
+        Servers and joiners do not name the run to which they belong, because the user who starts them has chosen it.
 
         Args:
             peer: Identity of the process.
@@ -391,11 +391,11 @@ class Roster:
             self._decide_without(now, member, how, replaced)
 
     def _is_cut_off(self, now: float) -> bool:
-        """Return whether the coordinator has probably lost its network connection, so that no member may be removed.
+        """Return whether the coordinator has probably lost its network connection. If so, no member may be removed.
 
-        This is assumed if there are several members and all of them were silent for half the time-out, because it is
-        unlikely that all members die at the same time. If all members were silent for the whole time-out, the method
-        also ends the run.
+        The connection counts as lost if there are several members and all of them were silent for half the time-out,
+        because it is unlikely that all members die at the same time. If all members were silent for the whole time-out,
+        the method also ends the run.
         """
         members = self.members
         quiet = now - max((member.seen for member in members), default=now)

@@ -42,8 +42,8 @@ class Message(NamedTuple):
         kind: What the message requests or reports.
         fields: Contents of the message by name, as values that JSON can represent.
         frames: Binary contents of the message.
-        request: Number of the request. The reply to a request has the same number. All other messages have the number
-            0; they may be lost.
+        request: Number of the request. The reply to a request has the request's number. All other messages have the
+            number 0, and are not sent again if they are lost.
     """
 
     kind: str
@@ -164,10 +164,12 @@ class End(NamedTuple):
     Attributes:
         reason: The reason why the role ends, as a text for the user.
         clean: Whether the role ends as planned.
+        stranger: Whether the process does not belong to the run, which goes on without it.
     """
 
     reason: str
     clean: bool
+    stranger: bool = False
 
 
 Effect = Send | Timer | Return | End

@@ -178,8 +178,8 @@ class Loop:
     Args:
         role: The role.
         send: Function that sends a message to a peer; it must not block.
-        on_return: Called with each result that the role returns.
-        on_end: Called when the role ends.
+        on_return: Function that is called with each :class:`.Return` effect.
+        on_end: Function that is called with the :class:`.End` effect when the role ends.
     """
 
     def __init__(

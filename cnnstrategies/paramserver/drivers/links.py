@@ -30,7 +30,7 @@ class ServerLink(NamedTuple):
 
     Attributes:
         info: Id, endpoint and key of the server.
-        socket: The socket.
+        socket: The DEALER socket that is connected to the server.
         bundle: Sender of messages over the socket.
         inbox: Receiver of messages over the socket.
     """

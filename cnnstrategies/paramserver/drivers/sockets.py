@@ -213,7 +213,7 @@ class Bundle:
     connection breaks inside a message of several frames while its socket is being closed.
 
     Args:
-        to: The socket.
+        to: The socket over which the messages are sent.
         route: Route of the peer if the socket is a ROUTER; None for a DEALER.
 
     Attributes:

@@ -61,8 +61,8 @@ class Asynchronous:
             step: Number of steps that the worker has finished; None for a newcomer, which gets the slowest worker's
                 number.
 
-        Returns the number of steps that the worker now counts as having finished. Returns None, and does not add the
-        worker, if the worker is a newcomer and this server does not know the steps of all other workers yet.
+        Returns the number of steps that the worker now counts as having finished. If the worker is a newcomer, and this
+        server does not know the steps of all other workers yet, the worker is not added and the result is None.
         """
         if step is None and not (self._free or self.roll.complete):
             return None
@@ -112,8 +112,8 @@ class Asynchronous:
         Returns False, and does not apply the gradient, if the push has arrived before.
 
         Raises:
-            InvalidMessageError: The push does not fit its slice, the worker's BEGIN message of the step has not
-                arrived, or an earlier push of the worker may be missing.
+            InvalidMessageError: The push does not fit its slice; or the worker's BEGIN message of the step has not
+                arrived; or an earlier push of the worker may be missing.
         """
         key, store = header.key, self._shard.store
         slice_ = store.slices[key]
@@ -126,7 +126,7 @@ class Asynchronous:
         if last is not None and last >= step:
             return False
         # After this push, a push of an earlier step would count as repeated, and its gradient would be lost. So the
-        # worker's push of the step before must have been applied, unless this is the worker's first step.
+        # worker's push of the previous step must have been applied, unless this is the worker's first step.
         if step != self._first.get(member) and (last is None or step > last + 1):
             raise OutdatedMessageError("the worker's pushes of earlier steps have not arrived")
         gradient = None

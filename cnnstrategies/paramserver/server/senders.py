@@ -1,7 +1,7 @@
 """Checks of the messages that a server receives, and the numbering of the messages that it sends.
 
-A server acts on a message only if a member of the current view has sent it, the message is not a replay, and in an
-encrypted run the connection uses that member's key.
+A server acts on a message only under these conditions: a member of the current view has sent the message; the message
+is not a replay; and in an encrypted run, the connection uses that member's key.
 
 Messages between servers may be lost: a broken connection loses the messages that are on their way, and a server drops
 messages from senders that have a newer view. The messages from one server to another are therefore numbered without
@@ -115,7 +115,7 @@ class Senders:
             raise InvalidMessageError(f"a {role} must not send {header.kind.name} messages to a server")
         _, last = self._last.get(header.sender, (incarnation, 0))
         if header.sequence <= last:
-            raise InvalidMessageError("the message is a replay of an earlier message")
+            raise OutdatedMessageError("the message is a replay of an earlier message")
         self._last[header.sender] = incarnation, header.sequence
         has_gap = is_server and header.sequence > last + 1
         if has_gap:

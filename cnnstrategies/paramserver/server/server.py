@@ -277,8 +277,8 @@ class Server:
     def _hello(self, worker: int, header: Header, payload: memoryview) -> None:
         """Act on a HELLO message, and reply with WELCOME.
 
-        There is no reply if this server does not have the worker's view yet, or if the worker is a newcomer and this
-        server does not know the other workers' steps yet. The worker then repeats the message.
+        This server does not reply in two cases: it does not have the worker's view yet; or the worker is a newcomer,
+        and this server does not know the other workers' steps yet. The worker then repeats the message.
         """
         if header.base > self.view.number:
             return  # The worker has a newer view, and repeats the HELLO until this server also has the newer view.
@@ -296,8 +296,8 @@ class Server:
                 # No worker can push gradients of the step that this server has missed. The step must not count as
                 # missing, because the newcomer would then wait forever.
                 answered = self.shard.own_key_set
-            # A newcomer without values waits for the values after the step before its first step. That step may not be
-            # applied here yet, so the updates of the steps before it are enough.
+            # A newcomer without values waits for the values with which its first step begins. These values result from
+            # the previous step, which may not be applied here yet, so only the steps before that step must be applied.
             lacks = self._lacks_updates(member, step if has_parameters else step - 1, answered, first)
             if self._asynchronous is not None:
                 self._asynchronous.note_first_step(member, first)

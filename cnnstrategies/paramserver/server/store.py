@@ -9,11 +9,11 @@ A worker may add a change only to the values from which the change was computed.
 the values that workers hold. This copy is called the slice's record. The primary sends the record to the backups
 together with the slice's values.
 
-Two records with the same version can differ: if a server starts again from initial values, it may repeat steps that
-workers have already seen, with different gradients. Therefore each record has a number, its lineage, and a server that
-starts again uses a new lineage. In messages, the lineage plus 2 is the mark of the values. A worker's pull contains the
-mark of the values that the worker holds. The reply contains the mark of the values that the worker holds after the
-reply.
+Two records with the same version can differ: if a server starts again from initial values, it may repeat, with
+different gradients, steps that workers have already seen. Therefore each record has a number, its lineage, and a server
+that starts again uses a new lineage. In messages, the lineage plus 2 is the mark of the values. A worker's pull
+contains the mark of the values that the worker holds. The reply contains the mark of the values that the worker holds
+after the reply.
 
 If workers choose encodings while they train, they announce with each step the encoding in which they will pull the new
 values: as a change, rounded, or exact. If no worker will pull a change, but some workers will pull rounded values, the

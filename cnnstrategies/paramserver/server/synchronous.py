@@ -142,8 +142,8 @@ class Synchronous:
             step: The step that the worker is working on; None for a newcomer, to which this method assigns a step.
             gradients_step: The step whose gradients a newcomer holds; None if the newcomer holds no gradients.
 
-        Returns the step with which the worker begins. Returns None, and does not add the worker, if the worker is a
-        newcomer and this server is a leader that does not know the steps of all workers and servers yet.
+        Returns the step with which the worker begins. If the worker is a newcomer, and this server is the leader but
+        does not know all workers' steps and all servers' states yet, the worker is not added and the result is None.
         """
         if step is None and self.leader == self._server:
             if not self._knows_all:

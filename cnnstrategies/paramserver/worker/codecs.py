@@ -25,8 +25,8 @@ GAIN = 0.95
 # as the fastest step of the current level.
 WORSE, BETTER = 1.5, 1.25
 SETTLED = 8  # number of steps whose median time is the reference with which later steps are compared
-# Normal variation of a step's time, as the natural logarithm of a ratio. If the time has changed, but the search leaves
-# the level unchanged, the variation that counts as normal is doubled, up to MOST_SLACK.
+# Normal variation of a step's time: the natural logarithm of its ratio to the median time. If the time has changed, but
+# the search leaves the level unchanged, the variation that counts as normal is doubled, up to MOST_SLACK.
 SLACK = math.log(1.1)
 MOST_SLACK = math.log(1.5)
 # Limit on the deviation of one step: the logarithm of its time divided by the reference time. With this limit, one slow

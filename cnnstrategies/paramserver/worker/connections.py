@@ -22,7 +22,7 @@ class Counters:
         steps: Number of steps that the worker has finished or skipped.
         samples: Number of samples in the batches from which the pushed gradients were computed.
         staleness: Sum over this worker's steps. Each step adds the number of other workers' updates that the server
-            made to the first slice between this worker's pull and this worker's update of the slice.
+            made to slice 0 between this worker's pull and this worker's update of the slice.
         dropped: Number of steps that this worker skipped because the servers made these steps without the worker's
             node.
     """

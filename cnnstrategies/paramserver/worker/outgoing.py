@@ -146,7 +146,7 @@ class Outgoing:
                 self._send(slice_.key)
 
     def send_again(self, keys: Collection[int], step: int) -> None:
-        """Send again the BEGIN message to all servers, and then each push of these slices that has no reply yet.
+        """Send again the BEGIN message to all servers, and then the given slices' pushes that have no reply yet.
 
         Args:
             keys: Keys of the slices.
@@ -217,7 +217,7 @@ def check_range(
     """Check that a slice's gradients are in the compression's range. If a gradient is infinite or NaN, do not check.
 
     Args:
-        compression: The compression.
+        compression: Compression with which the gradients will be encoded.
         slice_: The slice.
         values: The slice's gradients, flat. In mode ``local`` these are differences of parameters.
         specification: The run's specification.
@@ -243,7 +243,8 @@ class Filling:
     """Buffer that collects the gradients of the small parameters in one slice.
 
     Attributes:
-        values: The gradients, flat. Each step uses a new tensor, because the last step's push may not be sent yet.
+        values: The gradients, flat. Each step uses a new tensor, because the previous step's push may still be waiting
+            to be sent.
         absent: Bits of the slice's parts: bit i is set while the gradient of part i is missing.
     """
 

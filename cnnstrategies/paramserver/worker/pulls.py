@@ -17,7 +17,7 @@ MOST_QUESTIONS = (1 << 32) - 1  # largest id of a request for the current values
 class Pulls:
     """The worker's requests for parameters, and the writing of the servers' replies into the parameters.
 
-    Parameters are requested in the order in which the last step used the parameters.
+    The parameters are requested in the order in which the last finished step used them.
 
     Args:
         slices: All slices.

@@ -57,7 +57,7 @@ class WorkerRole:
         parameters: The parameters, into which pulled values are written.
         id: Id of this worker.
         incarnation: Incarnation of this worker.
-        arrived: Called with the index of each parameter whose new values have arrived.
+        arrived: Function that is called with the index of each parameter whose new values have arrived.
 
     Attributes:
         step: Number of the step that this worker works on, or will work on next.

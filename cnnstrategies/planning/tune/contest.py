@@ -151,7 +151,7 @@ class Contest:
         Args:
             work: Name of the work, for the progress display.
             items: Argument of each call. Keys are the names of the settings.
-            do: Function to call.
+            do: Function to call. Its argument is an item of `items`.
 
         Raises:
             TrialError: The call for the default failed.
@@ -238,7 +238,7 @@ class Contest:
     def fresh_verdicts(self, setting: Setting) -> list[RaceVerdict]:
         """Return the verdicts on a setting from up to `PAIRS` pairs of new processes.
 
-        A pair runs the default and the setting. After a verdict that is not "faster", no more pairs run.
+        A pair runs the default and the setting. The next pair runs only if the verdict is "faster".
 
         In measurements, a process that started last was faster than a process that started first. In the contest, the
         candidates started after the default. Therefore the first pair starts the default last, and the order alternates

@@ -1,5 +1,6 @@
 """The base class of ``parameter_server``: ranks register with a coordinator, and use no torch process group."""
 
+import os
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
@@ -16,7 +17,8 @@ from torch.distributed import ReduceOp
 from torchmetrics import Metric
 from typing_extensions import override
 
-from cnnstrategies.cluster.addresses import free_port
+from cnnstrategies.cluster.addresses import free_port, main_port_of
+from cnnstrategies.cluster.claimed_processes import check_processes
 from cnnstrategies.cluster.rendezvous import Party, is_under_torchrun, take_part
 from cnnstrategies.cluster.run_identity import run_identity
 from cnnstrategies.errors import ConfigurationError
@@ -98,6 +100,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        check_processes(self.cluster_environment, self.num_nodes, self.num_processes)
         if self._start == "popen":
             self._launcher = WatchingScriptLauncher(self)
         else:
@@ -107,6 +110,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         """Return the run's nodes and processes, from Lightning's cluster environment."""
         environment = self.cluster_environment
         assert environment is not None
+        main_port_of(os.environ)  # This call refuses a value that is not a port. Lightning would raise a ValueError.
         address, port, run = environment.main_address, environment.main_port, run_identity().text()
         return NodeLayout(self.num_nodes, self.node_rank, self.num_processes, address, port, self._host_timeout, run)
 

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from cnnstrategies._lightning_private import acts_within_epochs
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.optimizer_check import check_on_servers
 from cnnstrategies.paramserver.specification import hyperparameters
 from cnnstrategies.strategies.observer_hooks import TO_PYTHON, HookContexts, TensorOrigins, tensors_in
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
@@ -94,6 +95,7 @@ def _check_served(optimizer: Optimizer) -> None:
                     f"{name} has {option}={value} in parameter group {number}, but the servers accept finite numbers "
                     "only: set a finite value, or use `mode: local` or strategy ddp"
                 )
+    check_on_servers(optimizer)
 
 
 def check_dispatch(trainer: Trainer, options: ParameterServerOptions) -> None:

@@ -80,7 +80,7 @@ class _Watching:
             method: How to start the coordinator and the servers.
             start: Starts a rank. Its arguments are the local rank, and the number of times that the rank was started
                 before.
-            tick: Called several times per second while the ranks run.
+            tick: Function that is called several times per second while the ranks run.
 
         Returns:
             The supervision of the processes, which shows how each process has ended.

@@ -173,7 +173,7 @@ def open_supervision(
         layout: The nodes and processes of the run.
         place: The session's rendezvous.
         training: Whether the session trains, and so needs servers.
-        method: How to start the processes.
+        method: ``fork`` or ``program``: how to start the processes; see :func:`.services.start`.
     """
     allow_threads(1 + layout.processes + options.servers_per_node)
     # Only the first session checks the port. In later sessions the previous coordinator may still use the port, and the
@@ -344,8 +344,8 @@ class Sessions:
 
         Args:
             options: The strategy's options.
-            layout: Returns the nodes and processes of the run. If no launcher of this package has published the
-                rendezvous, the function first finds the main port, for which it waits for rank 0.
+            layout: Function that returns the nodes and processes of the run. If no launcher of this package has
+                published the rendezvous, the function first finds the main port, for which it waits for rank 0.
             training: Whether the session trains.
 
         Raises:

@@ -108,8 +108,8 @@ def connection(
         membership: This worker's membership of the run.
         specification: The run's specification.
         parameters: Tensors into which received values are written, in the order of the specification.
-        on_value: Called when the value of a parameter has arrived. The arguments are the parameter's index in the
-            specification, and the value.
+        on_value: Function that is called when the value of a parameter has arrived. Its arguments are the parameter's
+            index in the specification, and the value. None for no calls.
     """
     address = membership.address
     return Worker(
@@ -176,7 +176,7 @@ class Alive:
     The object reads the membership's view at most once every `LOOK_SECONDS`.
 
     Args:
-        view: Returns the current view.
+        view: Function that returns the current view.
         ranks: Ranks of the node's workers.
     """
 

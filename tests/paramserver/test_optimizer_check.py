@@ -1,0 +1,169 @@
+"""Optimizers that would make different steps on servers are refused by name, and all others make equal steps."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.optimizer_check import check_on_servers
+from cnnstrategies.paramserver.slicing import cut, largest_payload
+from cnnstrategies.paramserver.specification import Specification
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer whose step of a parameter is the method `change`."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    def change(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        return gradient
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for parameter in self.parameters():
+            parameter -= self.param_groups[0]["lr"] * self.change(parameter, parameter.grad)
+
+
+class NormOfAll(Own):
+    """Like LAMB, which clips by the norm of all gradients."""
+
+    def change(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        return gradient / sum(float(p.grad.norm()) for p in self.parameters())  # type: ignore[union-attr]
+
+
+class Drawing(Own):
+    """Like Gravity, whose momentum begins with random numbers."""
+
+    def change(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        return gradient + torch.randn_like(gradient)
+
+
+class Argument(Own):
+    """An optimizer with an argument that is not in its parameter groups."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.1, factor: float = 1.0) -> None:
+        super().__init__(params, lr)
+        self.factor = factor
+
+    def change(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        return self.factor * gradient
+
+
+class Wrapping(Own):
+    """Like Lookahead, which is made from an optimizer and not from parameters alone."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, inner: str) -> None:
+        super().__init__(params, lr)
+        self.inner = inner
+
+
+class CommonState(Own):
+    """An optimizer whose state has an entry that does not belong to a parameter."""
+
+    def change(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        common: Any = self.state["all"]  # type: ignore[index]
+        common["steps"] = common.get("steps", 0) + 1
+        return gradient / common["steps"]
+
+
+class WithoutGradients(Own):
+    """An optimizer that changes parameters without a gradient."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter *= 0.9
+
+
+class ObjectInState(Own):
+    """Like Conda, whose state has objects of its own class."""
+
+    def change(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        self.state[parameter].setdefault("projector", type("Projector", (), {})())
+        return gradient
+
+
+class NeedsClosure(Own):
+    """Like SAM, which evaluates the loss twice."""
+
+    def step(self, closure: Any = None) -> None:
+        closure()
+        super().step(closure)
+
+
+class WholeTensors(Own):
+    """Like Shampoo and AdaShift: a list of matrices, a dictionary with numbers as keys and a deque in the state."""
+
+    def change(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if not state:
+            sizes = gradient.shape or (1,)
+            state["matrices"] = [gradient.new_zeros(size, size) for size in sizes]
+            state["momenta"] = {0.5: torch.zeros_like(gradient), 0.9: torch.zeros_like(gradient)}
+            state["last"] = deque(maxlen=2)
+        for dimension, matrix in enumerate(state["matrices"]):
+            rows = gradient.movedim(dimension, 0).reshape(len(matrix), -1)
+            matrix += rows @ rows.T
+            turned = torch.linalg.solve(matrix + torch.eye(len(matrix)).to(matrix), rows)
+            gradient = turned.reshape(gradient.movedim(dimension, 0).shape).movedim(0, dimension)
+        state["last"].append(gradient.clone())
+        for decay, momentum in state["momenta"].items():
+            momentum.mul_(decay).add_(state["last"][0])
+        return sum(state["momenta"].values()) / parameter.norm()  # type: ignore[return-value]
+
+
+REFUSED = {
+    NormOfAll: "NormOfAll changes a parameter depending on other parameters",
+    Drawing: "Drawing draws random numbers",
+    CommonState: "CommonState .*",
+    WithoutGradients: "WithoutGradients changes parameters that have no gradient",
+    ObjectInState: "ObjectInState fails with made-up gradients .CodecError",
+    NeedsClosure: "NeedsClosure fails with made-up gradients .TypeError",
+}
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Linear(8, 5))
+
+
+def test_optimizers_that_servers_cannot_run_are_refused_by_name() -> None:
+    drawn = torch.get_rng_state()
+    made: list[tuple[torch.optim.Optimizer, str]] = [
+        *((kind(network().parameters()), message) for kind, message in REFUSED.items()),
+        (Argument(network().parameters(), factor=0.5), "Argument makes different steps on servers"),
+        (Wrapping(network().parameters(), 0.1, "SGD"), "Wrapping fails with made-up gradients .TypeError"),
+    ]
+    for optimizer, message in made:
+        torch.set_rng_state(drawn)
+        before = [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]
+        with pytest.raises(ConfigurationError, match=f"{message}.*strategy ddp"):
+            check_on_servers(optimizer)
+        after = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        assert all(map(torch.equal, after, before)), "the optimizer itself is not changed"
+        assert not optimizer.state
+        assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_an_optimizer_that_needs_whole_tensors_keeps_each_parameter_on_one_server() -> None:
+    module = network()
+    optimizer = WholeTensors(module.parameters())
+    check_on_servers(optimizer)
+    check_on_servers(Argument(module.parameters()))
+    specification = Specification.of(module.named_parameters(), optimizer, 1, servers=2, slice_bytes=64)
+    slices = cut(specification)
+    assert [slice_.shape for slice_ in slices] == [tuple(parameter.shape) for parameter in module.parameters()]
+    # The state has a square matrix for each dimension, which is larger than a bias.
+    assert largest_payload([slices[-1]]) >= 8 * (5 * 5 + 3 * 5)
