@@ -35,7 +35,7 @@ def test_a_worker_of_another_run_is_told_both_names_and_the_run_goes_on() -> Non
     run = Run(2, max_joiners=1, run=own.text())
     for text, name in ((other.text(), str(other)), ("", "a program with another version of cnnstrategies")):
         ended = run.ended(run.member("worker", 1, run=text))
-        assert ended == End(f"this process of {name} has reached {own} at here", clean=False)
+        assert ended == End(f"this process of {name} has reached {own} at here", clean=False, stranger=True)
     assert run.coordinator.roster.missing() == ["worker 0", "worker 1"]
     members = [run.member("worker", worker, run=own.text()) for worker in range(2)]
     assert run.members == members
