@@ -160,7 +160,7 @@ class LoadingRanks:
         transport, replicas = self._transport, len(self._sources)
         target = self._sources[self._rank % replicas]
         sendings = [] if target == self._rank else transport.send_object([batch], target, "a batch")
-        parts = []
+        parts: list[Any] = []
         if self.in_first_stage:
             for rank in range(self._sources.index(self._rank), self._placement.world_size, replicas):
                 parts += [batch] if rank == self._rank else transport.receive_object(rank, "a batch")
