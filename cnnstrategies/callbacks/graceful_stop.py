@@ -182,8 +182,13 @@ class GracefulStop(Callback):
         timer.daemon = True
         timer.start()
         assert self._trainer is not None
+        self._announce(self._trainer, signum)
+
+    def _announce(self, trainer: Trainer, signum: int) -> None:
+        warned = signum == self._warning
+        grace = self.warning_grace if warned else self.grace
         text = f"{signal.Signals(signum).name}: stopping after this step, within {grace:g} s"
-        self._say(self._trainer, text + ("" if warned else "; send the signal again to stop at once"))
+        self._say(trainer, text + ("" if warned else "; send the signal again to stop at once"))
 
     def _say(self, trainer: Trainer, text: str) -> None:
         """Print a line on rank 0, above the progress bar if there is one."""
@@ -203,6 +208,8 @@ class GracefulStop(Callback):
         self._say(trainer, text)
 
     def _stop(self, trainer: Trainer, signum: int) -> None:
+        if self._signals.received is None:
+            self._announce(trainer, signum)  # Only other processes have received the signal.
         checkpoint = trainer.checkpoint_callback
         outcome = "checkpoints are off, so nothing was saved"
         if (

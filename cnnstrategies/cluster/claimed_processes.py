@@ -37,21 +37,22 @@ def check_processes(environment: ClusterEnvironment | None, nodes: int, devices:
         ConfigurationError: The variables speak of other processes, with which this process would not train.
     """
     adopt_platform()
-    # Other environments have taken the number of processes from a launcher, or belong to the user.
-    if launchers.is_inherited(os.environ) or not (environment is None or type(environment) is LightningEnvironment):
+    if launchers.is_inherited(os.environ):
         return
+    # Other environments have taken the number of processes from a launcher, or belong to the user.
+    is_lightnings = environment is None or type(environment) is LightningEnvironment
     launcher = launchers.rank_launcher(os.environ)
     if launcher is not None:
-        if environment is not None:
+        if environment is not None and is_lightnings:
             _check_ranks(launcher, environment, nodes * devices)
-        return
-    if "NODE_RANK" in os.environ:
+        os.environ[CHECKED] = f"{os.getpid()} {launcher.name}"
+    elif is_lightnings and "NODE_RANK" in os.environ:
         _check_nodes(nodes)
         os.environ[CHECKED] = str(os.getpid())
-        return
-    for other in launchers.launchers():
-        if (message := other.refusal(os.environ)) is not None:
-            raise ConfigurationError(message)
+    elif is_lightnings:
+        for other in launchers.launchers():
+            if (message := other.refusal(os.environ)) is not None:
+                raise ConfigurationError(message)
 
 
 def _check_nodes(nodes: int) -> None:

@@ -163,7 +163,7 @@ def proves(claimed: str, secret: bytes, purpose: str, *contents: object) -> bool
 
 @dataclass(frozen=True)
 class RankCredentials:
-    """A rank of a run, as it describes itself to the other ranks.
+    """Description of a rank, by which rank 0 and the other ranks of its run recognise each other.
 
     Attributes:
         identity: Identity of the run.

@@ -6,8 +6,9 @@ from typing import Any
 
 from cnnstrategies.errors import ConfigurationError
 
-# Fields of Kubernetes 1.31 to 1.37. Keys: names of types in Kubernetes' API. Values: names of the type's fields. If the
-# fields of a field's value are checked as well, the type of the value, or of the elements of its list, follows a colon.
+# Fields of Kubernetes 1.31 to 1.37. Keys: names of types in Kubernetes' API. Values: names of the type's fields. If a
+# name is followed by a colon and a type, as in "containers:Container", then the field's value is an object of this type
+# or a list of such objects, and the fields of these objects are checked as well.
 FIELDS = {
     "PodSpec": (
         "activeDeadlineSeconds affinity:Affinity automountServiceAccountToken containers:Container "

@@ -140,8 +140,7 @@ def ranks_meet(strategy: Strategy, seconds: float = ON_SEVERAL_HOSTS) -> Iterato
             yield None
         return
     mark_launch(strategy)
-    if (set_ranks := getattr(strategy, "set_world_ranks", None)) is not None:
-        set_ranks()  # In a forked rank, the environment still has the rank of the parent process.
+    facts.update_ranks()
     rank, world = environment.global_rank(), environment.world_size()
     identity = run_identity()
     party = Party(environment, facts.host_count, rank, world, identity, type(strategy).__name__, seconds)

@@ -78,7 +78,7 @@ class Views(Bell):
         view, ended = self._newest()
         if ended is not None:
             self.ring()  # Keeps the file descriptor readable, so that later waits also end at once.
-            raise RunEnded(str(ended), ended.clean)
+            raise RunEnded(str(ended), ended.clean, ended.stranger)
         if view.number > self.seen:
             self.seen = view.number
             self._on_news()
@@ -203,7 +203,7 @@ class Membership:
                 return result
             ended = self._ended
         if ended is not None:
-            raise RunEnded(str(ended), ended.clean)
+            raise RunEnded(str(ended), ended.clean, ended.stranger)
         raise RunEnded(f"{self._name}: the coordinator has refused `{kind}`: {result}")
 
     def end(self, message: str, clean: bool = False) -> None:
@@ -335,7 +335,7 @@ class Membership:
     def _set_ended(self, end: End) -> None:
         with self._changed:
             if self._ended is None:
-                self._ended = RunEnded(end.reason, end.clean)
+                self._ended = RunEnded(end.reason, end.clean, end.stranger)
                 self._announce()
                 self._changed.notify_all()
 

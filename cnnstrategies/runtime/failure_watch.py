@@ -9,6 +9,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 from cnnstrategies.runtime.failure_store import FailureStore, RankFailure
 
@@ -22,6 +24,9 @@ GRACE = (
 # Longest time in seconds for which rank 0, which usually serves the store, waits until no other rank uses the store.
 SERVING = 2.0
 
+ANSWER = 2.0  # Longest time in seconds to wait for a reply of the store.
+
+T = TypeVar("T")
 End = Callable[[RankFailure, BaseException | None], None]
 
 
@@ -91,16 +96,14 @@ class FailureWatch:
         """
         self._exception = exception
         if self.first is None:
-            with _lost_store_ignored():
-                self.first = self._store.report(failure)
+            self.first = _within(ANSWER, partial(self._store.report, failure), None)
         self.first = self.first or failure
 
     def fail_together(self, point: str, seconds: float) -> bool:
         """Return whether all ranks have failed at the same point; see :meth:`.FailureStore.fail_together`."""
-        if not self._finished:
-            with _lost_store_ignored():
-                return self._store.fail_together(point, seconds)
-        return False
+        if self._finished:
+            return False
+        return _within(seconds + ANSWER, partial(self._store.fail_together, point, seconds), False)
 
     def close(self) -> None:
         """End the thread, because this process leaves its trainer.
@@ -111,13 +114,15 @@ class FailureWatch:
         if self._closing.is_set():
             return
         self._closing.set()
-        self._thread.join()
-        with _lost_store_ignored():
-            self._finish()
-            deadline = time.monotonic() + SERVING
-            while self._rank == 0 and not self._store.all_have_finished() and time.monotonic() < deadline:
-                time.sleep(POLL / 5)
+        _within(SERVING + ANSWER, self._leave, None)
         self._store.close()
+
+    def _leave(self) -> None:
+        self._thread.join()
+        self._finish()
+        deadline = time.monotonic() + SERVING
+        while self._rank == 0 and not self._store.all_have_finished() and time.monotonic() < deadline:
+            time.sleep(POLL / 5)
 
     def _finish(self) -> None:
         """Use the store for the last time, unless this rank has already finished."""
@@ -157,6 +162,28 @@ class FailureWatch:
             return together
         self._finished = True  # The rank that served the store has left.
         return False
+
+
+def _within(seconds: float, function: Callable[[], T], default: T) -> T:
+    """Return the result of a function that uses the store. Return a default value if it is not there in time.
+
+    If the process that serves the store is stopped, for example by SIGSTOP, the store never replies.
+
+    Args:
+        seconds: Longest time to wait.
+        function: The function, which runs in a thread.
+        default: Result if the function does not return in time, or if the store is lost.
+    """
+    results = [default]
+
+    def run() -> None:
+        with _lost_store_ignored():
+            results.append(function())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[-1]
 
 
 def _lost_store_ignored() -> contextlib.suppress:

@@ -111,6 +111,15 @@ class StrategyFacts:
         """
         return self._described.cluster_environment if isinstance(self._described, ParallelStrategy) else None
 
+    def update_ranks(self) -> None:
+        """Write the rank of this process into the cluster environment.
+
+        In a forked rank, the environment has the rank of the parent process before.
+        """
+        set_ranks = getattr(self._described, "set_world_ranks", None)
+        if set_ranks is not None:
+            set_ranks()
+
     @property
     def host_count(self) -> int:
         """Number of hosts of the run. If the number is 1, the cluster code makes torch listen on loopback only."""

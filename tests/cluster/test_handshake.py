@@ -217,7 +217,7 @@ class Process:
     arrives: float
     certain: bool = True
     ends: float = float("inf")
-    found: int | None = None
+    store_port: int | None = None
     error: Exception | None = None
     at: float = 0.0
     search: RankZeroSearch | None = None
@@ -252,11 +252,11 @@ def simulate(processes: Sequence[Process], seconds: float = 300.0, others: Seque
         while True:
             answers = {port: answer(port, process.rank) for port in process.search.ports(PORTS)}
             try:
-                process.found = process.search.decide(now, answers)
+                process.store_port = process.search.decide(now, answers)
             except ConfigurationError as error:
                 process.error = error
             process.at = now
-            if process.found is not None or process.error is not None:
+            if process.store_port is not None or process.error is not None:
                 return
             now += process.search.pause
             yield now
@@ -285,13 +285,13 @@ def test_two_runs_with_one_port_never_mix_in_any_order(other: Identity) -> None:
         first, second = ranks(RUN, *times[:2]), ranks(other, *times[2:])
         simulate([*first, *second])
         for host, guest in (first, second):
-            assert (guest.error, guest.found) == (None, 1000 + int(host.arrives)), times
+            assert (guest.error, guest.store_port) == (None, 1000 + int(host.arrives)), times
 
 
 def test_a_port_of_another_program_delays_nobody() -> None:
     processes = ranks(RUN, 10.0, 0.0, 20.0)
     simulate(processes, others=[29500, 29501])
-    assert [process.found for process in processes[1:]] == [1010, 1010]
+    assert [process.store_port for process in processes[1:]] == [1010, 1010]
     assert [process.at < process.arrives + 11 for process in processes] == [True] * 3
 
 
@@ -306,7 +306,7 @@ def test_a_rank_that_users_have_started_alone_leaves_within_seconds(arrives: flo
     assert f"{RUN} at n1, port 29500" in text
     assert str(OTHER) in text
     assert "\n" not in text
-    assert [process.found for process in run[1:]] == [1020, 1020]
+    assert [process.store_port for process in run[1:]] == [1020, 1020]
 
 
 @pytest.mark.parametrize("arrives", [0.0, 50.0])
@@ -317,7 +317,7 @@ def test_a_rank_of_yesterdays_launch_leaves_within_seconds(arrives: float) -> No
     assert isinstance(yesterday.error, StrangerError)
     assert "left over from another launch" in str(yesterday.error)
     assert yesterday.at - max(arrives, 20.0) < LEAVES_WITHIN
-    assert today[1].found == 1020
+    assert today[1].store_port == 1020
 
 
 def test_todays_rank_waits_while_yesterdays_rank_0_still_listens() -> None:
@@ -325,7 +325,7 @@ def test_todays_rank_waits_while_yesterdays_rank_0_still_listens() -> None:
     yesterday[0].ends = 30.0
     today = ranks(RUN, 60.0, 10.0)
     simulate([*yesterday, *today])
-    assert today[1].found == 1060
+    assert today[1].store_port == 1060
 
 
 def test_ranks_of_one_launch_with_two_configurations_are_told_so() -> None:

@@ -1,7 +1,9 @@
 """The real mpirun of Open MPI and of MPICH, on this machine and on two hosts over SSH."""
 
 import os
+import re
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -73,3 +75,21 @@ def test_two_ranks_on_two_hosts_started_over_ssh_train_one_model(tmp_path: Path)
         assert mpirun.wait() == 0, mpirun.output()
         assert "2 CPU processes on 2 nodes" in mpirun.output()
         assert (tmp_path / "runs/quickstart/version_0/checkpoints/last.ckpt").exists()
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="apt-get install openmpi-bin")
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 1), (signal.SIGUSR1, 138)])
+def test_mpirun_passes_a_signal_on(tmp_path: Path, signum: int, code: int) -> None:
+    """After SIGTERM mpirun itself ends with code 1, and kills the ranks after a time that the documentation raises."""
+    arguments = fit("--trainer.max_epochs=3000", "--data.init_args.num_workers=1", "--stop.grace=100")
+    words = [*MPIRUN, "--mca", "odls_base_sigkill_timeout", "100", "-n", "2", PYTHON, *arguments]
+    program = Program(words, tmp_path / "log")
+    last = tmp_path / "runs/quickstart/version_0/checkpoints/last.ckpt"
+    program.wait_until(last.exists)
+    os.kill(program.process.pid, signum)
+    assert program.wait() == code, program.output()
+    name = signal.Signals(signum).name
+    assert program.output().count(f"{name}: stopping after this step") == 1, program.output()
+    step = re.search(rf"Stopped by {name} after step (\d+); ", program.output())[1]
+    assert torch.load(last, weights_only=True)["global_step"] == int(step)
+    assert "Traceback" not in program.output()

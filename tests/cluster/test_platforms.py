@@ -135,7 +135,7 @@ ALONE: list[dict[str, str]] = [
     {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1", "FLUX_TASK_LOCAL_ID": "0", "FLUX_JOB_NNODES": "1"},
     {"NODE_RANK": "0"},
     {"NODE_RANK": "1", "NNODES": "4", **MAIN, CHECKED: "1"},
-    {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "NODE_RANK": "1", **MAIN, CHECKED: "1"},
+    {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "NODE_RANK": "1", **MAIN, CHECKED: "1 processes"},
 ]
 
 
@@ -190,6 +190,15 @@ def test_ranks_come_from_the_variables_of_the_program(tmp_path: Path, monkeypatc
                 assert (place.node, place.nodes, place.local_rank) == (1, 2, 1)
             with pytest.raises(ConfigurationError, match="need 8 consecutive ranks on each machine"):
                 environment.validate_settings(num_devices=8, num_nodes=1)
+            check_processes(environment, nodes=2, devices=4)
+            inherited = {**os.environ, CHECKED: os.environ[CHECKED].replace(str(os.getpid()), "1")}
+            adopt(inherited)
+            assert name != "processes" or not inherited.keys() & variables.keys()
+            started = {**inherited, "LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0"}
+            started[CHECKED] = inherited[CHECKED].replace(str(os.getpid()), "1")
+            kept = dict(started)
+            adopt(started)
+            assert name != "processes" or started == kept, "Lightning has started this rank in the inherited process"
             if address is None:
                 with pytest.raises(ConfigurationError, match=r"flux run has started .* MASTER_ADDR=\$\(flux hostlist"):
                     _ = environment.main_address

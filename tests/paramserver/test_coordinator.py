@@ -31,13 +31,13 @@ def test_a_request_with_wrong_contents_gets_an_error() -> None:
 
 
 def test_a_worker_of_another_run_is_told_both_names_and_the_run_goes_on() -> None:
-    own, other = Identity("digits", "0123456789ab", "SLURM step 7.0"), Identity("letters", "ba9876543210")
-    run = Run(2, max_joiners=1, run=own.text())
+    expected, other = Identity("digits", "0123456789ab", "SLURM step 7.0"), Identity("letters", "ba9876543210")
+    run = Run(2, max_joiners=1, run=expected.text())
     for text, name in ((other.text(), str(other)), ("", "a program with another version of cnnstrategies")):
         ended = run.ended(run.member("worker", 1, run=text))
-        assert ended == End(f"this process of {name} has reached {own} at here", clean=False)
+        assert ended == End(f"this process of {name} has reached {expected} at here", clean=False, stranger=True)
     assert run.coordinator.roster.missing() == ["worker 0", "worker 1"]
-    members = [run.member("worker", worker, run=own.text()) for worker in range(2)]
+    members = [run.member("worker", worker, run=expected.text()) for worker in range(2)]
     assert run.members == members
     assert run.member("worker", 2) in run.members, "a joiner has chosen the run by its address"
 

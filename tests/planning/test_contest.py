@@ -1,5 +1,6 @@
 """Tests of `tune`'s contest between settings, with simulated trials of known speed."""
 
+import os
 import random
 import time
 from pathlib import Path
@@ -159,13 +160,13 @@ def test_settings_are_combined_in_all_ways():
 
 def test_an_overlay_is_nested_yaml_and_replaced_in_one_step(tmp_path, monkeypatch):
     """Programs that write the same overlay do not use each other's temporary file, for example trials of a sweep."""
-    replace, names = Path.replace, []
+    replace, names = os.replace, []
 
-    def note(self, target):
-        names.append(self.name)
-        return replace(self, target)
+    def note(source, target):
+        names.append(Path(source).name)
+        return replace(source, target)
 
-    monkeypatch.setattr(Path, "replace", note)
+    monkeypatch.setattr("os.replace", note)
     values = {"trainer.precision": "bf16-mixed", "ComputeSettings.channels_last": True}
     for process in (1, 2):
         monkeypatch.setattr("os.getpid", lambda process=process: process)

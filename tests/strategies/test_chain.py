@@ -117,7 +117,7 @@ def test_forked_ranks_equal_one_device(strategy: str, single_device: Path, tmp_p
     chain.run()
     assert_equals_one_device(tmp_path, single_device)
     assert TWICE in (tmp_path / "refusal.txt").read_text()
-    with pytest.raises(ProcessRaisedException, match="the states of 0 optimizers, and this run has 1"):
+    with pytest.raises(ProcessRaisedException, match="the states of 0 optimizers, but this run has 1"):
         chain.trainer(f"{strategy}_fork", 3).fit(chain.model, chain.data, ckpt_path=tmp_path / "after_fit.ckpt")
 
 

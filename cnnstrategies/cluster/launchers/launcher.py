@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from cnnstrategies.cluster.submission import Submission
 
 RUN_NAME = "CNNSTRATEGIES_RUN_NAME"  # Environment variable in which programs that start `fit` can set the run's name.
-# Environment variable with the process id of a rank whose variables were checked. Programs that the rank starts, such
-# as tests, trials and servers, inherit the rank's variables, but are not ranks.
+# Environment variable with the process id of a process whose variables were checked, and the name of the launcher that
+# has started it as a rank, if there is one. Programs that a rank starts, such as tests, trials and servers, inherit its
+# variables, but are not ranks.
 CHECKED = "CNNSTRATEGIES_CHECKED"
 Environ = Mapping[str, str]
 
@@ -238,5 +239,6 @@ class Launcher(ABC):
 
 
 def is_inherited(environ: Environ) -> bool:
-    """Whether this process has inherited its launcher's variables from a rank, and is not a rank itself."""
-    return environ.get(CHECKED, str(os.getpid())) != str(os.getpid())
+    """Whether this process was started by a process whose variables were checked, and has inherited the variables."""
+    checked = environ.get(CHECKED)
+    return checked is not None and checked.partition(" ")[0] != str(os.getpid())

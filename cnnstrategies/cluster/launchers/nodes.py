@@ -5,13 +5,14 @@ translates them into the variables that users also set by hand: ``NNODES``, ``NO
 ``MASTER_PORT``. Lightning and the ranks that it starts understand these variables.
 """
 
+import os
 from abc import abstractmethod
 from collections.abc import MutableMapping
 from typing import NamedTuple
 
 from typing_extensions import override
 
-from cnnstrategies.cluster.launchers.launcher import Environ, Launcher, is_inherited
+from cnnstrategies.cluster.launchers.launcher import CHECKED, Environ, Launcher, is_inherited
 from cnnstrategies.cluster.launchers.registry import launchers, rank_launcher
 from cnnstrategies.errors import ConfigurationError
 
@@ -19,8 +20,9 @@ from cnnstrategies.errors import ConfigurationError
 # Lightning starts would inherit wrong values.
 AMBIGUOUS = ("RANK", "WORLD_SIZE")
 # Variables of torch for the ranks. A process that a rank has started must not take them for its own.
-OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
+PROCESSES = "processes"  # Name of the launcher that sets the variables `OF_A_RANK`.
 
 
 class NodePlace(NamedTuple):
@@ -74,9 +76,13 @@ def adopt(environ: MutableMapping[str, str]) -> str | None:
         ConfigurationError: A variable of the platform cannot be read, or the address of the first node is not known.
     """
     if is_inherited(environ):
-        if "RANK" in environ and STARTED_BY_TORCHRUN not in environ:
+        # Lightning starts ranks only in a process that is not a rank. So a rank has started this process for another
+        # purpose, and Lightning must not take its variables for those of a rank.
+        if environ[CHECKED].endswith(f" {PROCESSES}") and STARTED_BY_TORCHRUN not in environ:
             for name in OF_A_RANK:
                 environ.pop(name, None)
+            # Ranks that Lightning starts in this process must keep their variables.
+            environ[CHECKED] = str(os.getpid())
         return None
     if rank_launcher(environ) is not None:
         return None

@@ -3,7 +3,7 @@
 from typing_extensions import override
 
 from cnnstrategies.cluster.launchers.launcher import Environ, Launcher, is_inherited
-from cnnstrategies.cluster.launchers.nodes import STARTED_BY_TORCHRUN
+from cnnstrategies.cluster.launchers.nodes import PROCESSES, STARTED_BY_TORCHRUN
 from cnnstrategies.cluster.launchers.registry import register
 from cnnstrategies.cluster.variables import number_of
 
@@ -16,7 +16,7 @@ OF_A_NODE = ("LOCAL_WORLD_SIZE", "NODE_RANK", NODES_OF_AZURE)
 class Processes(Launcher):
     """Launcher for Azure ML's PyTorch jobs, and other programs that set torch's variables for each rank."""
 
-    name = "processes"
+    name = PROCESSES
     title = "the platform"
     precedence = 70
     program = "The platform"

@@ -50,7 +50,7 @@ from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.image_folder import images_of_folder
 from cnnstrategies.deploy.inference import give_predict_step
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.identity import configuration_digest
+from cnnstrategies.identity import StrangerError, configuration_digest
 from cnnstrategies.models.network_module import NetworkModule
 from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
 from cnnstrategies.pretrained import trained_with
@@ -376,6 +376,8 @@ def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
         if getattr(ended, "clean", False):
             print(f"Nothing is left to do: {ended}", file=sys.stderr)
             sys.exit(0)
+        if getattr(ended, "stranger", False):
+            raise StrangerError(str(ended)) from ended
         text = str(ended)
         if isinstance(ended, ProcessExitedException) and ended.signal_name is not None:
             text = ended_by(ended.error_index, ended.exit_code)

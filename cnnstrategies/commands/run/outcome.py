@@ -256,4 +256,5 @@ def _reports_failure(error: Exception) -> bool:
 
     The result is True only for the first rank that fails.
     """
-    return first_to_fail(1 if explain_run_error(error) is None else 2)
+    code = error.exit_code if isinstance(error, ConfigurationError) else 2
+    return first_to_fail(1 if explain_run_error(error) is None else code)

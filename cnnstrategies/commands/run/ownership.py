@@ -81,7 +81,8 @@ def written_folders(trainer: Trainer, training: bool, name: str | None) -> list[
     if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set outside the class
         return []
     loggers = [logger for logger in _loggers_with_folders(trainer) if not chooses_version(logger)]
-    # An evaluation without a name writes the same files at each start, as the user has decided by setting the version.
+    # If the user has set the logger's version, all evaluations without a run name write to the same folder. The user
+    # has chosen this, so the folder is not owned.
     folders = [logger.log_dir for logger in loggers if training or name is not None]
     for callback in trainer.checkpoint_callbacks if training else ():
         if isinstance(callback, ModelCheckpoint):

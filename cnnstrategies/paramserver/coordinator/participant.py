@@ -137,7 +137,7 @@ class Participant:
         if message.kind == REFUSED and kind == "hello":
             if message.flag("stranger"):
                 # The run continues with its own processes, so it must not record that this process has ended.
-                return self._end(message.string("message"), clean=False)
+                return self._end(message.string("message"), clean=False, stranger=True)
             return self._accept_end(message)
         if kind == "hello":
             return [*self._take_view(message), *self._beat(), *self._asking.resend()]
@@ -175,10 +175,10 @@ class Participant:
         over = Send(COORDINATOR, Message("over", {"session": self._address.session}))
         return [over, *self._end(message.string("message"), message.flag("clean"))]
 
-    def _end(self, reason: str, clean: bool) -> Effects:
+    def _end(self, reason: str, clean: bool, stranger: bool = False) -> Effects:
         if self.ended is not None:
             return []
-        self.ended = End(reason, clean)
+        self.ended = End(reason, clean, stranger)
         calls = [Return(request.call, reason) for request in self._asking.open.values()]
         self._asking.open.clear()
         return [*calls, self.ended, Timer(BEAT, None), Timer(TIMER, None)]

@@ -164,10 +164,12 @@ class End(NamedTuple):
     Attributes:
         reason: The reason why the role ends, as a text for the user.
         clean: Whether the role ends as planned.
+        stranger: Whether the process does not belong to the run, which goes on without it.
     """
 
     reason: str
     clean: bool
+    stranger: bool = False
 
 
 Effect = Send | Timer | Return | End

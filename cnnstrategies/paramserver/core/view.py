@@ -98,11 +98,13 @@ class RunEnded(RuntimeError):  # noqa: N818 - a planned end is not an error
     Args:
         message: Error message for the user. It gives the reason, and names the processes that died.
         clean: Whether the run ended as planned.
+        stranger: Whether this process does not belong to the run, which goes on without it.
     """
 
-    def __init__(self, message: str, clean: bool = False) -> None:
+    def __init__(self, message: str, clean: bool = False, stranger: bool = False) -> None:
         super().__init__(message)
         self.clean = clean
+        self.stranger = stranger
 
 
 class ViewSource(Protocol):

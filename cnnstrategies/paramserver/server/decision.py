@@ -45,7 +45,7 @@ class Decision:
         scale = None if message.fields.get("scale") is None else message.real("scale")
         if scale is None and specification.clip_norm is None:
             raise InvalidMessageError(
-                "the decision has no clipping factor, although the run does not clip by norm (the factor must be 1)"
+                "the decision has no clipping factor; in a run that does not clip by norm, the factor must be 1"
             )
         options = check_options(message.fields.get("options"), specification.groups)
         return cls(message.integer("step"), members, options, scale)

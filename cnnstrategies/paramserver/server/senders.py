@@ -115,7 +115,7 @@ class Senders:
             raise InvalidMessageError(f"a {role} must not send {header.kind.name} messages to a server")
         _, last = self._last.get(header.sender, (incarnation, 0))
         if header.sequence <= last:
-            raise InvalidMessageError("the message is a replay of an earlier message")
+            raise OutdatedMessageError("the message is a replay of an earlier message")
         self._last[header.sender] = incarnation, header.sequence
         has_gap = is_server and header.sequence > last + 1
         if has_gap:
