@@ -27,6 +27,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies.protocol import facts_of
 
 # Lightning's private classes, which this module exports under public names.
 __all__ = ["GlobalState", "MultiProcessingLauncher", "ScriptLauncher"]
@@ -81,10 +82,17 @@ class BatchesKept(_DataConnector):
     """
 
     @override
+    def _requires_distributed_sampler(self, dataloader: DataLoader[Any]) -> bool:
+        if not super()._requires_distributed_sampler(dataloader):
+            return False
+        return not facts_of(self.trainer.strategy).keeps_sampler(dataloader)
+
+    @override
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         batches = getattr(dataloader, "batch_sampler", None)
         if isinstance(dataloader, DataLoader) and isinstance(batches, BatchSampler) and dataloader.batch_size is None:
-            if isinstance(batches.sampler, Sampler):
+            # A subclass whose `__init__` does not call `super().__init__` does not have the attribute `sampler`.
+            if isinstance(getattr(batches, "sampler", None), Sampler):
                 vars(dataloader)["sampler"] = batches.sampler
             if type(batches) is BatchSampler and self._requires_distributed_sampler(dataloader):
                 arguments = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}

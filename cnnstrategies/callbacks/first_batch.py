@@ -67,7 +67,8 @@ class FirstBatch(Callback):
     def _compare(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         sampler = dealt(trainer)
         size = samples_of(trainer.train_dataloader, getattr(trainer, "datamodule", None))
-        expected = None if size is None else size * loading(trainer)
+        processes = loading(trainer, trainer.train_dataloader)
+        expected = None if size is None else size * processes
         if sampler is not None:
             expected = sum(sampler.counts(batch_idx))
         strategy = trainer.strategy
@@ -92,8 +93,8 @@ class FirstBatch(Callback):
         # If an epoch has a single batch, this batch may be smaller than expected, so its size is not checked.
         if expected is not None and loaded != expected and batches > 1:
             rank_zero_warn(
-                f"The first global batch has {loaded} samples instead of {expected} ({loading(trainer)} processes x "
-                f"{size}): check whether the loader's sampler divides the data among {loading(trainer)} processes"
+                f"The first global batch has {loaded} samples instead of {expected} ({processes} processes x "
+                f"{size}): check whether the loader's sampler divides the data among {processes} processes"
             )
         if repeated is not None:
             rank_zero_warn(

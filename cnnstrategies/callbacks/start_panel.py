@@ -67,13 +67,13 @@ class StartPanel(Callback):
     def _rows(self, trainer: Trainer, module: LightningModule, loader: Any) -> list[Row]:
         facts, training = facts_of(trainer.strategy), trainer.state.fn == TrainerFn.FITTING
         size = samples_of(loader, getattr(trainer, "datamodule", None))
-        batch = training_batch if training else evaluation_batch
+        first = loader[0] if isinstance(loader, list) and loader else loader
         rows = [
             ("strategy", facts.display_name),
             ("devices", devices(trainer)),
             *images(trainer),
-            batch(trainer, size),
-            *facts.panel_rows(size),
+            training_batch(trainer, size) if training else evaluation_batch(trainer, size, first),
+            *facts.panel_rows(size_of_share(trainer, size, first)),
             ("parameters", parameters(trainer, whole_network(trainer, module, self._before))),
             ("precision", precision(trainer, module)),
         ]
@@ -82,7 +82,9 @@ class StartPanel(Callback):
         folders = [getattr(logger, "log_dir", None) or logger.save_dir for logger in trainer.loggers[:1]]
         rows += [("results", relative(str(folder))) for folder in folders if folder is not None]
         if training:
-            rows.append(("unlike one device", "\n".join(differences(trainer, size)) or "nothing"))
+            rows.append(
+                ("unlike one device", "\n".join(differences(trainer, size_of_share(trainer, size, first))) or "nothing")
+            )
         return rows
 
 
@@ -129,7 +131,7 @@ def training_batch(trainer: Trainer, size: int | None) -> Row:
     The row also shows the factors of the size: processes, samples in a process's batch, and accumulated batches.
     """
     accumulated, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
-    count = loading(trainer)
+    count = loading(trainer, trainer.train_dataloader)
     each = "one batch of each" if size is None else str(size)
     samples = None if size is None else size * count * accumulated
     sampler = dealt(trainer)
@@ -137,7 +139,7 @@ def training_batch(trainer: Trainer, size: int | None) -> Row:
         sizes = {share for batch in sampler.step_of(0) for share in sampler.counts(batch)}
         each, samples = " or ".join(map(str, sorted(sizes))), sampler.samples
     factors = [
-        f"{count} {_processes(trainer)} x " if count > 1 else "",
+        f"{count} {_processes(trainer, count)} x " if count > 1 else "",
         each,
         f" x {accumulated} accumulated" if accumulated > 1 else "",
     ]
@@ -152,10 +154,10 @@ def training_batch(trainer: Trainer, size: int | None) -> Row:
     return "global batch", text
 
 
-def evaluation_batch(trainer: Trainer, size: int | None) -> Row:
+def evaluation_batch(trainer: Trainer, size: int | None, loader: Any) -> Row:
     """Return the panel's row with the number of processes that evaluate, and the size of a process's batch."""
-    count = loading(trainer)
-    processes = f"{count} {_processes(trainer)} x " if count > 1 else ""
+    count = loading(trainer, loader)
+    processes = f"{count} {_processes(trainer, count)} x " if count > 1 else ""
     return "batch", f"{processes}{'one batch' if size is None else f'{size} images'}"
 
 
@@ -178,14 +180,29 @@ def images(trainer: Trainer) -> list[Row]:
     return rows
 
 
-def loading(trainer: Trainer) -> int:
-    """Return the number of processes that load data. In a pipeline only the ranks of the first stage load data."""
+def loading(trainer: Trainer, loader: Any) -> int:
+    """Return the number of processes that load the data of a loader.
+
+    In a pipeline only the ranks of the first stage load data, unless the user's code has divided the data among all
+    ranks.
+    """
+    known: int | None = getattr(loader, "loading_processes", None)
+    if known is not None:
+        return known
     sampling = trainer.distributed_sampler_kwargs
     return 1 if sampling is None else int(sampling["num_replicas"])
 
 
-def _processes(trainer: Trainer) -> str:
-    return "processes" if loading(trainer) == trainer.world_size else "loading processes"
+def size_of_share(trainer: Trainer, size: int | None, loader: Any) -> int | None:
+    """Return the mean number of samples that a process of the first stage has in a batch; None if it is not known.
+
+    This is the size of a process's batch, unless the processes of other stages also load data and hand them over.
+    """
+    return None if size is None else size * loading(trainer, loader) // loading(trainer, None)
+
+
+def _processes(trainer: Trainer, count: int) -> str:
+    return "processes" if count == trainer.world_size else "loading processes"
 
 
 def parameters(trainer: Trainer, whole: tuple[int, int] | None) -> str:

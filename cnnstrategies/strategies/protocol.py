@@ -136,6 +136,18 @@ class StrategyFacts:
         The cluster code calls this method only if `connects_hosts` is True.
         """
 
+    # Data
+
+    def keeps_sampler(self, loader: Any) -> bool:
+        """Whether Lightning must keep a loader's sampler, because the user's code has divided the data already.
+
+        Lightning otherwise replaces the sampler by a ``DistributedSampler``. All ranks must call this method.
+
+        Args:
+            loader: A torch DataLoader.
+        """
+        return False
+
     # Checks by the command ``submit``
 
     def check_job(self, module: LightningModule, processes: int) -> None:

@@ -1,11 +1,13 @@
 """Mutants of the data: the division of samples into ranks and batches, and the decoding of shards."""
 
+import test_division
 import test_loading
 import test_sampling
 import test_shards
 import torch
 from mutants.faulty import replaces
 
+from cnnstrategies.data.division import StreamComparison, same_loaders
 from cnnstrategies.data.loading import BatchDataset, unshared
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
 from cnnstrategies.data.shards.jpeg import MARGIN, cut
@@ -31,6 +33,18 @@ def a_run_resumed_within_an_epoch_starts_the_epoch_again(original, self):
 def an_evaluation_counts_a_sample_twice(original, self, batch, rank):
     samples = original(self, batch, rank)
     return samples + samples[-1:]
+
+
+@replaces(
+    same_loaders, killed_by=test_division.test_divided_data_are_recognised_by_the_sampler_or_by_two_items, name="rows"
+)
+def data_sets_of_equal_length_count_as_the_same_data(original, first, second):
+    return first[0] == second[0]
+
+
+@replaces(StreamComparison.decide, killed_by=test_division.test_streams_are_compared_by_their_first_batches)
+def streams_that_differ_in_some_values_count_as_the_same_data(original, self):
+    return False
 
 
 # Batches

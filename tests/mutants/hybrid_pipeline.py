@@ -4,6 +4,7 @@ import functools
 
 import test_balancing
 import test_batch
+import test_divided_loaders
 import test_hybrid_pipeline
 import test_layouts
 import test_pipeline_comparison
@@ -22,6 +23,7 @@ from cnnstrategies.strategies.hybrid_pipeline.batches import PredictionLoader, S
 from cnnstrategies.strategies.hybrid_pipeline.comparison import compare, copies, differ
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss, try_optimizer
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
+from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
 from cnnstrategies.strategies.hybrid_pipeline.steps import Overflow, clip_by_joint_norm
 
 
@@ -138,6 +140,25 @@ removes(
 )
 def a_prediction_writer_gets_the_indices_of_one_replica(original, self):
     return StageLoader.__iter__(self)
+
+
+@replaces(
+    LoadingRanks.batches,
+    killed_by=test_divided_loaders.test_each_sample_is_evaluated_once_however_the_data_are_divided,
+    name="two stages",
+)
+def only_the_first_stage_loads_what_all_ranks_have_divided(original, self, batches):
+    self.all_load = False
+    return original(self, batches)
+
+
+@replaces(
+    HybridPipelineStrategy.keeps_sampler,
+    killed_by=test_divided_loaders.test_each_sample_is_evaluated_once_however_the_data_are_divided,
+    name="three ranks",
+)
+def what_the_user_has_divided_is_divided_again(original, self, loader):
+    return False
 
 
 @replaces(Pipeline.end_together, killed_by=test_batch.test_batches_that_do_not_fit_together_are_refused_on_every_rank)

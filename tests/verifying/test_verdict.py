@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.verifying.batches import GlobalBatches, joined, samples
+from cnnstrategies.models.joined_batches import joined
+from cnnstrategies.verifying.batches import GlobalBatches, samples
 from cnnstrategies.verifying.recorder import settle
 from cnnstrategies.verifying.verdict import differences, row_of
 
@@ -76,7 +77,7 @@ def test_lists_of_tensors_are_joined_sample_by_sample(images: Any) -> None:
 
 def test_a_batch_that_cannot_be_joined_is_refused() -> None:
     for part in (torch.tensor(1.0), object()):
-        with pytest.raises(ConfigurationError, match="verify cannot combine the ranks' values"):
+        with pytest.raises(ConfigurationError, match="the ranks' values cannot be combined"):
             joined([[part], [part]])
         assert joined([part]) is part, "the batch of a single rank needs no joining"
 

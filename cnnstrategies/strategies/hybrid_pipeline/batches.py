@@ -15,6 +15,7 @@ from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.batch import Batch, Images
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.probes import Rows
+from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
 from cnnstrategies.strategies.hybrid_pipeline.placeholders import ImagesElsewhere
 
 Kind = Literal["input", "rows", "items", "same"]
@@ -148,27 +149,29 @@ class NoBatch(tuple[Any, ...]):
 
 
 class StageLoader:
-    """Yields the same number of batches on every rank.
+    """Loader that yields the same number of batches on every rank.
 
-    Samples that Lightning's sampler repeats to make the shards of an evaluation even are left out again.
+    A rank outside the first stage gets an empty batch. If the user's code has divided the data among all ranks, such a
+    rank loads its part all the same, and hands the batches over to the first stage.
+
+    Samples that a sampler repeats to make the parts of an evaluation even are left out again.
 
     Args:
-        loader: The rank's own loader; iterated in the first stage only.
-        most: The greatest of some numbers over all ranks; a collective.
-
-    Attributes:
-        usual: Samples of a batch that is not the last; None where that is not known.
+        loader: The rank's own loader.
+        ranks: The ranks that load.
+        most: Function that returns the largest of the numbers that the ranks pass. All ranks must call this function.
     """
 
-    def __init__(self, loader: Any, loads: bool, most: Callable[[int], int]) -> None:
+    def __init__(self, loader: Any, ranks: LoadingRanks, most: Callable[[int], int]) -> None:
         self.loader = loader
-        self.loads = loads
+        self.ranks = ranks
         self.most = most
+        self._count = 0  # Number of samples of the last batch that this rank has loaded itself.
         try:
             self.length: int | None = len(loader)
         except (TypeError, NotImplementedError):
             self.length = None
-        self.usual = most(_batch_size(loader)) or None
+        self._batch_size = most(_batch_size(loader))
         longest = most(-1 if self.length is None else self.length)
         self.length = None if self.length is None else longest
         # Lightning asks a loader that can go on in the middle of an epoch by its class or its own attributes.
@@ -179,6 +182,21 @@ class StageLoader:
         if name == "loader":  # Not there yet while an instance is unpickled.
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+    @property
+    def loads(self) -> bool:
+        """Whether this rank loads batches, as far as this is known before the first batch."""
+        return bool(self.ranks.all_load) or self.ranks.in_first_stage
+
+    @property
+    def loading_processes(self) -> int:
+        """Number of ranks that load batches, as far as this is known before the first batch."""
+        return self.ranks.number
+
+    @property
+    def usual(self) -> int | None:
+        """Number of samples of a first stage's replica in a batch that is not the last; None if it is not known."""
+        return -(-self._batch_size * self.ranks.number // self.ranks.replicas) or None
 
     @property
     def worker_init_fn(self) -> Any:
@@ -197,7 +215,7 @@ class StageLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches, then empty ones until every rank has had its last."""
-        batches = self._own() if self.loads else iter(())
+        batches = self.ranks.batches(self._own())
         served = 0
         while self.length is None or served < self.length:
             batch = next(batches, None)
@@ -213,12 +231,14 @@ class StageLoader:
             if left is None:
                 # One that has no sample repeats another's.
                 has_some = sampler is None or sampler.counts(sampler.skip + place)[sampler.rank]
+                self._count = count_samples(batch) if has_some else 0
                 yield batch if has_some else None
                 continue
             size = count_samples(batch)
+            self._count = min(size, left)
             if left:
                 yield first_rows(batch, left) if size > left else batch
-            left -= min(size, left)
+            left -= self._count
 
     def _real_samples(self) -> int | None:
         """Samples of this shard without repeated ones, where the loader's sampler may repeat some."""
@@ -241,15 +261,21 @@ def _batch_size(loader: Any) -> int:
 class PredictionLoader(StageLoader):
     """A :class:`StageLoader` that tells Lightning's prediction writers what rows a rank has, all of them or none."""
 
-    def __init__(self, loader: Any, loads: bool, most: Callable[[int], int], has_rows: bool) -> None:
-        super().__init__(loader, loads, most)
+    def __init__(self, loader: Any, ranks: LoadingRanks, most: Callable[[int], int], has_rows: bool) -> None:
+        super().__init__(loader, ranks, most)
         self.has_rows = has_rows
 
     def __iter__(self) -> Iterator[Any]:
         """As that of other loaders."""
         sampler: Any = getattr(self.loader, "batch_sampler", None)
         for place, batch in enumerate(super().__iter__()):
-            if sampler is not None and not self.has_rows:
+            if self.ranks.all_load:
+                seen = getattr(sampler, "seen_batch_indices", [])
+                indices = self.ranks.indices(seen[place][: self._count] if place < len(seen) else [])
+                # Lightning reads the list at this place on every rank, and a rank may have fewer batches than others.
+                seen += [[]] * (place + 1 - len(seen))
+                seen[place] = indices
+            elif sampler is not None and not self.has_rows:
                 sampler.seen_batch_indices = [[]] * (place + 1)
             elif hasattr(sampler, "seen_batch_indices"):
                 own = sampler.seen_batch_indices[place]

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import (
@@ -67,6 +68,7 @@ from cnnstrategies.strategies.hybrid_pipeline.layout import (
     differences_of_pipeline,
     stage_parameters,
 )
+from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks, warn_of_shares
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
     Plan,
     broadcast_weights,
@@ -178,6 +180,7 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         self._in_parts = False
         self._made_in = os.getpid()
         self._plan: Plan | None = None
+        self._examined: tuple[object, LoadingRanks] | None = None  # the last loader, and the ranks that load its data
         self._apart: LightningModule | None = None  # the module, where each rank has built its own stage alone
 
     # Before the processes start
@@ -243,14 +246,30 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> StageLoader:
-        loads = self.placement.place(self.global_rank).stage == 0
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        ranks = self._loading_ranks(dataloader)
         if trainer.state.fn == TrainerFn.PREDICTING:
-            return PredictionLoader(dataloader, loads, self._most, has_rows=self.is_global_zero)
+            return PredictionLoader(dataloader, ranks, self._most, has_rows=self.is_global_zero)
         if self._deals is not None and self.placement.replicas[0] > 1:
-            dataloader = by_shares(dataloader, trainer, self._deals)
-        return StageLoader(dataloader, loads, self._most)
+            if not ranks.all_load:
+                dataloader = by_shares(dataloader, trainer, self._deals)
+            elif trainer.training:
+                warn_of_shares(dataloader)
+        return StageLoader(dataloader, ranks, self._most)
+
+    @override
+    def keeps_sampler(self, loader: DataLoader[Any]) -> bool:
+        """Whether the user's code has divided a loader's data among all ranks. All ranks must call this."""
+        return bool(self._loading_ranks(loader).all_load)
+
+    def _loading_ranks(self, loader: object) -> LoadingRanks:
+        """Return the ranks that load a loader's data. All ranks must call this."""
+        if self._examined is None or self._examined[0] is not loader:
+            transport = self._pipeline.transport
+            ranks = LoadingRanks(loader, self.placement, self.global_rank, self._gather, transport)
+            self._examined = loader, ranks
+        return self._examined[1]
 
     @override
     @after_the_lost_rank
@@ -607,7 +626,7 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
                 self._checked = None
             else:
                 self._pipeline.close()
-        self.pipeline = self._steps = None
+        self.pipeline = self._steps = self._examined = None
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)  # Another Trainer may be given the same plugin.
         with values_alone_to_cpu(self.lightning_module):
