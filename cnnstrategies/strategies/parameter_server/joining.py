@@ -34,6 +34,7 @@ from cnnstrategies.runtime.seeds import mixed_seed, seed_all
 from cnnstrategies.runtime.stop_signals import STOPPING, Repeated, acting_on, end_process
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
+from cnnstrategies.strategies.parameter_server.served_state import reading_state
 from cnnstrategies.strategies.parameter_server.start import (
     agreed_specification,
     connection,
@@ -339,7 +340,8 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return optimizer.state_dict()
+        with reading_state(optimizer):
+            return optimizer.state_dict()
 
 
 def check_parameters(run: Specification, configured: Specification) -> None:
