@@ -98,7 +98,8 @@ class BatchesKept(_DataConnector):
                 vars(dataloader)["sampler"] = batches.sampler
             divides_batches = mode != RunningStage.PREDICTING and not takes_sampler(batches)
             if divides_batches and self._requires_distributed_sampler(dataloader):
-                dataloader = with_divided_batches(dataloader, **self.trainer.distributed_sampler_kwargs)
+                sampling: Any = self.trainer.distributed_sampler_kwargs
+                dataloader = with_divided_batches(dataloader, **sampling)
             if type(batches) is BatchSampler and self._requires_distributed_sampler(dataloader):
                 arguments = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
                 vars(dataloader).update(arguments)
