@@ -26,6 +26,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 from typing_extensions import override
 
+from cnnstrategies.divided_batches import takes_sampler, with_divided_batches
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.protocol import facts_of
 
@@ -78,7 +79,8 @@ class BatchesKept(_DataConnector):
 
     Lightning's own connector divides ``loader.sampler``, which torch creates although the loader has a batch sampler,
     and uses ``loader.batch_size``. If a loader has torch's ``BatchSampler``, Lightning's connector would therefore make
-    batches of one sample, or no batches at all.
+    batches of one sample, or no batches at all. If Lightning cannot put a sampler into a user's batch sampler, whole
+    batches are divided among the ranks instead.
     """
 
     @override
@@ -90,10 +92,14 @@ class BatchesKept(_DataConnector):
     @override
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         batches = getattr(dataloader, "batch_sampler", None)
-        if isinstance(dataloader, DataLoader) and isinstance(batches, BatchSampler) and dataloader.batch_size is None:
+        if isinstance(dataloader, DataLoader) and batches is not None and dataloader.batch_size is None:
             # A subclass whose `__init__` does not call `super().__init__` does not have the attribute `sampler`.
             if isinstance(getattr(batches, "sampler", None), Sampler):
                 vars(dataloader)["sampler"] = batches.sampler
+            divides_batches = mode != RunningStage.PREDICTING and not takes_sampler(batches)
+            if divides_batches and self._requires_distributed_sampler(dataloader):
+                sampling: Any = self.trainer.distributed_sampler_kwargs
+                dataloader = with_divided_batches(dataloader, **sampling)
             if type(batches) is BatchSampler and self._requires_distributed_sampler(dataloader):
                 arguments = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
                 vars(dataloader).update(arguments)

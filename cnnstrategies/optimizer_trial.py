@@ -23,7 +23,7 @@ DECAY = 0.1  # Factor of a parameter's value in its gradient, so that gradients 
 
 
 @dataclass(frozen=True)
-class Trial:
+class OptimizerTrial:
     """A copy of an optimizer that has made-up parameters and no state.
 
     Attributes:
@@ -74,7 +74,7 @@ def trial_of(
     device: torch.device,
     is_held: Callable[[int], bool] = lambda place: True,
     dtype: torch.dtype = torch.float64,
-) -> Trial:
+) -> OptimizerTrial:
     """Return a copy of an optimizer with a few made-up parameters. Every call returns the same parameters.
 
     The optimizer itself and its parameters are not changed.
@@ -108,7 +108,7 @@ def trial_of(
         group["params"] = [parameter for parameter in group["params"] if id(parameter) in places]
     getattr(tried, "train", lambda: None)()  # Schedule-free optimizers make steps only after this call.
     directions = [torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p) for p in chosen]
-    return Trial(tried, chosen, list(places.values()), directions)
+    return OptimizerTrial(tried, chosen, list(places.values()), directions)
 
 
 def values_after_steps(

@@ -100,7 +100,7 @@ class FirstBatch(Callback):
             rank_zero_warn(
                 f"Processes {checksums.index(checksums[repeated])} and {repeated} have loaded the same first batch, so "
                 "each process may be training on all of the data: make an IterableDataset yield a different part for "
-                "each torch.distributed.get_rank(), and use a DistributedSampler instead of a custom sampler"
+                "each trainer.global_rank, and use a DistributedSampler instead of a custom sampler"
             )
 
     @override

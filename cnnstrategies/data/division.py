@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from cnnstrategies.data.sampling import seed_all
+from cnnstrategies.runtime.seeds import seed_all
 
 LEAVES = 6  # Number of leaves of a batch or an item that are compared. A leaf is a tensor, a number or a text.
 DRAWN = 1 << 16  # Largest number of items of a sampler that are compared.

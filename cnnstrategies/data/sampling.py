@@ -1,17 +1,15 @@
 """Samplers that divide the samples of a data set among ranks and batches."""
 
-import random
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.runtime.seeds import mixed_seed
+from cnnstrategies.runtime.seeds import mixed_seed, seed_all
 from cnnstrategies.shares import Deals, deal, turns
 from cnnstrategies.strategies.protocol import GradientWeighting
 
@@ -268,11 +266,3 @@ def items_of(sampler: Any, epoch: int) -> list[Any]:
 def samples_in(sampler: DistributedSampler[Any]) -> int:
     """Return the number of distinct samples in an epoch over all ranks."""
     return min(sampler.total_size, len(sampler.dataset))  # type: ignore[arg-type]
-
-
-def seed_all(seed: int) -> None:
-    """Seed the random generators of torch (only on the CPU), NumPy and Python."""
-    # `torch.manual_seed` would also change the accelerators' generators.
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % (1 << 32))
-    random.seed(seed)

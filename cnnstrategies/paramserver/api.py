@@ -50,6 +50,7 @@ class Worker:
             value in CPU memory; None for no calls.
 
     Attributes:
+        parameters: The tensors into which received values are written, in the order of the specification.
         leader: None, because each worker of this class pushes its own gradients. In the class
             :class:`~cnnstrategies.paramserver.combiner.worker.CombinedWorker`, this attribute is the rank of the node's
             leader.
@@ -83,7 +84,7 @@ class Worker:
         allow_files(4 * specification.servers, f"worker {id}")
         reuse_freed_memory()
         self._specification = specification
-        self._parameters = parameters
+        self.parameters = parameters
         slices = cut(specification)
         self._on_arrival = on_arrival
         # Staging would overwrite the parameters on the GPU with the pulled values. In mode local this is wrong, because
@@ -215,7 +216,7 @@ class Worker:
             ConfigurationError: The gradient is sparse; or its shape or dtype differs from the parameter's; or an
                 element of the gradient is outside the range of the compression, for example ``fp16``.
         """
-        parameter = self._parameters[index]
+        parameter = self.parameters[index]
         if gradient.layout != torch.strided:
             raise ConfigurationError(
                 f"the gradient of {self._specification.parameters[index].name} is sparse, but parameter servers need "
@@ -327,7 +328,7 @@ class Worker:
 
     def _use_all(self) -> None:
         if self._staging is not None:
-            for index in range(len(self._parameters)):
+            for index in range(len(self.parameters)):
                 self._staging.before_use(index)
 
     def _choose(self) -> None:

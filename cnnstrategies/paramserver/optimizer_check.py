@@ -10,7 +10,7 @@ from cnnstrategies.codec import CodecError
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.optimizer_trial import (
     FACTORS,
-    Trial,
+    OptimizerTrial,
     are_different,
     attribute_with_tensors,
     mixes_parameters,
@@ -118,7 +118,7 @@ def _served(optimizer: Optimizer, dtype: torch.dtype) -> dict[int, Tensor]:
     return worker.values()
 
 
-def _store(specification: Specification, slices: tuple[Slice, ...], worker: Trial) -> Store:
+def _store(specification: Specification, slices: tuple[Slice, ...], worker: OptimizerTrial) -> Store:
     """Return a new server's store with the current values of the trial's parameters."""
     store = Store(specification, slices)
     for slice_ in slices:

@@ -13,6 +13,7 @@ from cnnstrategies.quantities import as_timedelta
 from cnnstrategies.strategies.exact_means import ExactMeans
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.protocol import StrategyFacts
+from cnnstrategies.strategies.unfreezing import WrapsAgain
 
 if TYPE_CHECKING:
     DDPCompression = str
@@ -20,7 +21,7 @@ else:  # jsonargparse reads this type: the help lists its names, and the parser 
     DDPCompression = Literal[ddp_names()]
 
 
-class CompressedDDPStrategy(StrategyFacts, ExactMeans, FailingTogetherDDPStrategy):
+class CompressedDDPStrategy(StrategyFacts, ExactMeans, WrapsAgain, FailingTogetherDDPStrategy):
     """DDP that compresses gradients with torch's communication hooks, on every kind of device.
 
     Lightning's own option ``DDPStrategy(ddp_comm_hook=...)`` has an effect on CUDA devices only.

@@ -4,6 +4,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from cnnstrategies.pipeline.buffers import has_batch_norm
+from cnnstrategies.strategies.updated_buffers import updated_buffers
 
 RANK_ZERO = "those of rank 0"
 OWN_MEANS = (
@@ -40,6 +41,11 @@ def differences_of_replicas(network: nn.Module, processes: int, batch_size: int 
         return []
     rest = [OWN_MEANS] if isinstance(network, LightningModule) and not has_mean_loss(network) else []
     rest.append(RANDOM_DRAWS)
+    updated = updated_buffers(network)
+    if updated:
+        rest.append(
+            f"buffers that layers update from each process's own images ({', '.join(updated)}) are {statistics}"
+        )
     if not has_batch_norm(network):
         return rest
     images = "own images" if batch_size is None else f"{batch_size} images"

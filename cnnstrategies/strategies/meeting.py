@@ -5,6 +5,7 @@ from typing_extensions import override
 
 from cnnstrategies.cluster.claimed_processes import check_processes
 from cnnstrategies.cluster.rendezvous import mark_launch, ranks_meet
+from cnnstrategies.strategies.pickling import explain_pickling
 
 
 class MeetingDDPStrategy(DDPStrategy):
@@ -15,6 +16,7 @@ class MeetingDDPStrategy(DDPStrategy):
         super()._configure_launcher()
         check_processes(self.cluster_environment, self.num_nodes, self.num_processes)
         mark_launch(self)
+        explain_pickling(self._launcher, self._start_method)
 
     @override
     def setup_environment(self) -> None:

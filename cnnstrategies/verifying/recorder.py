@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import own_values
 from cnnstrategies.callbacks.start_panel import differences
+from cnnstrategies.data.division import samplers_of
+from cnnstrategies.data.sampling import DealtBatches
+from cnnstrategies.divided_batches import DividedBatches
 from cnnstrategies.models.samples import samples_of
 from cnnstrategies.verifying.batches import BatchKeeper, GlobalBatches
 
@@ -24,7 +29,7 @@ DROPPING = ("drop", "stochasticdepth")  # Parts of the class names of dropout la
 DROPS = ("p", "drop_prob", "dropout")  # Attributes of dropout layers that may hold the dropout probability.
 # Attributes that may hold the dropout probability in modules that call a function instead of a dropout layer.
 RATES = ("drop_rate", "dropout_rate", "dropout_p")
-END, NOTES = "end.ckpt", "notes.json"
+END, NOTES, DRAWN = "end.ckpt", "notes.json", "drawn.json"
 
 
 @dataclass(frozen=True)
@@ -53,12 +58,39 @@ class RunRole:
         file = self.folder / NOTES
         return dict(json.loads(file.read_text())) if file.exists() else {}
 
+    def left_out(self) -> tuple[int, int] | None:
+        """Return the number of samples that no rank draws in an epoch, and the number of samples in the data set.
+
+        The result is None if the ranks have not recorded which samples they draw.
+        """
+        records = [json.loads(file.read_text()) for file in self.folder.glob(f"*/{DRAWN}")]
+        if not records:
+            return None
+        size, allowed = records[0]["size"], records[0]["allowed"]
+        missing = size - len(set().union(*(record["indices"] for record in records)))
+        return (missing if missing > allowed else 0), size
+
     def batches(self) -> GlobalBatches:
         """Return the loader of global batches for the run on one device."""
         assert self.of is not None, "the run under the strategy loads its own batches"
         folders = sorted((file.parent for file in self.of.glob("*/0.pt")), key=lambda folder: int(folder.name))
         notes = RunRole(self.of).notes
         return GlobalBatches(folders, notes["ends"], notes["batches"])
+
+
+def drawn_samples(loader: Any) -> dict[str, Any] | None:
+    """Return the samples that a loader's DistributedSampler gives to this rank in an epoch.
+
+    Returns:
+        The sampler's indices, the number of samples in the data set, and the number of samples that the sampler may
+        leave out because of its option ``drop_last``. None if the loader does not have a DistributedSampler, or if this
+        package's own samplers divide the data.
+    """
+    sampler = next((sampler for sampler in samplers_of(loader) if isinstance(sampler, DistributedSampler)), None)
+    if sampler is None or isinstance(sampler, (DealtBatches, DividedBatches, DistributedSamplerWrapper)):
+        return None
+    allowed = sampler.num_replicas - 1 if sampler.drop_last else 0
+    return {"indices": list(sampler), "size": len(sampler.dataset), "allowed": allowed}  # type: ignore[arg-type]
 
 
 class Recorder(Checkpoint):
@@ -87,6 +119,8 @@ class Recorder(Checkpoint):
         if self._role.of is None:
             folder = _keeper(trainer).folder = self._role.folder / str(trainer.global_rank)
             folder.mkdir(parents=True)
+            if getattr(trainer.train_dataloader, "loads", True) and (drawn := drawn_samples(trainer.train_dataloader)):
+                (folder / DRAWN).write_text(json.dumps(drawn))
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

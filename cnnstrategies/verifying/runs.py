@@ -228,9 +228,13 @@ def _steps(reference: dict[str, Any], tested: dict[str, Any], run: RunRole) -> C
     count, different = sum(count for count, _ in loaded), len(set().union(*(seen for _, seen in loaded)))
     text = f"{tested['steps']} on {count} samples, {different} of them different, loaded by {len(loaded)} of "
     text += f"{tested['devices']} processes; {reference['changed']} weights have changed"
+    missing, size = run.left_out() or (0, 0)
+    if missing:
+        text += f"; an epoch leaves out {missing} of {size} samples, because the sampler gives them to other processes"
     if reference["steps"] != tested["steps"]:
         text += f"; one device has made {reference['steps']} steps on them"
-    return ComparedRow("steps", text, reference["steps"] == tested["steps"] and reference["changed"] > 0)
+    equal = reference["steps"] == tested["steps"] and reference["changed"] > 0 and not missing
+    return ComparedRow("steps", text, equal)
 
 
 def _logged(reference: dict[str, Any], tested: dict[str, Any]) -> ComparedRow:

@@ -34,7 +34,7 @@ class Noisy(Dataset[Any]):
     """Images with random augmentation by three libraries, and with noise of the data set's own generator."""
 
     def __init__(self, seed: int, rows: range = range(SIZE)) -> None:
-        self.own = np.random.default_rng(seed)
+        self.noise = np.random.default_rng(seed)
         self.rows = rows
         self.file: object = None
 
@@ -44,7 +44,7 @@ class Noisy(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         self.file = "opened"
         drawn = torch.randn(1).item() + np.random.rand() + random.random()
-        return torch.full((4,), drawn), self.own.random(2), self.rows[index]
+        return torch.full((4,), drawn), self.noise.random(2), self.rows[index]
 
 
 class Buckets(BatchSampler):

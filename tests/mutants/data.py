@@ -2,6 +2,7 @@
 
 import test_division
 import test_loading
+import test_own_batch_samplers
 import test_sampling
 import test_shards
 import torch
@@ -11,6 +12,7 @@ from cnnstrategies.data.division import StreamComparison, same_loaders
 from cnnstrategies.data.loading import BatchDataset, unshared
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
 from cnnstrategies.data.shards.jpeg import MARGIN, cut
+from cnnstrategies.divided_batches import DividedBatches
 
 # Samples
 
@@ -40,6 +42,15 @@ def an_evaluation_counts_a_sample_twice(original, self, batch, rank):
 )
 def data_sets_of_equal_length_count_as_the_same_data(original, first, second):
     return first[0] == second[0]
+
+
+@replaces(
+    DividedBatches.__iter__,
+    killed_by=test_own_batch_samplers.test_any_sampler_loads_what_one_device_loads,
+    strategy="parameter_server",
+)
+def every_rank_gets_all_batches_of_a_users_batch_sampler(original, self):
+    return iter(self.batches)
 
 
 @replaces(StreamComparison.decide, killed_by=test_division.test_streams_are_compared_by_their_first_batches)

@@ -6,7 +6,9 @@ import test_balanced
 import test_balancing
 import test_data_parallel
 import test_first_batch
+import test_parameter_server_own_code
 import test_sampling
+import test_unfreezing
 from lightning.pytorch.strategies import DDPStrategy
 from mutants.faulty import removes, replaces
 
@@ -16,6 +18,7 @@ from cnnstrategies.shares import Deals
 from cnnstrategies.strategies import CompressedDDPStrategy
 from cnnstrategies.strategies.balancing import propose
 from cnnstrategies.strategies.parameter_server.step import Stepper
+from cnnstrategies.strategies.unfreezing import wrap_if_changed
 
 removes(
     check_lengths,
@@ -29,6 +32,21 @@ removes(
 )
 def compressed_ddp_does_not_compress(original, self):
     DDPStrategy.configure_ddp(self)
+
+
+removes(
+    wrap_if_changed,
+    "parameters that are unfrozen later are not averaged",
+    killed_by=test_unfreezing.test_parameters_that_are_unfrozen_later_are_trained_as_on_one_device,
+    noticed_by=(Exception,),
+    name="ddp",
+    accumulated=1,
+)
+removes(
+    Stepper.restore_gradients,
+    "gradients are gone after a step",
+    killed_by=test_parameter_server_own_code.test_gradients_stay_until_the_next_backward,
+)
 
 
 # Shares

@@ -41,6 +41,38 @@ def test_replicas_report_separate_batch_norm_unless_it_is_synchronised():
     assert unknown[0] == "BatchNorm normalises over each process's own images"
 
 
+class Codebook(nn.Module):
+    """A layer with an average of its inputs, a constant, a value that is set once, and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("means", "sizes", "positions", "first"):
+            self.register_buffer(name, torch.zeros(3))
+        self.register_buffer("count", torch.tensor(0))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.first.fill_(1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.means.data.mul_(0.9).add_(0.1 * x.mean())
+        self.sizes[0] = x.size(0)
+        return x + self.positions + self.first
+
+
+class InheritedCodebook(Codebook):
+    """A layer whose base class updates the buffers."""
+
+
+def test_replicas_report_buffers_that_a_users_layer_updates():
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), InheritedCodebook())
+    line = "(InheritedCodebook.means, InheritedCodebook.sizes) are those of rank 0"
+    text = f"buffers that layers update from each process's own images {line}"
+    assert differences_of_replicas(network, 2, 32, RANK_ZERO) == [RANDOM, text]
+    assert differences_of_replicas(network, 1, 32, RANK_ZERO) == []
+
+
 def test_a_pipeline_reports_what_each_microbatch_computes_separately():
     first, second = nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3)
     for norm in (nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm):

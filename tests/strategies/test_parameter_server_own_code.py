@@ -100,6 +100,36 @@ class SecondSteps(Module):
             closure()
 
 
+class Norms(Module):
+    """A module that reads gradients after the optimizer's step, and keeps them over two batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.Parameter(torch.zeros(3, STEPS, dtype=torch.float64), requires_grad=False)
+
+    def _note(self, row: int, column: int) -> None:
+        gradients = [parameter.grad for parameter in self.net.parameters() if parameter.grad is not None]
+        with torch.no_grad():
+            self.norms[row, column] = sum(float(gradient.sum()) for gradient in gradients)
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        self._note(0, index)
+        return super().training_step(batch, index)
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        self._note(1, self.trainer.fit_loop.batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        self._note(2, index)
+
+    def optimizer_zero_grad(self, epoch: int, index: int, optimizer: torch.optim.Optimizer) -> None:
+        if index % 2:
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), 0.1, momentum=0.5)
+
+
 class Scaled(Callback):
     def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
         for parameter in module.parameters():
@@ -111,6 +141,12 @@ def loader(batch: int) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(SAMPLES, 3, 6, 6, generator=generator, dtype=torch.float64)
     return DataLoader(TensorDataset(images, torch.randint(5, (SAMPLES,), generator=generator)), batch)
+
+
+def test_gradients_stay_until_the_next_backward() -> None:
+    """The sums of gradients are part of the module's state. A single worker's gradients are the whole gradients."""
+    verdict = verify(Norms(), loader(8), "parameter_server", devices=1, steps=STEPS)
+    assert verdict.equal, verdict
 
 
 @pytest.mark.parametrize(("kind", "callbacks"), [(Following, ()), (Hooks, (Scaled(),)), (SecondSteps, ())])
@@ -179,6 +215,12 @@ def double(parameter: Tensor) -> None:
     parameter.grad *= 2
 
 
+class ReadsState(Module):
+    def on_train_batch_end(self, *_: Any) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.state[self.net.head.weight]["momentum_buffer"].mul_(0.5)
+
+
 class Rollback(Callback):
     """A callback that loads weights in the middle of training."""
 
@@ -196,6 +238,7 @@ class Rollback(Callback):
         (Replaced, (), 1, "net.head.weight was changed between two steps, or in training_step: the servers"),
         (Sudden, (), 1, "scale.weight was used although the forward of its own module did not run"),
         (Unseen, (), 1, "the gradient of net.head.weight was changed after backward"),
+        (ReadsState, (), 1, "the optimizer's state is read during training, but with strategy parameter_server"),
         (Module, (Rollback(),), 1, "weights were loaded in the middle of training"),
     ],
 )

@@ -12,7 +12,7 @@ from torch import nn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.parameter_server.checks import check_module, check_optimizers
+from cnnstrategies.strategies.parameter_server.checks import check_importable, check_module, check_optimizers
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
 ARGUMENTS = [
@@ -120,6 +120,18 @@ def test_modules_and_callbacks_that_servers_cannot_support_are_refused_with_a_re
     for message, use in USES.items():
         with pytest.raises(ConfigurationError, match=message):
             use()
+
+
+def test_an_optimizer_of_the_script_itself_is_refused_unless_servers_are_forked() -> None:
+    optimizer = WithModes(Module().parameters(), 0.1)
+    check_importable(optimizer, servers(), forked=False)
+    for module in ("__main__", "__mp_main__"):
+        kind = type("InScript", (torch.optim.SGD,), {"__module__": module})
+        optimizer = kind(Module().parameters(), 0.1)
+        check_importable(optimizer, servers(), forked=True)
+        check_importable(optimizer, servers(mode="local"), forked=False)
+        with pytest.raises(ConfigurationError, match=r"InScript is defined in the script .* parameter_server_fork"):
+            check_importable(optimizer, servers(), forked=False)
 
 
 def test_mode_local_allows_what_each_worker_does_separately() -> None:

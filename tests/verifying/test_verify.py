@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import MeanMetric
 
 import cnnstrategies
@@ -68,6 +68,29 @@ def test_a_verdict_of_equality_lists_what_was_compared(strategy: str) -> None:
     if strategy == "ddp":
         assert "5 on 40 samples, 24 of them different, loaded by 2 of 2 processes" in text
         assert "they cover only rank 0's batches: loss, metric_step (set sync_dist=True)" in text
+
+
+class Divided(Data):
+    """Data whose loader divides the samples itself, among a number of processes."""
+
+    def __init__(self, processes: int) -> None:
+        super().__init__()
+        self.processes = processes
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        assert self.trainer is not None
+        dataset = super().train_dataloader().dataset
+        sampler = DistributedSampler(dataset, self.processes, self.trainer.global_rank)
+        return DataLoader(dataset, 4, sampler=sampler)
+
+
+def test_a_run_that_leaves_out_samples_of_an_epoch_is_not_equal() -> None:
+    verdict = cnnstrategies.verify(Module(), Divided(4), "ddp", steps=3)
+    assert not verdict.equal
+    assert "an epoch leaves out 12 of 24 samples, because the sampler gives them to other processes" in str(verdict)
+    verdict = cnnstrategies.verify(Module(), Divided(2), "hybrid_pipeline", steps=3)
+    assert verdict.equal, verdict
+    assert "3 on 24 samples, 24 of them different, loaded by 1 of 2 processes" in str(verdict)
 
 
 @pytest.mark.light

@@ -56,6 +56,7 @@ from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersU
 from cnnstrategies.pretrained import trained_with
 from cnnstrategies.runtime.processes import ended_by
 from cnnstrategies.strategies.exact_means import average_exactly
+from cnnstrategies.strategies.unfreezing import follow_unfreezing
 
 NUM_CLASSES = "model.init_args.num_classes"
 # Subcommands that only load the weights of a checkpoint, and neither train nor evaluate.
@@ -229,6 +230,7 @@ class CLI(LightningCLI):
         if self.trainer is not None:
             check_world(self.trainer)
             average_exactly(self.trainer)
+            follow_unfreezing(self.trainer)
         if self.datamodule is None and not is_overridden(self._own_loader(), self.model):
             raise ConfigurationError(none_given({"data"}))
         if isinstance(self.model, NetworkModule):

@@ -39,6 +39,7 @@ class CombinedWorker:
 
     Attributes:
         step: Number of the step that this worker works on, or will work on next.
+        parameters: The tensors into which received values are written, in the order of the specification.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class CombinedWorker:
         self._rank = rank
         self._own_state = states[rank]
         self._states = states
-        self._parameters = parameters
+        self.parameters = parameters
         self._connect = connect
         self._alive = alive
         self._pause = pause
@@ -304,7 +305,7 @@ class CombinedWorker:
         """Wait until all parameters are up to date. Raises the same errors as :meth:`wait`."""
         # If the leader changes during the wait, `_mark` may grow. The loop then waits for all values again.
         while self._engine is None and min(self._value_marks, default=self._mark) < self._mark:
-            for index in range(len(self._parameters)):
+            for index in range(len(self.parameters)):
                 self.wait(index)
         if self._engine is not None:
             self._engine.wait_all()
@@ -357,7 +358,7 @@ class CombinedWorker:
             return False
         value = self._states[self._leader].values[index]
         if self._staging is None:
-            self._parameters[index].copy_(value)
+            self.parameters[index].copy_(value)
         else:
             self._staging.put(index, value)
         self._value_marks[index] = self._mark

@@ -39,7 +39,7 @@ class LoadingRanks:
         placement: The numbering of the ranks.
         rank: This rank.
         gather: Function that sends a row of numbers to all ranks, and returns the rows of all ranks in rank order.
-        transport: The transport with which batches are handed over.
+        transport: Function that returns the transport with which batches are handed over.
 
     Raises:
         ConfigurationError: A sampler divides the data among a number of processes that does not fit the run.
@@ -51,7 +51,7 @@ class LoadingRanks:
         placement: Placement,
         rank: int,
         gather: Callable[[Row], list[Row]],
-        transport: Transport,
+        transport: Callable[[], Transport],
     ) -> None:
         self._placement = placement
         self._rank = rank
@@ -101,7 +101,7 @@ class LoadingRanks:
         Args:
             own: The indices that this rank has loaded.
         """
-        transport = self._transport
+        transport = self._transport()
         if self._rank:
             for sending in transport.send_object(list(own), 0, "the indices of a batch"):
                 sending.wait()
@@ -157,7 +157,7 @@ class LoadingRanks:
         The replicas of the first stage take the ranks in turn, so that the rows of equally divided data are in the
         order in which a single process would load them.
         """
-        transport, replicas = self._transport, len(self._sources)
+        transport, replicas = self._transport(), len(self._sources)
         target = self._sources[self._rank % replicas]
         sendings = [] if target == self._rank else transport.send_object([batch], target, "a batch")
         parts: list[Any] = []

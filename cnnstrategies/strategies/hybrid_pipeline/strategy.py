@@ -37,7 +37,7 @@ from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule
 from cnnstrategies.pipeline.tracing import decide_by_shapes
-from cnnstrategies.pipeline.transport import PeerError, broadcast_value
+from cnnstrategies.pipeline.transport import PeerError, Transport, broadcast_value, cpu_group
 from cnnstrategies.quantities import Duration, Size, as_timedelta, size_in_bytes
 from cnnstrategies.runtime.processes import end_group_at_exit, failed_before, leave_group_at_exit
 from cnnstrategies.shares import Deals
@@ -266,8 +266,7 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
     def _loading_ranks(self, loader: object) -> LoadingRanks:
         """Return the ranks that load a loader's data. All ranks must call this."""
         if self._examined is None or self._examined[0] is not loader:
-            transport = self._pipeline.transport
-            ranks = LoadingRanks(loader, self.placement, self.global_rank, self._gather, transport)
+            ranks = LoadingRanks(loader, self.placement, self.global_rank, self._gather_early, self._transport)
             self._examined = loader, ranks
         return self._examined[1]
 
@@ -509,6 +508,16 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
 
     def _gather(self, row: list[float]) -> list[list[float]]:
         return gather_rows(row, self._pipeline.transport.control)
+
+    def _gather_early(self, row: list[float]) -> list[list[float]]:
+        """Gather rows of numbers, also before the set-up: `configure_optimizers` may ask for the length of an epoch."""
+        if self.pipeline is not None:
+            return self._gather(row)
+        with cpu_group(self.time_limit) as group:
+            return gather_rows(row, group)
+
+    def _transport(self) -> Transport:
+        return self._pipeline.transport
 
     # Checkpoints
 

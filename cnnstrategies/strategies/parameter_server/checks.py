@@ -81,6 +81,26 @@ def check_optimizers(optimizers: list[Optimizer], options: ParameterServerOption
         _check_served(optimizers[0])
 
 
+def check_importable(optimizer: Optimizer, options: ParameterServerOptions, forked: bool) -> None:
+    """Raise a ConfigurationError for an optimizer class that the servers cannot import.
+
+    Args:
+        optimizer: The module's optimizer.
+        options: The strategy's options.
+        forked: Whether the servers are forked from the process that has imported the class. Otherwise the servers are
+            other programs.
+    """
+    kind = type(optimizer)
+    if options.mode == "local" or (forked and not options.endpoints):
+        return
+    if kind.__module__ in ("__main__", "__mp_main__"):
+        raise ConfigurationError(
+            f"{kind.__name__} is defined in the script or notebook itself, but the servers are other programs, which "
+            "import the optimizer's class: move the class to a module that the script imports, or use strategy "
+            "parameter_server_fork or ddp"
+        )
+
+
 def _check_served(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):

@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from cnnstrategies._lightning_private import leave_signals
 from cnnstrategies.cluster.run_identity import run_identity
-from cnnstrategies.data.sampling import seed_all
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.paramserver.api import Worker
@@ -31,10 +30,11 @@ from cnnstrategies.paramserver.places import (
 )
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.runtime.helper_processes import shield_helpers
-from cnnstrategies.runtime.seeds import mixed_seed
+from cnnstrategies.runtime.seeds import mixed_seed, seed_all
 from cnnstrategies.runtime.stop_signals import STOPPING, Repeated, acting_on, end_process
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
+from cnnstrategies.strategies.parameter_server.served_state import reading_state
 from cnnstrategies.strategies.parameter_server.start import (
     agreed_specification,
     connection,
@@ -340,7 +340,8 @@ class JoiningStrategy(ParameterServerStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return optimizer.state_dict()
+        with reading_state(optimizer):
+            return optimizer.state_dict()
 
 
 def check_parameters(run: Specification, configured: Specification) -> None:

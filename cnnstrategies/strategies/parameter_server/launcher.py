@@ -40,6 +40,7 @@ from cnnstrategies.runtime.processes import end_with_parent
 from cnnstrategies.runtime.stop_signals import STOPPING, LimitsStop, cleaned_up, ends_on_signals, passing_on
 from cnnstrategies.strategies.parameter_server.checks import check_callbacks, check_dispatch
 from cnnstrategies.strategies.parameter_server.run import INCARNATION, SESSIONS, choose_rendezvous, open_supervision
+from cnnstrategies.strategies.pickling import explaining_pickling
 
 ENDED = 75  # Exit code (EX_TEMPFAIL) of a rank that ends because another process of the run has failed.
 FORWARDED = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)  # Signals that are forwarded to the ranks.
@@ -155,7 +156,8 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
             receiver, sender = context.Pipe(duplex=False)
             rank_args = (local_rank, incarnation, sender, (trainer, function, args, kwargs), state)
             process = context.Process(target=self._run_rank, args=rank_args, name=f"rank {local_rank}")  # type: ignore[attr-defined]
-            process.start()
+            with explaining_pickling(self._start_method):
+                process.start()
             sender.close()
             pipes.append(receiver)
             return Forked(process)

@@ -1,5 +1,6 @@
 """A worker's training step: hooks push gradients during backward, and make forward passes wait for new parameters."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.strategies.observer_hooks import tensors_in
+from cnnstrategies.strategies.parameter_server.served_state import ServedState
 
 # Number of steps at the start of training that record which parameters are read outside of their own modules.
 NOTED_STEPS = 2
@@ -81,6 +83,7 @@ class Stepper:
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._frozen = [not parameter.requires_grad for parameter in self.parameters]
         self._names = [info.name for info in specification.parameters]
+        self._rounds = specification.pull_compression != "none"  # Whether received values may be rounded.
         self._early = early
         self._sees_weights = sees_weights
         self._readers = Readers(module, self._index)
@@ -105,24 +108,33 @@ class Stepper:
         self._handles: list[Any] = []  # Handles of all hooks that this object has registered.
         if not sync_every and early:
             for index, parameter in enumerate(self.parameters):
-                if self._frozen[index]:
-                    continue
-                handle = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
+                if parameter.requires_grad:
+                    self._push_from_backward(index)
         for child in () if sync_every else module.modules():
             indices = [self._index[id(p)] for p in child.parameters(recurse=False) if id(p) in self._index]
             if indices:
                 # This hook must run first: another hook may compute a weight from parameters, as torch's weight_norm
                 # does, and must read new values.
                 self._handles.append(child.register_forward_pre_hook(self._waiter(indices), prepend=True))
+        # Keys: indices of parameters. Values: the gradients that are hidden from the optimizer while it steps.
+        self._hidden: dict[int, Tensor] = {}
+        self._state = ServedState()
         if not sync_every:
+            optimizer.state = self._state
             self._handles.append(optimizer.register_step_pre_hook(self._take_gradients))
+            self._handles.append(optimizer.register_step_post_hook(self.restore_gradients))
+
+    def _push_from_backward(self, index: int) -> None:
+        hook = self._hook(index)
+        self._handles.append(self.parameters[index].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Remove all hooks that this object has registered."""
+        """Remove all hooks that this object has registered, and give the optimizer a state that can be read."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self.optimizer.state is self._state:
+            self.optimizer.state = defaultdict(dict)
 
     def leaves_out(self) -> bool:
         """Return whether the next batch must be skipped, because the other nodes have already made the batch's step.
@@ -153,6 +165,9 @@ class Stepper:
 
         On entry the context waits for the parameters that code may read outside of their own modules.
         """
+        if not self._sync_every:
+            self._check_held()
+            self._follow_unfreezing()
         if self._sync_every or self._noted >= NOTED_STEPS:
             for index in () if self._sync_every else self._readers.indices:
                 self.worker.wait(index)
@@ -161,6 +176,37 @@ class Stepper:
         self.worker.wait_all()
         with self._readers.noting():
             yield
+
+    def _check_held(self) -> None:
+        """Refuse parameters that were added to the optimizer, because the servers do not hold these parameters."""
+        held = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if held != len(self.parameters):
+            raise ConfigurationError(
+                f"the optimizer has {held} parameters, but had {len(self.parameters)} parameters when training began, "
+                "and the servers hold only these: pass all parameters to the optimizer in configure_optimizers, and "
+                "freeze and unfreeze them with requires_grad_ (as BaseFinetuning.make_trainable does), or use "
+                "`mode: local` or strategy ddp"
+            )
+
+    def _follow_unfreezing(self) -> None:
+        """Train parameters that were unfrozen since the last step."""
+        for index, parameter in enumerate(self.parameters):
+            if not self._frozen[index] or not parameter.requires_grad:
+                continue
+            self.worker.wait(index)
+            served = self.worker.parameters[index]
+            rounding = 1e-2 if self._rounds else 0.0
+            if not torch.allclose(served, parameter.detach(), rtol=rounding, atol=rounding**2):
+                raise ConfigurationError(
+                    f"{self._names[index]} was changed while it was frozen, and is trained now, but the servers hold "
+                    "the old value: unfreeze it before a new fit, or use `mode: local` or strategy ddp"
+                )
+            # From now on the worker writes received values into the parameter itself.
+            parameter.data = served
+            self._frozen[index] = False
+            if self._early:
+                self._push_from_backward(index)
+            self._written[index], self._memory[index] = writes(parameter), parameter.data_ptr()
 
     def before_backward(self) -> None:
         """Begin to push gradients before the last backward of a step.
@@ -258,7 +304,7 @@ class Stepper:
         return wait
 
     def _take_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Wrap the closure of the optimizer's step, so that the closure pushes the gradients and then removes them.
+        """Wrap the closure of the optimizer's step, so that the closure pushes the gradients and then hides them.
 
         This is a pre-hook of the optimizer's step. The servers update the parameters, so this worker's optimizer must
         leave them unchanged. An optimizer that finds no gradients does so.
@@ -266,20 +312,41 @@ class Stepper:
         closure = kwargs["closure"]
 
         def closure_then_push() -> Any:
+            self._state.readable = False  # The closure calls hooks of the user.
             output = closure()
+            self._state.readable = True
             if self._left_out:
                 self._left_out -= 1
+                self._hide_gradients()
                 return output
             self._check()
             self._begin()
             for index, parameter in enumerate(self.parameters):
                 if parameter.grad is not None and index not in self._pushed:
                     self.worker.push(index, parameter.grad)
-                parameter.grad = None
+            self._hide_gradients()
             self._end()
             return output
 
+        self._state.readable = True
         return args, {**kwargs, "closure": closure_then_push}
+
+    def _hide_gradients(self) -> None:
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self._hidden[index] = parameter.grad
+                parameter.grad = None
+
+    def restore_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Make the gradients readable again. This is a post-hook of the optimizer's step.
+
+        As on one device, the gradients stay until ``zero_grad``, and are added to the gradients of the next backward if
+        the user's ``optimizer_zero_grad`` keeps them.
+        """
+        self._state.readable = False
+        for index, gradient in self._hidden.items():
+            self.parameters[index].grad = gradient
+        self._hidden.clear()
 
     def _check(self) -> None:
         """Refuse uses of gradients or weights that would give different results from a run on one device.
@@ -302,8 +369,8 @@ class Stepper:
             if self._frozen[index]:
                 if parameter.grad is not None:
                     raise ConfigurationError(
-                        f"{self._names[index]} was frozen when training began and has a gradient now, but the servers "
-                        "do not train it: unfreeze it before a new fit, or use strategy ddp"
+                        f"{self._names[index]} was unfrozen during a batch: unfreeze it in on_train_batch_start, in "
+                        "on_train_epoch_start or in another hook that runs before the batch"
                     )
                 continue
             if parameter.grad is not None and index not in self._waited and index not in awaited:

@@ -27,7 +27,12 @@ from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.dealing import Dealing
 from cnnstrategies.strategies.observer_hooks import HookContexts, gradient_observers, weight_observers
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
-from cnnstrategies.strategies.parameter_server.checks import check_module, check_optimizers, watch_gradients
+from cnnstrategies.strategies.parameter_server.checks import (
+    check_importable,
+    check_module,
+    check_optimizers,
+    watch_gradients,
+)
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
 from cnnstrategies.strategies.parameter_server.options import (
     Dispatch,
@@ -36,6 +41,7 @@ from cnnstrategies.strategies.parameter_server.options import (
     usual_staleness,
     usual_sync_every,
 )
+from cnnstrategies.strategies.parameter_server.served_state import reading_state
 from cnnstrategies.strategies.parameter_server.start import (
     average_buffers,
     join_servers,
@@ -240,6 +246,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             self._outer_state = None
             self._dispatch.has_loader = False
             check_optimizers(self.optimizers, self.options)
+            check_importable(self.optimizers[0], self.options, self._start == "fork")
         self.setup_precision_plugin()
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ConfigurationError(
@@ -481,7 +488,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
             optimizer = optimizer.optimizer
         if self._stepper is None or self.options.mode == "local":
             return optimizer.state_dict()
-        state = optimizer.state_dict()
+        with reading_state(optimizer):
+            state = optimizer.state_dict()
         served = self._servers_state()
         if served is not None:
             state["state"] = served["state"]
