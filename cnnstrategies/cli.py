@@ -53,8 +53,9 @@ def _run(arguments: Sequence[str]) -> None:
     from cnnstrategies.commands.arguments.keys import accepted, with_underscores
     from cnnstrategies.commands.arguments.options import COMMANDS
     from cnnstrategies.commands.arguments.refuse import show
-    from cnnstrategies.runtime.processes import STARTER, end_with_parent, starter_variable
+    from cnnstrategies.runtime.processes import STARTER, end_with_parent, end_with_supervision, starter_variable
 
+    end_with_supervision()
     if os.environ.get("LOCAL_RANK", "0") != "0":
         starter = starter_variable(STARTER)
         end_with_parent(None if starter is None else int(starter))

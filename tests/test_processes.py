@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from cnnstrategies import ImageClassifier
 from cnnstrategies.commands.run import outcome
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.runtime.processes import STARTER, end_with_parent, killed_rank, spawned_by_a_thread
+from cnnstrategies.runtime.processes import ENDS_WITH, STARTER, end_with_parent, killed_rank, spawned_by_a_thread
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 
 
@@ -94,11 +94,12 @@ def test_starting_a_process_that_dies_or_stops_in_its_imports_does_not_block(mon
 
 
 @pytest.mark.warm
-def test_a_rank_whose_starter_has_ended_during_its_imports_ends():
+@pytest.mark.parametrize(("rank", "starter"), [("1", STARTER), ("0", ENDS_WITH)])
+def test_a_rank_whose_starter_has_ended_during_its_imports_ends(rank, starter):
     """Otherwise the rank would wait half an hour for the other ranks."""
-    rank = [sys.executable, str(ROOT / "cli.py"), "fit", f"--config={ROOT / 'configs/quickstart.yaml'}"]
-    environment = {**os.environ, "LOCAL_RANK": "1", "MASTER_PORT": "1", STARTER: str(ended())}
-    assert subprocess.run(rank, env=environment, timeout=60).returncode == -signal.SIGKILL
+    words = [sys.executable, str(ROOT / "cli.py"), "fit", f"--config={ROOT / 'configs/quickstart.yaml'}"]
+    environment = {**os.environ, "LOCAL_RANK": rank, "MASTER_PORT": "1", starter: str(ended())}
+    assert subprocess.run(words, env=environment, timeout=60).returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("strategy", [HybridPipelineStrategy, ParameterServerStrategy])

@@ -36,6 +36,8 @@ from cnnstrategies.runtime.stop_signals import cleaned_up
 # Environment variable: path of a symbolic link that the first failing rank of this machine creates.
 REFUSED = "CNNSTRATEGIES_REFUSED"
 STARTER = "CNNSTRATEGIES_STARTER"  # Environment variable: id of the process that started the ranks of this machine.
+# Environment variable: id of the supervision process that has started this rank.
+ENDS_WITH = "CNNSTRATEGIES_ENDS_WITH"
 PREFIX = "cnnstrategies_"  # Prefix of the symbolic link's name.
 PR_SET_PDEATHSIG = 1  # This constant and the next are from linux/prctl.h.
 PR_SET_NAME = 15
@@ -55,6 +57,15 @@ def end_with_parent(parent: int | None) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent not in (None, os.getppid()):
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with_supervision() -> None:
+    """Make the kernel kill this process when its supervision process ends, if this process is a supervised rank.
+
+    The environment variable is removed, because programs that this rank starts have a different parent process.
+    """
+    if (parent := os.environ.pop(ENDS_WITH, None)) is not None:
+        end_with_parent(int(parent))
 
 
 def end_group_at_exit() -> None:

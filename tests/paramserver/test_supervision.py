@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,9 @@ from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.core.requests import DONE
 from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched
-from cnnstrategies.strategies.parameter_server.launcher import RankReports, exit_code
+from cnnstrategies.runtime.processes import ENDS_WITH
+from cnnstrategies.strategies.parameter_server import launcher
+from cnnstrategies.strategies.parameter_server.launcher import RankReports, WatchingScriptLauncher, exit_code
 
 CUT_OFF = [["worker", 1, 0], ["server", 1, 0]]
 OTHER = [["worker", 2, 0]]
@@ -206,6 +209,14 @@ def test_a_stopped_run_ends_with_the_signals_code_even_if_ranks_were_killed(code
     with pytest.raises(SystemExit) as end:
         RankReports().result(node, max(codes))
     assert end.value.code == code
+
+
+def test_each_rank_program_ends_with_its_supervision_process(monkeypatch):
+    monkeypatch.setattr(launcher.subprocess, "Popen", lambda words, env: env)
+    place = {"main_address": "alpha", "main_port": 1, "node_rank": lambda: 0}
+    strategy = SimpleNamespace(cluster_environment=SimpleNamespace(**place), num_processes=2, num_nodes=1)
+    ranks = [WatchingScriptLauncher(strategy).start_rank(local_rank, 0) for local_rank in range(2)]
+    assert [rank[ENDS_WITH] for rank in ranks] == [str(os.getpid())] * 2
 
 
 def test_services_stay_until_other_nodes_workers_have_left():

@@ -36,7 +36,7 @@ from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.private_directory import let_go
 from cnnstrategies.paramserver.services import Forked, Handle, StartMethod
 from cnnstrategies.paramserver.supervision import Supervision, Watched
-from cnnstrategies.runtime.processes import end_with_parent
+from cnnstrategies.runtime.processes import ENDS_WITH, end_with_parent, end_with_supervision
 from cnnstrategies.runtime.stop_signals import STOPPING, LimitsStop, cleaned_up, ends_on_signals, passing_on
 from cnnstrategies.strategies.parameter_server.checks import check_callbacks, check_dispatch
 from cnnstrategies.strategies.parameter_server.run import INCARNATION, SESSIONS, choose_rendezvous, open_supervision
@@ -231,12 +231,19 @@ class WatchingScriptLauncher(_Watching, ScriptLauncher):
         """
         training = self.check(trainer)
         if self.cluster_environment.creates_processes_externally:
+            end_with_supervision()  # The command line has done this already, but a user's script has not.
             return super().launch(function, *args, trainer=trainer, **kwargs)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        supervision = self.watch(training, "program", self._start_rank)
+        supervision = self.watch(training, "program", self.start_rank)
         sys.exit(exit_code([worker.code or 0 for worker in supervision.workers], supervision.stop_signal))
 
-    def _start_rank(self, local_rank: int, incarnation: int) -> Handle:
+    def start_rank(self, local_rank: int, incarnation: int) -> Handle:
+        """Start the script as a rank, and return the rank's process.
+
+        Args:
+            local_rank: Local rank of the process.
+            incarnation: Number of times that the rank was started before.
+        """
         environment = {
             **os.environ,
             "MASTER_ADDR": self.cluster_environment.main_address,
@@ -245,6 +252,7 @@ class WatchingScriptLauncher(_Watching, ScriptLauncher):
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(self.num_processes * self.num_nodes),
             INCARNATION: str(incarnation),
+            ENDS_WITH: str(os.getpid()),
         }
         return subprocess.Popen(script_command(), env=environment)
 
