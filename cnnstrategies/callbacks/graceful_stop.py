@@ -19,7 +19,7 @@ from cnnstrategies._lightning_private import ask_of_sigterm, leave_signals
 from cnnstrategies.errors import StoppedTogether
 from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.runtime.helper_processes import shield_helpers
-from cnnstrategies.runtime.stop_signals import Repeated, acting_on, expected_repeats, settle
+from cnnstrategies.runtime.stop_signals import LimitsStop, Repeated, acting_on, expected_repeats, settle
 from cnnstrategies.strategies.protocol import facts_of
 
 CHECK_SECONDS = 0.5  # Seconds between two exchanges of the flags that tell whether a rank has received a signal.
@@ -30,7 +30,7 @@ LOST_WORKER = "DataLoader worker"  # Beginning of torch's error messages about a
 BARS = ("val", "train")  # Prefixes of the properties of TQDMProgressBar that return the bars of a training run.
 
 
-class GracefulStop(Callback):
+class GracefulStop(LimitsStop, Callback):
     """Callback that stops a run after SIGINT, SIGTERM or a scheduler's warning, with a checkpoint ``last.ckpt``.
 
     A run stops only after a batch in which the optimizer has made a step, because a checkpoint does not contain

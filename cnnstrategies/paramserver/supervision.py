@@ -94,6 +94,9 @@ class Supervision:
     Attributes:
         watched: The supervised processes.
         deaths: Descriptions of the processes that did not end as planned.
+        stop_seconds: Longest time in seconds that the workers may take to stop after a signal. A worker limits this
+            time itself, so the supervision process kills only workers that have not ended later.
+        stop_signal: The first signal that the supervision process has sent to the workers to stop the run; None before.
     """
 
     def __init__(self, coordinator: Address, keys: KeyPair | None = None) -> None:
@@ -101,8 +104,10 @@ class Supervision:
         self.keys = keys
         self.watched: list[Watched] = []
         self.deaths: list[str] = []
+        self.stop_seconds = 0.0
+        self.stop_signal: int | None = None
         self._asked_at = self._heard_at = self._looked_at = time.monotonic()
-        self._ended_at: float | None = None
+        self._end_by: float | None = None  # Time after which workers are killed; None while the run continues.
         self._over = False  # whether the coordinator has reported that its session is over
         # Role, id and incarnation of the members that the coordinator has removed because it received no heartbeats.
         self._missed: set[tuple[str, int, int]] = set()
@@ -152,16 +157,17 @@ class Supervision:
         if now - self._asked_at > ASK_EVERY and not (self._stopping or self._over):
             self.ask()
             self._asked_at = time.monotonic()
-        if self._ended_at is not None and now - self._ended_at > self.coordinator.timeout + GRACE:
+        if self._end_by is not None and now > self._end_by:
             for child in self._running(WORKER):
                 self.deaths.append(f"{child} did not end by itself")
                 child.handle.send_signal(signal.SIGKILL)
-            self._ended_at = now
+            self._end_by = now + self.coordinator.timeout + GRACE
 
     def send_signal(self, signum: int) -> None:
         """Send a signal to all running workers. After SIGINT, SIGTERM or SIGKILL, no process is started again."""
         if signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-            self._run_ends()
+            self.stop_signal = self.stop_signal or signum
+            self._run_ends(self.stop_seconds)
         for child in self._running(WORKER):
             child.handle.send_signal(signum)
 
@@ -178,7 +184,7 @@ class Supervision:
                 self.deaths.append(f"{child} {child.reason}")
                 print(self.deaths[-1], file=sys.stderr, flush=True)
         heard = time.monotonic()
-        while not (at_once or self._over or self._ended_at is not None):
+        while not (at_once or self._over or self._end_by is not None):
             if self.ask():
                 heard = time.monotonic()
             # If no live coordinator is on this node, give up at once. A live coordinator that does not reply may be
@@ -218,7 +224,7 @@ class Supervision:
         # Once a worker has finished, the other workers do not admit new workers, so a killed worker is not replaced.
         finished = any(worker.code == 0 for worker in self.workers)
         over = (child.role == WORKER and (self._over or finished)) or (child.role == COORDINATOR and self._over)
-        replaced = killed and child.restarts > 0 and self._ended_at is None and not over
+        replaced = killed and child.restarts > 0 and self._end_by is None and not over
         how = child.reason or ending(code)
         death = f"{child} {how}"
         if killed or child.role != WORKER:
@@ -259,7 +265,7 @@ class Supervision:
         This is the case if the coordinator had removed the process because of missing heartbeats. If the coordinator
         cannot be reached now, return None, so that a later call decides.
         """
-        if not 0 < code < 128 or child.role == COORDINATOR or self._over or self._ended_at is not None:
+        if not 0 < code < 128 or child.role == COORDINATOR or self._over or self._end_by is not None:
             return False
         if self.ask():
             return child.member in self._missed
@@ -271,9 +277,9 @@ class Supervision:
             child.ended = now
         return None if now - child.ended < self.coordinator.appear else False
 
-    def _run_ends(self) -> None:
-        if self._ended_at is None:
-            self._ended_at = time.monotonic()
+    def _run_ends(self, seconds: float = 0.0) -> None:
+        if self._end_by is None:
+            self._end_by = time.monotonic() + max(seconds, self.coordinator.timeout) + GRACE
 
     def end_the_stopped(self, now: float) -> None:
         """Kill processes that have been stopped, for example by SIGSTOP, for longer than the time-out.

@@ -70,6 +70,16 @@ def expected_repeats() -> int:
     return int(os.environ.get(PASSES_ON) == str(os.getppid()))
 
 
+class LimitsStop:
+    """Base class of a callback that ends its rank in time after a signal, even if the rank has not stopped by itself.
+
+    Attributes:
+        grace: Longest time in seconds from the signal to the end of the rank.
+    """
+
+    grace: float
+
+
 class _SignalThread:
     """The thread of this process that acts on signals.
 

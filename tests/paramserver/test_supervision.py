@@ -12,6 +12,7 @@ from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.core.requests import DONE
 from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched
+from cnnstrategies.strategies.parameter_server.launcher import RankReports, exit_code
 
 CUT_OFF = [["worker", 1, 0], ["server", 1, 0]]
 OTHER = [["worker", 2, 0]]
@@ -160,6 +161,51 @@ def test_workers_are_restarted_only_in_the_first_session(first, capsys, monkeypa
         node.start(watched)
     node.look()
     assert other.signals == [signal.SIGKILL] * first
+
+
+@pytest.mark.parametrize(("stop_seconds", "limit"), [(0.0, 65.0), (100.0, 105.0)])
+def test_workers_that_stop_after_a_signal_have_the_time_that_they_limit_themselves(stop_seconds, limit, monkeypatch):
+    """Workers that needed longer than the time-out for their last checkpoint were once killed while they saved it."""
+    now = time.monotonic()
+    monkeypatch.setattr(supervision.time, "monotonic", lambda: now)
+    node, worker = Node(timeout=60.0), Process(dies=True)
+    node.stop_seconds = stop_seconds
+    node.start(Watched("worker", 1, lambda incarnation: worker))
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        node.send_signal(signum)
+        worker.code = None  # The worker saves its checkpoint first.
+    now += limit - 1
+    node.look()
+    assert worker.signals == [signal.SIGTERM, signal.SIGINT]
+    now += 2
+    node.look()
+    assert worker.signals[2:] == [signal.SIGKILL]
+    assert node.stop_signal == signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("codes", "stop_signal", "code"),
+    [
+        ([143, 0], signal.SIGTERM, 143),
+        ([-9, -9], signal.SIGTERM, 143),
+        ([0, -9], signal.SIGINT, 130),
+        ([0, 0], signal.SIGTERM, 0),
+        ([1, -9], signal.SIGTERM, 1),
+        ([0, -9], None, 0),
+        ([-9, -9], None, 1),
+        ([2, 75], None, 2),
+    ],
+)
+def test_a_stopped_run_ends_with_the_signals_code_even_if_ranks_were_killed(codes, stop_signal, code):
+    assert exit_code(codes, stop_signal) == code
+    if stop_signal is None or code in (0, 1):
+        return
+    # Forked and spawned ranks that were killed have reported nothing.
+    node = Node()
+    node.stop_signal = stop_signal
+    with pytest.raises(SystemExit) as end:
+        RankReports().result(node, max(codes))
+    assert end.value.code == code
 
 
 def test_services_stay_until_other_nodes_workers_have_left():

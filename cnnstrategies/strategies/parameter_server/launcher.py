@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,7 +37,7 @@ from cnnstrategies.paramserver.private_directory import let_go
 from cnnstrategies.paramserver.services import Forked, Handle, StartMethod
 from cnnstrategies.paramserver.supervision import Supervision, Watched
 from cnnstrategies.runtime.processes import end_with_parent
-from cnnstrategies.runtime.stop_signals import STOPPING, cleaned_up, ends_on_signals, passing_on
+from cnnstrategies.runtime.stop_signals import STOPPING, LimitsStop, cleaned_up, ends_on_signals, passing_on
 from cnnstrategies.strategies.parameter_server.checks import check_callbacks, check_dispatch
 from cnnstrategies.strategies.parameter_server.run import INCARNATION, SESSIONS, choose_rendezvous, open_supervision
 from cnnstrategies.strategies.pickling import explaining_pickling
@@ -51,6 +51,7 @@ class _Watching:
 
     _strategy: Any
     _supervision: Supervision | None = None
+    _stop_seconds = 0.0  # Longest time in seconds that the ranks may take to stop after a signal.
 
     def check(self, trainer: Trainer | None) -> bool:
         """Check that the run works with parameter servers, and return whether the run trains.
@@ -61,9 +62,11 @@ class _Watching:
         if trainer is None:
             return False
         self._strategy.check()
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        self._stop_seconds = max((limit.grace for limit in callbacks if isinstance(limit, LimitsStop)), default=0.0)
         if trainer.state.fn != TrainerFn.FITTING:
             return False
-        check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+        check_callbacks(callbacks)
         check_dispatch(trainer, self._strategy.options)
         return True
 
@@ -96,6 +99,7 @@ class _Watching:
                 contextlib.ExitStack() as at_end,
             ):
                 self._supervision = supervision
+                supervision.stop_seconds = self._stop_seconds
                 at_end.enter_context(cleaned_up(partial(supervision.send_signal, signal.SIGKILL)))
                 at_end.enter_context(passing_on(FORWARDED, self._send_to_all))
                 for local_rank in range(layout.processes):
@@ -158,11 +162,11 @@ class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
             pipes.append(receiver)
             return Forked(process)
 
-        reports = _Reports()
+        reports = RankReports()
         supervision = self.watch(training, "fork" if forked else "program", start_rank, lambda: reports.read(pipes))
         reports.read(pipes)
         code = max((worker.code or 0 for worker in supervision.workers), default=0)
-        output = reports.result(supervision.deaths, code)
+        output = reports.result(supervision, code)
         if trainer is None:
             return output
         self._already_fit |= training
@@ -230,10 +234,7 @@ class WatchingScriptLauncher(_Watching, ScriptLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         supervision = self.watch(training, "program", self._start_rank)
-        codes = [worker.code or 0 for worker in supervision.workers]
-        # A negative exit code means that a worker was killed and not restarted. The other workers have continued the
-        # run, so the run has failed only if all workers were killed.
-        sys.exit(2 if 2 in codes else max(0, *codes) or int(all(code < 0 for code in codes)))
+        sys.exit(exit_code([worker.code or 0 for worker in supervision.workers], supervision.stop_signal))
 
     def _start_rank(self, local_rank: int, incarnation: int) -> Handle:
         environment = {
@@ -248,8 +249,23 @@ class WatchingScriptLauncher(_Watching, ScriptLauncher):
         return subprocess.Popen(script_command(), env=environment)
 
 
-class _Reports:
-    """Reports that the ranks send when they end.
+def exit_code(codes: Sequence[int], stop_signal: int | None) -> int:
+    """Return the exit code of the process that has started the ranks of a node.
+
+    Args:
+        codes: Exit codes of the ranks. A negative code means that a rank was killed and not restarted.
+        stop_signal: Signal that was passed on to the ranks to stop the run; None if there was no signal.
+    """
+    if (code := 2 if 2 in codes else max(0, *codes)) > 0:
+        return code
+    if stop_signal is not None and min(codes) < 0:
+        return 128 + stop_signal  # The rank has not stopped in time, or a second signal has ended the rank.
+    # Other workers continue the run of a killed worker, so the run has failed only if all workers were killed.
+    return int(all(code < 0 for code in codes))
+
+
+class RankReports:
+    """RankReports that the ranks send when they end.
 
     Attributes:
         received: Kind, rank and value of each report. The value of kind ``result`` is the result of the rank's
@@ -272,11 +288,11 @@ class _Reports:
             except (EOFError, OSError):
                 pipes.remove(pipe)
 
-    def result(self, deaths: list[str], code: int) -> Any:
+    def result(self, supervision: Supervision, code: int) -> Any:
         """Return the result of rank 0, or raise the error that has ended the ranks.
 
         Args:
-            deaths: A line of text for each process that has died.
+            supervision: The supervision of the ranks, which have ended.
             code: Largest exit code of a rank.
 
         Raises:
@@ -295,7 +311,11 @@ class _Reports:
                 return value
         if code > 128:
             sys.exit(code)
+        if supervision.stop_signal is not None:
+            sys.exit(128 + supervision.stop_signal)  # The ranks were killed before they stopped by themselves.
         for kind, _, value in self.received:
             if kind == "ended":
                 raise RunEnded(value)
-        raise RunEnded("; ".join(deaths) or f"the ranks ended with exit code {code}, and returned no result")
+        raise RunEnded(
+            "; ".join(supervision.deaths) or f"the ranks ended with exit code {code}, and returned no result"
+        )
