@@ -4,12 +4,15 @@ import math
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from cnnstrategies.callbacks.tables import print_table, relative
+from cnnstrategies.data.division import has_map, samplers_of
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.models.samples import samples_of
@@ -151,7 +154,34 @@ def training_batch(trainer: Trainer, size: int | None) -> Row:
         text += ", loaded by one process"
     if batches != float("inf"):
         text += f"; {math.ceil(batches / accumulated)} steps an epoch"
+        if sampler is None:
+            text += epoch_samples(trainer, trainer.train_dataloader, batches)
     return "global batch", text
+
+
+def epoch_samples(trainer: Trainer, loader: Any, batches: float) -> str:
+    """Return a text with the number of samples in an epoch, and the number of samples in the data set.
+
+    The text is empty if the numbers are not known. It does not name the data set's number if the processes may have
+    different data sets.
+
+    Args:
+        trainer: The trainer.
+        loader: A user's loader.
+        batches: Number of batches in an epoch.
+    """
+    size, count = getattr(loader, "batch_size", None), loading(trainer, loader)
+    if not has_map(getattr(loader, "loader", loader)) or size is None:
+        return ""
+    sampler = next((entry for entry in samplers_of(loader) if isinstance(entry, DistributedSampler)), None)
+    each = sized_len(loader.sampler if sampler is None else sampler)
+    whole = sized_len(loader.dataset)
+    if each is None or whole is None:
+        return ""
+    samples = min(each, int(batches) * size) * count
+    if sampler is None:
+        return f", {samples:,} samples" if count > 1 else f", {samples:,} of {whole:,} samples"
+    return f", {min(samples, whole):,} of {whole:,} samples"
 
 
 def evaluation_batch(trainer: Trainer, size: int | None, loader: Any) -> Row:

@@ -10,7 +10,7 @@ from conftest import quiet_trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import StartPanel, start_panel
@@ -78,7 +78,7 @@ def test_each_trainer_function_in_a_script_says_what_it_does(capsys):
     assert training == {
         "strategy": "single_device",
         "devices": "1 CPU process on 1 node",
-        "global batch": "12 images = 6 x 2 accumulated; 2 steps an epoch",
+        "global batch": "12 images = 6 x 2 accumulated; 2 steps an epoch, 20 of 20 samples",
         "parameters": f"{whole:,}, of which {whole - frozen:,} are trained",
         "precision": "32-true, channels_last",
         "unlike one device": "nothing",
@@ -117,6 +117,9 @@ def test_the_global_batch_is_what_a_step_is_made_of():
     dealt = SimpleNamespace(sampler=ShuffledBatches(640, 64, 0, 3, 0, drop_last=False))
     unequal = trainer_like(None, 3, train_dataloader=dealt)
     assert start_panel.training_batch(unequal, 22) == ("global batch", f"64 images = 3 processes x 21 or 22{steps}")
+    part = DistributedSampler(range(48), num_replicas=4, rank=0)
+    half = trainer_like(None, 2, num_training_batches=2, train_dataloader=DataLoader(range(48), 8, sampler=part))
+    assert start_panel.training_batch(half, 8)[1].endswith("; 2 steps an epoch, 24 of 48 samples")
     endless = trainer_like(None, num_training_batches=float("inf"))
     assert start_panel.training_batch(endless, 8) == ("global batch", "8 images")
 
