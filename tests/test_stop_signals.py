@@ -18,7 +18,9 @@ from cnnstrategies.runtime.stop_signals import (
     cleaned_up,
     ends_on_signals,
     interruptible,
+    passing_on,
     raise_if_interrupted,
+    settle,
 )
 
 FORKED = """
@@ -114,6 +116,45 @@ def test_the_inner_action_counts_and_handlers_are_restored():
         print(*actions, flush=True)
 
     assert run_forked(run, timeout=60) == (0, "inner outer other\n")
+
+
+def test_an_action_that_fails_does_not_end_the_thread():
+    """Otherwise `settle` would wait forever, and each training step calls it."""
+
+    def run() -> None:
+        with acting_on([signal.SIGTERM], lambda signum: print(1 // (signum - signal.SIGTERM))):
+            os.kill(os.getpid(), signal.SIGTERM)
+            settle()
+            settle()
+
+    code, output = run_forked(run, timeout=60)
+    assert code == 0
+    assert output.endswith("ZeroDivisionError: integer division or modulo by zero\n")
+
+
+def test_a_forked_process_acts_on_its_own_signals_alone():
+    def run() -> None:
+        with acting_on([signal.SIGTERM], lambda _: os._exit(1)):
+            child = os.fork()
+            if child == 0:
+                with ends_on_signals():
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(1000)
+            print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+    assert run_forked(run, timeout=60) == (0, "child 143\n")
+
+
+def test_a_process_that_has_started_ranks_passes_signals_on():
+    def run() -> None:
+        sent: list[int] = []
+        with passing_on([signal.SIGUSR1, signal.SIGTERM], lambda signum: not sent.append(signum)):
+            for signum in (signal.SIGUSR1, signal.SIGTERM):
+                os.kill(os.getpid(), signum)
+                settle()
+        print(*sent, flush=True)
+
+    assert run_forked(run, timeout=60) == (0, f"{signal.SIGUSR1:d} {signal.SIGTERM:d}\n")
 
 
 def wait_for(actions: list[str], count: int) -> None:

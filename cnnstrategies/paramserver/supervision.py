@@ -167,7 +167,7 @@ class Supervision:
         """Send a signal to all running workers. After SIGINT, SIGTERM or SIGKILL, no process is started again."""
         if signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
             self.stop_signal = self.stop_signal or signum
-            self._run_ends(self.stop_seconds)
+            self.expect_end(self.stop_seconds)
         for child in self._running(WORKER):
             child.handle.send_signal(signum)
 
@@ -236,12 +236,12 @@ class Supervision:
             print(f"{death}; {consequence}", file=sys.stderr, flush=True)
         if child.role == COORDINATOR:
             if not (replaced or self._over):  # If the coordinator is replaced, the run continues from the journal.
-                self._run_ends()
+                self.expect_end()
         elif self._over:
             if child is self.workers[0]:
                 # After the first session, the first worker starts the coordinator and the servers of each session, so
                 # these processes and the run end with this worker.
-                self._run_ends()
+                self.expect_end()
         elif killed:
             fields = {"role": child.role, "id": child.id, "incarnation": child.incarnation, "process": child.handle.pid}
             self.send("died", {**fields, "how": how, "replaced": replaced})
@@ -257,7 +257,7 @@ class Supervision:
             return
         child.code = code
         if child.role == WORKER and not killed:
-            self._run_ends()
+            self.expect_end()
 
     def _was_cut_off(self, child: Watched, code: int) -> bool | None:
         """Return whether a process ended by itself because it had lost the connection to the coordinator.
@@ -277,7 +277,12 @@ class Supervision:
             child.ended = now
         return None if now - child.ended < self.coordinator.appear else False
 
-    def _run_ends(self, seconds: float = 0.0) -> None:
+    def expect_end(self, seconds: float = 0.0) -> None:
+        """Start no process again, and kill the workers that have not ended in time.
+
+        Args:
+            seconds: Longest time in seconds that the workers may take, if this is longer than the time-out.
+        """
         if self._end_by is None:
             self._end_by = time.monotonic() + max(seconds, self.coordinator.timeout) + GRACE
 
@@ -334,7 +339,7 @@ class Supervision:
         if ended is not None and ended["clean"]:
             self._over = True
         elif ended is not None:
-            self._run_ends()
+            self.expect_end()
         self._missed |= {
             (role, identity, incarnation) for role, identity, incarnation in answer.fields.get("silent", [])
         }

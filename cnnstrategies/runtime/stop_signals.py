@@ -112,7 +112,7 @@ class _SignalThread:
             signal.set_wakeup_fd(-1)
             os.write(self._pipe[1], END)
             self._thread.join()
-            self._forget()
+            self.forget()
 
     def settle(self) -> None:
         """Wait until the thread has acted on all signals that have arrived."""
@@ -121,7 +121,8 @@ class _SignalThread:
             os.write(self._pipe[1], SETTLE)
             self._settled.wait()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Close the pipe, so that :meth:`start` creates another pipe and another thread."""
         for descriptor in self._pipe or ():
             os.close(descriptor)
         self._pipe = self._thread = None
@@ -134,7 +135,10 @@ class _SignalThread:
             action = self.actions.get(received[0])
             # If other code has replaced the handler, the signal is for that code.
             if action is not None and signal.getsignal(received[0]) is _handle:
-                action(received[0])
+                try:
+                    action(received[0])
+                except Exception:  # The thread must act on later signals, and `settle` waits for the thread.
+                    sys.excepthook(*sys.exc_info())
 
     def before_fork(self) -> None:
         """Block signals in the thread that forks, until the child process has left the pipe.
@@ -151,7 +155,7 @@ class _SignalThread:
         """Leave the parent's pipe. The child process does not act on signals as its parent does."""
         if self._pipe is not None:
             signal.set_wakeup_fd(-1)
-            self._forget()
+            self.forget()
             for signum in () if self.helpers_ignore else self.actions:
                 if signal.getsignal(signum) is _handle:
                     signal.signal(signum, signal.SIG_DFL)
