@@ -23,6 +23,10 @@ def test_a_helper_ends_only_by_its_rank(method):
         with spawned_by_a_thread():
             helper = context.Process(target=answer, args=(theirs, method == "fork"), daemon=True)
             helper.start()
+        if method == "fork":
+            # A signal that arrives between the fork and `shield`, a moment later, can end the helper.
+            ours.send("begun")
+            assert ours.recv() == "begun"
         # The first signals arrive while a spawned helper is still importing.
         for number in range(3):
             for signum in STOPS:

@@ -11,6 +11,7 @@ import lightning
 import pytest
 import torch
 from cluster.hosts import bind, missing, two_hosts
+from ports import free_port
 
 from cnnstrategies.cli import main
 from cnnstrategies.cluster import doctor
@@ -74,7 +75,8 @@ def test_without_other_hosts_the_doctor_checks_this_machine(
     (tmp_path / "0000:01:00.0").mkdir()
     little, output = run_cli("doctor")
     assert f"problem: {socket.gethostname()}: 64 MiB of shared memory" in output
-    for name, value in {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+    port = str(free_port())
+    for name, value in {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     alone, alone_output = run_cli("doctor", "--wait=0.1")
     assert (little, alone) == (1, 1)
