@@ -125,15 +125,22 @@ def values_after_steps(
     return trial.values()
 
 
-def mixes_parameters(optimizer: Optimizer, device: torch.device, dtype: torch.dtype = torch.float64) -> bool:
+def mixes_parameters(
+    optimizer: Optimizer, whole: dict[int, Tensor], device: torch.device, dtype: torch.dtype = torch.float64
+) -> bool:
     """Return whether an optimizer's step of a parameter depends on other parameters or on their gradients.
 
-    A copy of the optimizer makes steps with all made-up parameters, and two other copies make steps with one half each.
+    Two copies of the optimizer make steps with one half of the made-up parameters each.
+
+    Args:
+        optimizer: The optimizer, which is not changed.
+        whole: Result of :func:`values_after_steps` for a copy with all made-up parameters.
+        device: Device of the made-up parameters.
+        dtype: Dtype of the made-up parameters.
 
     Raises:
         Exception: The optimizer fails with the made-up parameters.
     """
-    whole = values_after_steps(optimizer, device, dtype=dtype)
     halves = (values_after_steps(optimizer, device, is_held, dtype) for is_held in (_is_even, _is_odd))
     return any(are_different(half, whole) for half in halves)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from cnnstrategies.cluster import launchers
 from cnnstrategies.cluster.launchers import RUN_NAME, Environ
 from cnnstrategies.identity import LAUNCH, Identity, text_digest
+from cnnstrategies.runtime.process_ids import ProcessId
 
 # Environment variable with the value that MASTER_PORT had before this package changed it to the port of the store.
 FIRST_PORT = "CNNSTRATEGIES_FIRST_PORT"
@@ -61,9 +62,8 @@ def launch_secret(environ: Environ) -> bytes:
 def process_start() -> int:
     """Return the time at which this process started, in seconds since the epoch."""
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text().split()[0])
-        age = uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        age = uptime - ProcessId.current().start / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         age = 0.0  # Systems other than Linux.
     return int(time.time() - max(0.0, age))

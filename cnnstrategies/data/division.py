@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -67,25 +68,20 @@ def describe_loader(loader: DataLoader[Any]) -> Row:
     changed: copies are used, which share the data but not the attributes.
 
     Returns:
-        The number of samples, a checksum of the drawn items, and the checksums of the leaves of two items. A checksum
-        is 0 if it is not known, or if the value differs when it is loaded twice.
+        The number of samples, a checksum of the drawn items, and the checksums of the leaves of two items. The number
+        of samples is -1 if it is not known. A checksum is 0 if it is not known, or if the value differs when it is
+        loaded twice.
     """
     drawn = _drawn_items(loader)
     checksums = [_checksum(drawn), *_probes(loader, drawn)]
-    return [float(_length(loader.dataset)), *map(float, checksums)]
+    samples = sized_len(loader.dataset)
+    return [float(-1 if samples is None else samples), *map(float, checksums)]
 
 
 def same_loaders(first: Sequence[float], second: Sequence[float]) -> bool:
     """Whether two results of :func:`describe_loader` describe the same data. Unknown checksums are not compared."""
     pairs = zip(first[1:], second[1:], strict=True)
     return first[0] == second[0] and all(left == right for left, right in pairs if left and right)
-
-
-def _length(dataset: Any) -> int:
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return -1
 
 
 def _drawn_items(loader: DataLoader[Any]) -> Any:
@@ -96,7 +92,7 @@ def _drawn_items(loader: DataLoader[Any]) -> Any:
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler
-    size = _length(loader.dataset)
+    size = sized_len(loader.dataset)
     whole = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size
     if type(sampler) is SequentialSampler or whole:
         return size

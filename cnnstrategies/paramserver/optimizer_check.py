@@ -57,7 +57,7 @@ def check_on_servers(optimizer: Optimizer) -> None:
                 raise ConfigurationError(
                     f"{name} draws random numbers in its steps, and each server would draw different ones: {REMEDY}"
                 )
-            if mixes_parameters(optimizer, CPU, dtype):
+            if mixes_parameters(optimizer, expected, CPU, dtype):
                 raise ConfigurationError(
                     f"{name} changes a parameter depending on other parameters or their gradients, for example by a "
                     f"norm or a step size of all parameters: {REMEDY}"

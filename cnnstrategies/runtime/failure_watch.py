@@ -18,12 +18,10 @@ POLL = 0.25  # Seconds between two checks of the store.
 # Seconds after the first failure within which all processes should end by themselves. A failed rank runs the hooks
 # `on_exception` of callbacks, and closes its loggers, in this time.
 PATIENCE = 20.0
-GRACE = (
-    5.0  # Seconds within which the other processes should end by themselves after a failed rank has left its trainer.
-)
+# Seconds within which the other processes should end by themselves after a failed rank has left its trainer.
+GRACE = 5.0
 # Longest time in seconds for which rank 0, which usually serves the store, waits until no other rank uses the store.
 SERVING = 2.0
-
 ANSWER = 2.0  # Longest time in seconds to wait for a reply of the store.
 
 T = TypeVar("T")

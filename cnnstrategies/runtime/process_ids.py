@@ -31,7 +31,7 @@ class ProcessId:
     def current(cls) -> Self:
         """Return the id of this process."""
         pid = os.getpid()
-        return cls(_system(), pid, (_fields(pid) or (ENDED, 0))[1])
+        return cls(_system(), pid, (state_and_start(pid) or (ENDED, 0))[1])
 
     def has_ended(self) -> bool | None:
         """Return whether the process has ended. Return None if this cannot be determined.
@@ -48,7 +48,7 @@ class ProcessId:
             return True
         except PermissionError:
             pass
-        if (fields := _fields(self.pid)) is None:
+        if (fields := state_and_start(self.pid)) is None:
             return None
         state, start = fields
         return start != self.start or state in ENDED
@@ -65,7 +65,7 @@ def _system() -> str:
     return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:12]
 
 
-def _fields(pid: int) -> tuple[str, int] | None:
+def state_and_start(pid: int) -> tuple[str, int] | None:
     """Return the state and the start time of a process on this machine. Return None if they cannot be read."""
     try:
         # The name of the program, in parentheses, may contain spaces and parentheses.

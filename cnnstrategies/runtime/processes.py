@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from cnnstrategies.runtime.helper_processes import blocked_start, task_of
+from cnnstrategies.runtime.process_ids import ENDED, state_and_start
 from cnnstrategies.runtime.stop_signals import cleaned_up
 
 # Environment variable: path of a symbolic link that the first failing rank of this machine creates.
@@ -235,9 +236,8 @@ def wait_for_end(process: int, launcher: Any, seconds: float = 10.0) -> None:
 
 def _is_running(process: int) -> bool:
     """Whether a process of this machine has not ended. A zombie has ended, even if its parent has not waited for it."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
+    fields = state_and_start(process)
+    return fields is not None and fields[0] not in ENDED
 
 
 def failed_elsewhere(launcher: Any) -> int:

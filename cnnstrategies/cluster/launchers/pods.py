@@ -30,16 +30,15 @@ class Pods(NodeLauncher):
         if STARTED_BY_TORCHRUN in environ or "LOCAL_RANK" in environ:
             return None
         if "PET_NODE_RANK" in environ and environ.get("PET_NNODES", "").isdigit():
-            node, nodes = number_of(environ, "PET_NODE_RANK"), number_of(environ, "PET_NNODES")
+            names = ("PET_NODE_RANK", "PET_NNODES")
             address = environ.get("MASTER_ADDR", environ.get("PET_MASTER_ADDR"))
             port = number_of(environ, "PET_MASTER_PORT")
-            source = "PET_NODE_RANK, PET_NNODES"
         else:
-            node, nodes = number_of(environ, "RANK"), number_of(environ, "WORLD_SIZE")
-            address, port, source = environ.get("MASTER_ADDR"), None, "RANK, WORLD_SIZE"
+            names = ("RANK", "WORLD_SIZE")
+            address, port = environ.get("MASTER_ADDR"), None
+        node, nodes = (number_of(environ, name) for name in names)
         if node is None or nodes is None or nodes < 2:
             return None
-        names = source.split(", ")
         return NodePlace(node, nodes, address, port, " and ".join(f"{name}={environ[name]}" for name in names))
 
     @override

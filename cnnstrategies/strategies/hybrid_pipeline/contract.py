@@ -13,7 +13,7 @@ from cnnstrategies._lightning_private import is_compiled_whole
 from cnnstrategies._torch_private import is_compiled, put_module
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import WHOLE, has_own_forward, network_at, own_forward
-from cnnstrategies.optimizer_trial import attribute_with_tensors, mixes_parameters
+from cnnstrategies.optimizer_trial import attribute_with_tensors, mixes_parameters, values_after_steps
 from cnnstrategies.pipeline.losses import ADVICE
 from cnnstrategies.pipeline.stage import check_backend
 from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached
@@ -201,7 +201,7 @@ def try_optimizer(optimizer: Optimizer, device: torch.device) -> None:
         raise ConfigurationError(f"{name} keeps tensors of all parameters in {kept}, beside its state: {_REMEDY}")
     try:
         with same_random_numbers(device):
-            mixes = mixes_parameters(optimizer, device)
+            mixes = mixes_parameters(optimizer, values_after_steps(optimizer, device), device)
     except Exception as error:
         rank_zero_warn(f"{name} was not tried with made-up parameters, as it fails on them: {error!r}")
         return
