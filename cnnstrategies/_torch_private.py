@@ -20,6 +20,17 @@ OperationMode = TorchDispatchMode
 READ = torch.ops.aten._local_scalar_dense.default
 
 
+# The methods of ProcessGroup that run a collective or transfer a tensor between two processes. The functions of
+# torch.distributed call these methods. The names that begin with an underscore are private.
+COLLECTIVES = (
+    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "_allgather_base", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "all_gather_single", "all_gather_single_coalesced", "gather",
+    "gather_into_tensor", "gather_single", "scatter", "reduce_scatter", "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced", "alltoall",
+    "alltoall_base", "all_to_all_single", "barrier", "monitored_barrier", "send", "recv", "recv_anysource",
+)  # fmt: skip
+
+
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source to the target with the same index, by one call of torch for all tensors."""
     torch._foreach_copy_(list(targets), list(sources))
@@ -69,6 +80,11 @@ def communication_seconds(model: DistributedDataParallel) -> tuple[float, float]
     """
     data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return data.get("backward_comm_time", 0) / 1e9, data.get("backward_compute_comm_overlap_time", 0) / 1e9
+
+
+def is_in_backward() -> bool:
+    """Return whether the calling thread runs a backward pass at this moment."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def abort_all_groups() -> None:
