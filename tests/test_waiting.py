@@ -85,12 +85,12 @@ def test_every_wait_for_other_ranks_is_reported_while_it_lasts() -> None:
     assert of_rank_0.pop("pair") == ["recv"]
     assert of_rank_1.pop("pair") == ["send"]
     assert of_rank_0 == of_rank_1
+    assert of_rank_0.pop("objects") in (["all_gather_single"], ["_allgather_base"], ["allgather"])  # by torch's version
     assert of_rank_0 == {
         "barrier": ["barrier"],
         "sum": ["allreduce"],
         "later": ["allreduce"],
         "future": ["broadcast"],
-        "objects": ["allgather"],
         "monitored": ["monitored_barrier"],
         "forward": ["buffers"],
     }

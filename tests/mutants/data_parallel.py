@@ -4,6 +4,7 @@ from math import inf
 
 import test_balanced
 import test_balancing
+import test_bets
 import test_data_parallel
 import test_first_batch
 import test_parameter_server_own_code
@@ -17,6 +18,7 @@ from cnnstrategies.data.sampling import DealtBatches
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies import CompressedDDPStrategy
 from cnnstrategies.strategies.balancing import propose
+from cnnstrategies.strategies.bets import Bets, Decision, bound
 from cnnstrategies.strategies.parameter_server.step import Stepper
 from cnnstrategies.strategies.unfreezing import wrap_if_changed
 
@@ -61,6 +63,24 @@ removes(
     Deals.change,
     "a slow rank keeps its share",
     killed_by=test_balanced.test_no_rank_gets_more_samples_than_fit_into_its_memory,
+)
+
+
+@replaces(bound, killed_by=test_bets.test_a_gain_below_the_noise_is_no_reason_for_a_bet)
+def a_gain_below_the_noise_is_a_reason_for_a_bet(original, degrees):
+    return 0.0
+
+
+@replaces(Bets.decide, killed_by=test_bets.test_a_bet_without_a_measurable_gain_is_lost)
+def a_change_that_does_not_help_is_kept(original, self, block, shares, propose):
+    decision = original(self, block, shares, propose)
+    return decision if decision.gain is None or decision.won else Decision(gain=decision.gain, won=True)
+
+
+removes(
+    Bets.load_state_dict,
+    "a resumed run has lost no bet",
+    killed_by=test_bets.test_after_two_lost_bets_the_shares_stay_also_in_a_resumed_run,
 )
 
 
