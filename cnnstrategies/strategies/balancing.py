@@ -201,7 +201,7 @@ class Balance(Callback):
         fits = fitting(self._held, trainer.strategy.root_device)
         rows = self._gather([*self.unit_seconds(steps), duration, drawn, fits])
         *units, durations, drawns, most = zip(*rows, strict=True)
-        if len(rows) < len(self.deals.shares) or not all(map(all, (*units, durations))):
+        if len(rows) < len(self.deals.shares) or not all(durations) or not all(map(any, zip(*units, strict=True))):
             # A rank has died, or its GPU has not finished the steps, so its time is missing.
             self._bets.forget()
             return
