@@ -17,7 +17,7 @@ from cnnstrategies.shares import Deals, Proposal, proposal
 from cnnstrategies.strategies.bets import PATIENCE, Bets, Block, Decision
 from cnnstrategies.strategies.stopwatch import Measured, Stopwatch
 
-EVERY = 4  # Number of timed batches between two exchanges of measured times.
+EVERY = 4  # Smallest number of batches between two exchanges of measured times.
 # Number of batches at the start of a run that are not timed, and number of batches with new shares that are not timed.
 # These batches allocate memory for later batches.
 FIRST, SETTLING = 3, 2
@@ -93,7 +93,6 @@ class Balance(Callback):
         self._gather = gather
         self._bets = Bets()
         self._steps: list[Measured] = []  # Measured steps since the last exchange.
-        self._timed = 0  # Number of timed steps since the last exchange, which is equal on all ranks.
         self._held = 0  # Largest number of units of work that were in this rank's memory at once so far.
         self._untimed = FIRST  # Number of coming batches that are not timed.
         self._next = (0, 0)  # Epoch and batch from which the current shares are used.
@@ -188,23 +187,28 @@ class Balance(Callback):
         elif self._untimed:
             self._untimed -= 1
             self.clock.discard()
-        self._timed += self.clock.end(self.work(batch_idx))
+        self.clock.end(self.work(batch_idx))
         self.clock.begin()
         self._steps += self.clock.take()
-        if self._timed >= EVERY and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self._exchange(trainer, batch_idx)
+        # A worker of a parameter server that was restarted has the same batch number as the other workers, but not the
+        # same number of timed steps. So the batch number alone decides when the ranks exchange their times.
+        accumulated = trainer.accumulate_grad_batches
+        every = min(-(-EVERY // accumulated) * accumulated, trainer.num_training_batches)
+        if (batch_idx + 1) % every == 0:
+            self._exchange(trainer, batch_idx, timed=2 * len(self._steps) >= every)
 
-    def _exchange(self, trainer: Trainer, batch: int) -> None:
-        steps, self._steps, self._timed = self._steps, [], 0
+    def _exchange(self, trainer: Trainer, batch: int, timed: bool) -> None:
+        steps, self._steps = self._steps, []
         drawn = batch + 1 if self.sampler is None else self.sampler.drawn
-        duration = mean(step.seconds for step in steps) if steps else 0.0
+        duration = mean(step.seconds for step in steps) if timed else 0.0
         fits = fitting(self._held, trainer.strategy.root_device)
         rows = self._gather([*self.unit_seconds(steps), duration, drawn, fits])
         *units, durations, drawns, most = zip(*rows, strict=True)
-        if len(rows) < len(self.deals.shares) or not all(durations) or not all(map(any, zip(*units, strict=True))):
-            # A rank has died, or its GPU has not finished the steps, so its time is missing.
-            self._bets.forget()
+        if len(rows) < len(self.deals.shares):
+            self._bets.forget()  # A rank has died.
             return
+        if not all(durations) or not all(map(any, zip(*units, strict=True))):
+            return  # A rank has not timed enough steps, because it has just begun, for example.
         epoch = trainer.current_epoch
         decision = self._bets.decide(
             Block(max(durations), tuple(units)),

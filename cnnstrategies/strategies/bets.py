@@ -152,13 +152,15 @@ class Bets:
         return proposed if proposed.gain > max(GAIN, of_times, _noise(steps, steps)) else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of lost bets and the open bet, for a checkpoint."""
+        """Return all that decides about the next bets, for a checkpoint or for a rank that joins."""
         shares, steps = self._before or ((), [])
-        return {"lost": self.lost, "shares_before": list(shares), "steps_before": list(steps)}
+        blocks = [[block.step, *map(list, block.units)] for block in self._blocks]
+        return {"lost": self.lost, "blocks": blocks, "shares_before": list(shares), "steps_before": list(steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        self.lost, self._blocks = int(state["lost"]), []
+        self.lost = int(state["lost"])
+        self._blocks = [Block(step, tuple(map(tuple, units))) for step, *units in state["blocks"]]
         shares, steps = tuple(state["shares_before"]), list(state["steps_before"])
         self._before = (shares, steps) if shares else None
 

@@ -219,3 +219,15 @@ def test_a_bet_without_a_measurable_gain_is_lost() -> None:
 def test_a_gain_below_the_noise_is_no_reason_for_a_bet() -> None:
     script = Script(gain=0.1)
     assert all(decision == Decision() for decision in script(*[1.0, 1.3] * 6))
+
+
+def test_a_rank_that_joins_decides_like_the_others() -> None:
+    """The ranks' decisions would differ without the times and the open bet of the others."""
+    script, rng = Script(), random.Random(3)
+    for _ in range(40):
+        state = script.bets.state_dict()
+        joined = Script()
+        joined.bets.load_state_dict(state)
+        step = rng.choice([1.0, 1.01, 0.7, 1.3])
+        assert joined(step) == script(step)
+        assert joined.bets.state_dict() == script.bets.state_dict()
