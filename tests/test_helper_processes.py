@@ -27,6 +27,7 @@ def test_a_helper_ends_only_by_its_rank(method):
         with spawned_by_a_thread():
             helper = context.Process(target=answer, args=(theirs, method == "fork"), daemon=True)
             helper.start()
+        theirs.close()
         early.clear()
         # The first signals arrive while a spawned helper is still importing.
         for number in range(3):
