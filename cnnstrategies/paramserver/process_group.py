@@ -74,9 +74,11 @@ class FinishedWork(dist.Work):
         """Return True."""
         return True
 
-    def is_success(self) -> bool:
-        """Return True."""
-        return True
+    def get_future(self) -> Any:
+        """Return a future that has a result."""
+        future: Any = torch.futures.Future()
+        future.set_result(None)
+        return future
 
 
 class CoordinatorGroup(ProcessGroup):
@@ -231,6 +233,20 @@ class CoordinatorGroup(ProcessGroup):
         _fill(output, torch.cat(received))
         return FinishedWork()
 
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], sources: list[Tensor], opts: Any = None
+    ) -> FinishedWork:
+        """Call `all_gather_single` for each pair of tensors."""
+        for output, source in zip(outputs, sources, strict=True):
+            self.all_gather_single(output, source)
+        return FinishedWork()
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], sources: list[Tensor], opts: Any) -> FinishedWork:
+        """Call `reduce_scatter_single` for each pair of tensors."""
+        for output, source in zip(outputs, sources, strict=True):
+            self.reduce_scatter_single(output, source, opts)
+        return FinishedWork()
+
     alltoall_base = all_to_all_single  # Name by which the C++ code of torch calls the method.
 
     # Operations that are not supported
@@ -331,6 +347,10 @@ class NoStore(dist.Store):
     get = add = wait = check = compare_set = delete_key = num_keys = set  # type: ignore[assignment]
 
 
+# torch keeps only the C++ part of a store, which needs the Python object to exist.
+_NO_STORE = NoStore()
+
+
 def open_group(rank: int, size: int, exchange: Exchange) -> None:
     """Make a group of this backend the default process group of ``torch.distributed``.
 
@@ -339,7 +359,7 @@ def open_group(rank: int, size: int, exchange: Exchange) -> None:
         size: World size of the run.
         exchange: The exchange among the workers.
     """
-    dist.init_process_group(BACKEND, store=NoStore(), rank=rank, world_size=size, pg_options=exchange)
+    dist.init_process_group(BACKEND, store=_NO_STORE, rank=rank, world_size=size, pg_options=exchange)
 
 
 def _create(options: Any, exchange: Any) -> CoordinatorGroup:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as operations
 from ranks import run_ranks
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -113,7 +114,7 @@ def from_one(group: Any) -> list[Tensor]:
 def objects(group: Any) -> list[Any]:
     everyones: list[Any] = [None] * WORLD
     dist.all_gather_object(everyones, {"rank": dist.get_rank()}, group=group)
-    first = [f"text of {dist.get_rank()}", None]
+    first = [dist.get_rank(), {"rank": dist.get_rank()}]
     dist.broadcast_object_list(first, 1, group=group)
     return [everyones, first]
 
@@ -124,6 +125,17 @@ def waited(group: Any) -> list[Any]:
     finished = work is not None and work.wait() and work.is_completed()
     dist.barrier(group=group)
     return [finished, tensor]
+
+
+def by_functions(group: Any) -> list[Tensor]:
+    """Return the results of torch's functional collectives, which call the group from C++."""
+    collectives = [
+        operations.all_reduce(mine(2), "sum", group),
+        operations.all_gather_single(mine(2), 0, group),
+        operations.reduce_scatter_single(mine(WORLD), "sum", 0, group),
+        operations.all_to_all_single(mine(WORLD), None, None, group),
+    ]
+    return [operations.wait_tensor(tensor) for tensor in collectives]
 
 
 def gradients(group: Any) -> list[Tensor]:
@@ -156,6 +168,7 @@ COLLECTIVES: dict[str, Callable[[Any], Any]] = {
     "all_to_all_single": exchanged,
     "objects": objects,
     "async_op": waited,
+    "functional collectives": by_functions,
     "gradients": gradients,
 }
 
@@ -190,7 +203,7 @@ class Alone(process_group.Exchange):
 
 def test_what_workers_cannot_do_is_refused_by_name() -> None:
     process_group.open_group(0, 2, Alone())
-    tensor = torch.ones(2)
+    tensor, store = torch.ones(2), process_group.NoStore()
     refused: dict[str, Callable[[], Any]] = {
         r"torch\.distributed\.send: .* collective": lambda: dist.send(tensor, 1),
         r"torch\.distributed\.recv: .* collective": lambda: dist.recv(tensor, 1),
@@ -201,9 +214,7 @@ def test_what_workers_cannot_do_is_refused_by_name() -> None:
         r"sends dense tensors only: call to_dense": lambda: dist.broadcast(torch.eye(2).to_sparse(), 0),
         r"refused by name: all_to_all": lambda: dist.all_to_all([tensor] * 2, [tensor] * 2),
         r"received 8 bytes for a tensor of shape \(3,\)": lambda: dist.all_gather([torch.ones(3)] * 2, tensor),
-        r"strategy parameter_server has no store": lambda: dist.PrefixStore("prefix", process_group.NoStore()).get(
-            "key"
-        ),
+        r"strategy parameter_server has no store": lambda: dist.PrefixStore("prefix", store).get("key"),
     }
     for message, use in refused.items():
         with pytest.raises(ConfigurationError, match=message):
