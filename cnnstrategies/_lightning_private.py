@@ -164,7 +164,7 @@ def note_sigterm_alone(trainer: Trainer) -> None:
             launcher.kill(signum)
         connector.received_sigterm = True
 
-    connector._sigterm_notifier_fn = note  # type: ignore[method-assign]
+    connector._sigterm_notifier_fn = note  # type: ignore[method-assign, assignment]
 
 
 def _register_nothing() -> None:

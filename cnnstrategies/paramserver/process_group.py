@@ -201,7 +201,7 @@ class CoordinatorGroup(ProcessGroup):
         for output, tensors in zip(outputs, inputs, strict=True):
             parts = [tensor.flatten() for tensor in tensors]
             reduced = self._reduced(torch.cat(parts), opts.reduceOp, "reduce_scatter")
-            output.copy_(reduced.split([part.numel() for part in parts])[self._rank].view_as(output))
+            output.copy_(torch.split(reduced, [part.numel() for part in parts])[self._rank].view_as(output))
         return FinishedWork()
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any) -> FinishedWork:
@@ -210,7 +210,7 @@ class CoordinatorGroup(ProcessGroup):
         output.copy_(reduced.flatten().chunk(self._size)[self._rank].view_as(output))
         return FinishedWork()
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> FinishedWork:  # type: ignore[override]
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> FinishedWork:
         """Fill the output tensors with the input tensors that the workers have for this worker."""
         for output, tensors in zip(outputs, self._gather(inputs, "all_to_all"), strict=True):
             _fill(output, tensors[self._rank])
@@ -218,7 +218,7 @@ class CoordinatorGroup(ProcessGroup):
 
     def all_to_all_single(
         self, output: Tensor, source: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
-    ) -> FinishedWork:  # type: ignore[override]
+    ) -> FinishedWork:
         """Fill the parts of the output tensor with the parts of the input tensors that are for this worker.
 
         Args:
@@ -228,7 +228,7 @@ class CoordinatorGroup(ProcessGroup):
             input_sizes: Numbers of rows that this worker sends to each worker; empty for equal numbers.
             opts: Options of torch, which have no effect.
         """
-        parts = source.split(input_sizes) if input_sizes else source.chunk(self._size)
+        parts = torch.split(source, input_sizes) if input_sizes else source.chunk(self._size)
         received = [tensors[self._rank] for tensors in self._gather(parts, "all_to_all_single")]
         _fill(output, torch.cat(received))
         return FinishedWork()
@@ -241,21 +241,24 @@ class CoordinatorGroup(ProcessGroup):
             self.all_gather_single(output, source)
         return FinishedWork()
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], sources: list[Tensor], opts: Any) -> FinishedWork:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], sources: list[Tensor], opts: Any = None
+    ) -> FinishedWork:
         """Call `reduce_scatter_single` for each pair of tensors."""
         for output, source in zip(outputs, sources, strict=True):
             self.reduce_scatter_single(output, source, opts)
         return FinishedWork()
 
-    alltoall_base = all_to_all_single  # Name by which the C++ code of torch calls the method.
+    # Name by which the C++ code of torch calls the method.
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     # Operations that are not supported
 
-    def send(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
+    def send(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse to send a tensor to one worker."""
         _refuse("send")
 
-    def recv(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
+    def recv(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse to receive a tensor from one worker."""
         _refuse("recv")
 
@@ -285,7 +288,7 @@ class CoordinatorGroup(ProcessGroup):
             # A tensor without elements is one part as well.
             parts = [
                 self._exchange.gather([part if sends else part[:0]], f"{operation}, part {number}")
-                for number, part in enumerate(tensor.split(most))
+                for number, part in enumerate(torch.split(tensor, most))
             ]
             for rank, row in enumerate(gathered):
                 row.append(torch.cat([part[rank][0] for part in parts]))
@@ -303,7 +306,7 @@ class CoordinatorGroup(ProcessGroup):
         if self._size == 1 or self._exchange.alone:
             return tensor
         flat = tensor.detach().flatten()
-        parts = flat.split(max(1, MOST_BYTES // self._size // tensor.element_size()))
+        parts = torch.split(flat, max(1, MOST_BYTES // self._size // tensor.element_size()))
         reduced = [self._exchange.reduce(part, how, f"{operation} of {tuple(tensor.shape)}") for part in parts]
         return torch.cat(reduced).view_as(tensor)
 
@@ -334,7 +337,7 @@ def _refuse(operation: str) -> NoReturn:
     )
 
 
-class NoStore(dist.Store):
+class NoStore(dist.Store):  # type: ignore[name-defined, misc]
     """Store that refuses all operations. torch requires a store, but a group of this backend does not need it."""
 
     def set(self, *_: Any) -> NoReturn:
@@ -344,7 +347,7 @@ class NoStore(dist.Store):
             "strategy ddp"
         )
 
-    get = add = wait = check = compare_set = delete_key = num_keys = set  # type: ignore[assignment]
+    get = add = wait = check = compare_set = delete_key = num_keys = set
 
 
 # torch keeps only the C++ part of a store, which needs the Python object to exist.

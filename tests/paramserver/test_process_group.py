@@ -129,6 +129,7 @@ def waited(group: Any) -> list[Any]:
 
 def by_functions(group: Any) -> list[Tensor]:
     """Return the results of torch's functional collectives, which call the group from C++."""
+    group = group or dist.group.WORLD
     collectives = [
         operations.all_reduce(mine(2), "sum", group),
         operations.all_gather_single(mine(2), 0, group),
