@@ -212,7 +212,7 @@ class CoordinatorGroup(ProcessGroup):
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> FinishedWork:
         """Fill the output tensors with the input tensors that the workers have for this worker."""
-        for output, tensors in zip(outputs, self._gather(inputs, "all_to_all"), strict=True):
+        for output, tensors in zip(outputs, self._gather(inputs, "all_to_all", uneven=True), strict=True):
             _fill(output, tensors[self._rank])
         return FinishedWork()
 
@@ -229,7 +229,7 @@ class CoordinatorGroup(ProcessGroup):
             opts: Options of torch, which have no effect.
         """
         parts = torch.split(source, input_sizes) if input_sizes else source.chunk(self._size)
-        received = [tensors[self._rank] for tensors in self._gather(parts, "all_to_all_single")]
+        received = [tensors[self._rank] for tensors in self._gather(parts, "all_to_all_single", uneven=True)]
         _fill(output, torch.cat(received))
         return FinishedWork()
 
@@ -266,7 +266,9 @@ class CoordinatorGroup(ProcessGroup):
         """Refuse to receive a tensor from any worker."""
         _refuse("recv")
 
-    def _gather(self, tensors: Sequence[Tensor], operation: str, root: int | None = None) -> list[list[Tensor]]:
+    def _gather(
+        self, tensors: Sequence[Tensor], operation: str, root: int | None = None, uneven: bool = False
+    ) -> list[list[Tensor]]:
         """Return the tensors of all workers as flat tensors of bytes: by rank, and by position in `tensors`.
 
         Args:
@@ -274,21 +276,26 @@ class CoordinatorGroup(ProcessGroup):
             operation: Name of the operation.
             root: Rank whose tensors are needed. The other workers send tensors without elements. They must pass
                 tensors of the root rank's shapes and dtypes. If None, the tensors of all workers are needed.
+            uneven: Whether the workers' tensors may have different sizes.
         """
         flat = [_bytes(tensor) for tensor in tensors]
         self._exchange.check(operation)
         if self._size == 1 or self._exchange.alone:
             return [flat] * self._size
+        longest = max(part.numel() for part in flat)
+        if uneven:
+            lengths = self._exchange.gather([torch.tensor([longest])], f"sizes of {operation}")
+            longest = max(int(length) for (length,) in lengths)
+        if root not in (None, self._rank):
+            flat = [part[:0] for part in flat]
         most = max(1, MOST_BYTES // self._size)
-        sends = root is None or root == self._rank
-        if sum(part.numel() for part in flat) <= most:
-            return self._exchange.gather([part if sends else part[:0] for part in flat], operation)
+        if longest * len(flat) <= most:
+            return self._exchange.gather(flat, operation)
         gathered: list[list[Tensor]] = [[] for _ in range(self._size)]
         for tensor in flat:
-            # A tensor without elements is one part as well.
             parts = [
-                self._exchange.gather([part if sends else part[:0]], f"{operation}, part {number}")
-                for number, part in enumerate(torch.split(tensor, most))
+                self._exchange.gather([tensor[start : start + most]], f"{operation} from byte {start}")
+                for start in range(0, longest, most)
             ]
             for rank, row in enumerate(gathered):
                 row.append(torch.cat([part[rank][0] for part in parts]))
