@@ -112,8 +112,8 @@ def epoch_samples(loader: Any) -> int | None:
 
     The result is None if the number is not known, or if this package's own samplers divide the data.
     """
-    own = (DealtBatches, DividedBatches, OrderedBatches)
-    if not has_map(loader) or any(isinstance(sampler, own) for sampler in samplers_of(loader)):
+    package_samplers = (DealtBatches, DividedBatches, OrderedBatches)
+    if not has_map(loader) or any(isinstance(sampler, package_samplers) for sampler in samplers_of(loader)):
         return None
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
         return None
