@@ -22,6 +22,7 @@ from cnnstrategies.cluster.run_identity import launch_of
 from cnnstrategies.cluster.run_owner import SILENCE, Observation, Owner, State
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.strategies.protocol import facts_of
 
 REFUSED = 2  # Exit code of a rank whose rank 0 is refused because of another owner.
 LOOK = 1.0  # Seconds between two readings of the owner's record by a rank other than rank 0.
@@ -62,7 +63,8 @@ def owns_folders(trainer: Trainer, command: str, name: str | None) -> Iterator[N
             raise ConfigurationError(refusal(held, command, name)) from None
         if command == "fit":
             trainer.callbacks.insert(0, StillOwner(leases, unused))  # type: ignore[attr-defined]
-        for logger in _loggers_with_folders(trainer):
+        # Rank 0 chooses the version itself, unless it inherits this process's logger.
+        for logger in () if facts_of(trainer.strategy).only_starts_ranks else _loggers_with_folders(trainer):
             if chooses_version(logger):
                 stack.enter_context(own_version(logger))
         yield

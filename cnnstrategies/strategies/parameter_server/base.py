@@ -109,6 +109,13 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         else:
             self._launcher = WatchingProcessLauncher(self, self._start)
 
+    @property
+    @override
+    def only_starts_ranks(self) -> bool:
+        environment = self.cluster_environment
+        started = environment is not None and environment.creates_processes_externally
+        return isinstance(self._launcher, WatchingScriptLauncher) and not started
+
     def layout(self) -> NodeLayout:
         """Return the run's nodes and processes, from Lightning's cluster environment."""
         environment = self.cluster_environment
