@@ -69,7 +69,10 @@ class FailTogether(Callback):
         """Begin to watch the other ranks. All ranks must call this after the process group was created."""
         self._is_rank = True
         self.cause = None
-        if self._watch is None and trainer.world_size > 1 and dist.is_initialized():
+        if self._watch is not None or trainer.world_size == 1 or not dist.is_initialized():
+            return
+        # The coordinator of the parameter servers watches its workers itself, and their process group has no store.
+        if not facts_of(trainer.strategy).connects_hosts:
             store = FailureStore(default_store(), next(_calls), trainer.world_size)
             self._watch = FailureWatch(store, trainer.global_rank, partial(self._end, trainer))
 
