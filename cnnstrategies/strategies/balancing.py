@@ -249,7 +249,8 @@ class Balance(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.deals.load_state_dict(state_dict)
-        if "bets" in state_dict:  # Checkpoints of version 0.6 and earlier have no bets.
+        # Checkpoints of earlier versions have no bets. With a different number of ranks, the times are of other ranks.
+        if "bets" in state_dict and len(state_dict["since"][-1]) == 2 + len(self.deals.shares):
             self._bets.load_state_dict(state_dict["bets"])
         # The newest shares in the checkpoint may apply only from a later batch on. The batches before it still use the
         # old shares, so they must not be timed.
