@@ -36,7 +36,8 @@ class SlowRank(Callback):
     """A callback that makes rank 1 take four times as long for each sample, on a simulated clock.
 
     Args:
-        folder: Folder for the files ``dealt-RANK.json`` with the rank's number of samples in each step.
+        folder: Folder for the files ``dealt-RANK.json`` with the rank's number of samples in each step, and
+            ``waits-RANK.json`` with the kinds of waits that its stopwatch has measured.
         slow: Function of the step that says whether rank 1 is slow.
     """
 
@@ -47,6 +48,15 @@ class SlowRank(Callback):
         self.now, self.dealt = 0.0, []
         stopwatch.time = SimpleNamespace(perf_counter=lambda: self.now)
         pl_module.network.register_forward_pre_hook(lambda network, inputs: self.compute(trainer, len(inputs[0])))
+        clock = next(callback.clock for callback in trainer.callbacks if isinstance(callback, balancing.Balance))
+        self.begun, self.waits = [], set()
+        clock.begin_waiting = partial(self.wait, clock.begin_waiting, self.begun.append)
+        clock.end_waiting = partial(self.wait, clock.end_waiting, lambda kind: self.waits.update(self.begun[-1:]))
+
+    @staticmethod
+    def wait(original, note, kind="gradients"):
+        note(kind)
+        original()
 
     def compute(self, trainer, samples):
         if trainer.training:
@@ -55,7 +65,8 @@ class SlowRank(Callback):
             self.now += 1000 * (1 + samples * (4 if slow else 1))  # Real seconds are negligible.
 
     def on_train_end(self, trainer, pl_module):
-        Path(self.folder, f"dealt-{trainer.global_rank}.json").write_text(json.dumps(self.dealt))
+        for name, notes in (("dealt", self.dealt), ("waits", sorted(self.waits))):
+            Path(self.folder, f"{name}-{trainer.global_rank}.json").write_text(json.dumps(notes))
 
 
 balanced = partial(BalancedDDPStrategy, start_method="fork")
@@ -189,6 +200,8 @@ def test_a_slow_rank_gets_a_smaller_share_until_it_is_fast_again(tmp_path, strat
     whole, dealt = run("whole", ModelCheckpoint("cut", "cut", every_n_train_steps=18, save_top_k=-1))
     assert dealt[0] == 10
     assert 2 <= dealt[16] <= 6, dealt
+    waits = {"ddp": {"gradients", "buffers"}, "servers": {"servers"}}[strategy]
+    assert waits <= set(json.loads((tmp_path / "waits-0.json").read_text()))
     share_rows = [row for row in logged("whole") if "shares/rank_1" in row]
     assert share_rows[0]["shares/rank_1"] < 10
     assert share_rows[0]["shares/predicted_gain"] > 0.03
