@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ class Arrivals:
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.store = dist.FileStore(str(Path("arrivals").resolve()), 2)
+        self.store.set_timeout(timedelta(seconds=40))
         self.number = 0
         self.kinds: list[str] = []
         self.sees_arrival = False

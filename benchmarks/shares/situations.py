@@ -238,8 +238,8 @@ def train(folder: Path, name: str, shares: str, steps: int) -> None:
     trainer.fit(Planted(situation), loader)
 
 
-def measured(name: str, shares: str, steps: int) -> tuple[float, list[int]]:
-    """Return the samples/s of a training, and the last samples of each rank."""
+def measured(name: str, shares: str, steps: int) -> tuple[float, list[int], list[str]]:
+    """Return the samples/s of a training, the last samples of each rank, and the lines about changes of the shares."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         process = multiprocessing.get_context("fork").Process(target=train, args=(folder, name, shares, steps))
@@ -249,7 +249,8 @@ def measured(name: str, shares: str, steps: int) -> tuple[float, list[int]]:
             raise SystemExit(f"{name} ended with {process.exitcode}:\n{(folder / 'output').read_text()[-4000:]}")
         notes = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
         fit = Fit([[end for end, _ in rank] for rank in notes], [[count for _, count in rank] for rank in notes])
-        return fit.samples_per_second(), [counts[-1] for counts in fit.samples]
+        lines = [line for line in (folder / "output").read_text().splitlines() if "shares" in line or "ranks" in line]
+        return fit.samples_per_second(), [counts[-1] for counts in fit.samples], lines
 
 
 def main() -> None:
@@ -272,7 +273,8 @@ def main() -> None:
         rounds = []
         for _ in range(options.rounds):
             rates = {shares: measured(name, shares, options.steps) for shares in ("equal", "auto")}
-            rounds.append([rates["equal"][0], rates["auto"][0], rates["auto"][1]])
+            print(*rates["auto"][2], sep="\n")
+            rounds.append([rates["equal"][0], *rates["auto"][:2]])
         done[name] = rounds
         results.write_text(json.dumps(done))
         print(name, [f"{auto / equal:.2f} {counts}" for equal, auto, counts in rounds], flush=True)

@@ -101,7 +101,8 @@ def watch(watcher: Watcher) -> None:
         for name in COLLECTIVES:
             if hasattr(dist.ProcessGroup, name):
                 _replace(dist.ProcessGroup, name, _reporting_collective)
-        for waiter in (dist.Work, torch.futures.Future):
+        # The futures of collectives are objects of the class from which torch.futures.Future is derived.
+        for waiter in (dist.Work, torch.futures.Future.__base__):
             _replace(waiter, "wait", _reporting_wait)
     _waits.watchers.append(watcher)
 

@@ -197,7 +197,7 @@ def test_a_slow_rank_gets_a_smaller_share_until_it_is_fast_again(tmp_path, strat
         trained = train(name, DEALT[strategy](shares="auto"), 2, callbacks=[slow, *more], **{**common, **options})
         return trained, json.loads((tmp_path / "dealt-1.json").read_text())
 
-    whole, dealt = run("whole", ModelCheckpoint("cut", "cut", every_n_train_steps=18, save_top_k=-1))
+    whole, dealt = run("whole", ModelCheckpoint("cut", "cut-{step}", every_n_train_steps=18, save_top_k=-1))
     assert dealt[0] == 10
     assert 2 <= dealt[16] <= 6, dealt
     waits = {"ddp": {"gradients", "buffers"}, "servers": {"servers"}}[strategy]
@@ -208,7 +208,7 @@ def test_a_slow_rank_gets_a_smaller_share_until_it_is_fast_again(tmp_path, strat
     assert any(row["shares/gain"] > 0.03 for row in logged("whole") if "shares/gain" in row)
     assert dealt[-2] >= 8, dealt
     assert_same_run(whole, train("one", **common))
-    gone_on, rest = run("gone on", ckpt_path=Path("cut/cut.ckpt").resolve())
+    gone_on, rest = run("gone on", ckpt_path=Path("cut/cut-step=18.ckpt").resolve())
     assert rest[0] == dealt[18] < 10
     assert_same_run(gone_on, whole)
 

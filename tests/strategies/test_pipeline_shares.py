@@ -90,7 +90,7 @@ def test_a_slow_replica_gets_fewer_microbatches_until_it_is_fast_again(tmp_path)
         trained = train(name, piped("auto", (2, 1)), 3, callbacks=[slow, *more], **{**common, **options})
         return trained, json.loads((tmp_path / "dealt-1.json").read_text())
 
-    whole, dealt = run("whole", ModelCheckpoint("cut", "cut", every_n_train_steps=18, save_top_k=-1))
+    whole, dealt = run("whole", ModelCheckpoint("cut", "cut-{step}", every_n_train_steps=18, save_top_k=-1))
     assert dealt[0] == [4, 9]
     assert dealt[16] == [2, 4], dealt
     share_rows = [row for row in logged("whole") if "shares/rank_1" in row]
@@ -99,7 +99,7 @@ def test_a_slow_replica_gets_fewer_microbatches_until_it_is_fast_again(tmp_path)
     assert any(row["shares/gain"] > 0.03 for row in logged("whole") if "shares/gain" in row)
     assert dealt[-2] == [4, 9], dealt
     assert_same_run(whole, train("one", **common), 1e-12)
-    gone_on, rest = run("gone on", ckpt_path=Path("cut/cut.ckpt").resolve())
+    gone_on, rest = run("gone on", ckpt_path=Path("cut/cut-step=18.ckpt").resolve())
     assert rest[0] == dealt[18] == [2, 4]
     assert_same_run(gone_on, whole, 1e-12)
 
