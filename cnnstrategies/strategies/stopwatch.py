@@ -59,18 +59,16 @@ class Stopwatch:
         """Start the stopwatch. A current run is discarded."""
         self._current, self._wait = _Marks(self._now()), None
 
-    def end(self, work: float = 1.0) -> bool:
-        """Stop the stopwatch. Return whether it was running.
+    def end(self, work: float = 1.0) -> None:
+        """Stop the stopwatch if it is running.
 
         Args:
             work: Units of work of this rank since the start.
         """
         current, self._current = self._current, None
-        if current is None:
-            return False
-        current.end, current.work = self._now(), work
-        self._ended.append(current)
-        return True
+        if current is not None:
+            current.end, current.work = self._now(), work
+            self._ended.append(current)
 
     def discard(self) -> None:
         """Stop the stopwatch without a measurement, for example because a validation runs."""
