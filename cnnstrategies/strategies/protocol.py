@@ -203,6 +203,14 @@ class StrategyFacts:
         return None
 
     @property
+    def divides_by_shares(self) -> bool:
+        """Whether the strategy's options let ranks get different numbers of samples of a batch.
+
+        If so, the callback ``SampleWeights`` refuses losses for which unequal shares are wrong.
+        """
+        return False
+
+    @property
     def gradient_weighting(self) -> GradientWeighting:
         """How the strategy combines the gradients of the ranks.
 

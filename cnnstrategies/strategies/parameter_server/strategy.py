@@ -266,6 +266,11 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def batch_shares(self) -> Deals:
         return self._dealing.deals
 
+    @property
+    @override
+    def divides_by_shares(self) -> bool:
+        return self.options.shares != "equal"
+
     @override
     def process_dataloader(self, dataloader: object) -> object:
         if self.options.shares != "equal":
