@@ -55,7 +55,7 @@ class LossComparison(NamedTuple):
     terms: int = 0
 
 
-class _Draws(Exception):
+class _DrawsError(Exception):
     """The step has drawn random numbers."""
 
 
@@ -82,7 +82,7 @@ def compare_with_parts(module: LightningModule, batch: Any, batch_idx: int) -> L
     for modes in (_hold_statistics, _evaluate):
         try:
             return _compare(partial(_run, module, batch, batch_idx, modes), samples, first)
-        except _Draws:
+        except _DrawsError:
             continue
         except Exception as error:
             text = " ".join(str(error).splitlines()[:1])
@@ -167,7 +167,7 @@ def _run(
         if watch.refusal is not None:
             raise RuntimeError("the step calls a collective")
         if _generators(device) != before:
-            raise _Draws
+            raise _DrawsError
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             raise TypeError(f"training_step returned {type(loss).__name__}")

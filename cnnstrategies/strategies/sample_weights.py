@@ -18,7 +18,7 @@ from cnnstrategies.strategies.loss_comparison import KINDS, LossComparison, Loss
 from cnnstrategies.strategies.mean_terms import MeanTerm, divisors, mean_terms
 from cnnstrategies.strategies.protocol import facts_of
 
-# Largest number of means in a loss that are weighted by divisors of their own. Ranks always exchange this many divisors,
+# Largest number of means in a loss that are weighted by their own divisors. Ranks always exchange this many divisors,
 # because a rank may have fewer means in a step than the other ranks.
 MOST_MEANS = 31
 

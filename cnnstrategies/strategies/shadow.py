@@ -1,4 +1,4 @@
-"""Copies of a LightningModule whose steps leave no trace in the module: they log, count, store and draw nothing there."""
+"""Copies of a LightningModule whose steps leave no trace in the module: they log, count and store nothing there."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence

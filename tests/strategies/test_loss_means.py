@@ -17,8 +17,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from cnnstrategies import ConfigurationError
-from cnnstrategies.strategies import BalancedDDPStrategy, HybridPipelineStrategy, ParameterServerStrategy
+from cnnstrategies.strategies import (
+    BalancedDDPStrategy,
+    HybridPipelineStrategy,
+    ParameterServerStrategy,
+    sample_weights,
+)
+from cnnstrategies.strategies.balancing import Balance
 from cnnstrategies.strategies.loss_comparison import compare_with_parts
 
 SAMPLES, GLOBAL_BATCH, CLASSES = 22, 6, 4
@@ -113,17 +118,59 @@ served = partial(ParameterServerStrategy, start_method="fork")
 
 @pytest.mark.parametrize(
     ("strategy", "accumulated"),
-    [
-        (partial(balanced, shares=[1, 2]), 1),
-        (partial(balanced, shares="equal"), 3),
-        (partial(served, shares=[1, 2]), 3),
-        (served, 1),
-    ],
-    ids=["ddp_balanced", "ddp_balanced accumulates", "servers accumulate", "servers"],
+    [(partial(balanced, shares=[1, 2]), 3), (served, 1)],
+    ids=["ddp_balanced", "servers"],
 )
 def test_each_mean_of_a_loss_has_its_own_divisor(strategy, accumulated):
+    """Gradients of ``ignore_index``, class weights and masks, in one loss, and with gradient accumulation."""
     options = {"accumulate_grad_batches": accumulated}
     assert_equal(trained(Segmenter, strategy(), 2, **options), trained(Segmenter, **options))
+
+
+def summed(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    return {"sum": 0.01 * F.cross_entropy(outputs, targets, ignore_index=3, reduction="sum")}
+
+
+@pytest.mark.parametrize("strategy", [balanced, served], ids=["ddp_balanced", "servers"])
+def test_a_sum_is_the_sum_over_the_global_batch(strategy):
+    module, options = partial(Segmenter, summed), {"accumulate_grad_batches": 2}
+    assert_equal(trained(module, strategy(shares=[1, 3]), 2, **options), trained(module, **options))
+
+
+def test_a_pipelines_replicas_with_unequal_shares_have_the_weights_of_the_whole_batch():
+    """A pipeline finds each microbatch's weight itself, for sums and for each output's own mean."""
+    module = partial(Segmenter, lambda outputs, targets: LOSSES(outputs, targets) | summed(outputs, targets))
+    pipeline = HybridPipelineStrategy(replicas=[2], shares=[1, 2], microbatches=3, start_method="fork")
+    assert_equal(trained(module, pipeline, 2), trained(module))
+
+
+def roots(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    return {"root": outputs.square().mean().sqrt()}
+
+
+def test_unequal_shares_are_refused_for_a_loss_that_is_neither_a_mean_nor_a_sum():
+    why = r"the loss of Segmenter.training_step is neither a mean nor a sum over the samples of a batch"
+    with pytest.raises(AssertionError, match=rf"{why}, so unequal shares \(1, 2\) .*: set shares: equal"):
+        trained(partial(Segmenter, roots), balanced(shares=[1, 2]), 2)
+
+
+class Stays(Callback):
+    """A callback that notes whether the measured shares can change."""
+
+    def on_train_end(self, trainer, pl_module):
+        balances = [callback for callback in trainer.callbacks if isinstance(callback, Balance)]
+        print("can deal:", [balance.can_deal() for balance in balances])
+
+
+def test_measured_shares_stay_equal_for_such_a_loss(capfd, monkeypatch):
+    monkeypatch.setattr(sample_weights, "rank_zero_info", print)
+    for losses in (roots, class_losses):
+        trained(partial(Segmenter, losses), balanced(shares="auto"), 2, callbacks=[Stays()])
+    lines = capfd.readouterr().out.splitlines()
+    assert [line for line in lines if "Shares stay equal: the loss of Segmenter.training_step is neither" in line]
+    assert [line for line in lines if line.startswith("can deal")] == ["can deal: [False]"] * 2 + [
+        "can deal: [True]"
+    ] * 2
 
 
 # The comparison of a batch with its parts
