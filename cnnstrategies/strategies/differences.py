@@ -11,9 +11,9 @@ OWN_MEANS = (
     "a loss that is not a mean over images (class weights, ignore_index, Dice, pairs of images) is computed over each "
     "process's own images"
 )
-OWN_PAIRS = (
-    "a loss that compares images or pixels with each other (Dice, pairs of images) is computed over each process's own "
-    "images"
+OWN_OTHER_LOSSES = (
+    "a loss that is neither a mean over images nor a mean with a known divisor (Dice, pairs of images) is computed over "
+    "each process's own images"
 )
 RANDOM_DRAWS = "random draws (as in dropout) are each process's own"
 
@@ -47,7 +47,7 @@ def differences_of_replicas(
     if processes == 1:
         return []
     own_loss = isinstance(network, LightningModule) and not has_mean_loss(network)
-    rest = [OWN_PAIRS if weighted else OWN_MEANS] if own_loss else []
+    rest = [OWN_OTHER_LOSSES if weighted else OWN_MEANS] if own_loss else []
     rest.append(RANDOM_DRAWS)
     updated = updated_buffers(network)
     if updated:

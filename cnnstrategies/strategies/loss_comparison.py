@@ -1,4 +1,4 @@
-"""LossComparison of a batch's loss with the losses of two parts of the batch, before ranks get unequal shares.
+"""Comparison of a batch's loss with the losses of two parts of the batch, before ranks get unequal shares.
 
 The comparison tells how the gradient of a batch follows from the gradients of the parts: whether the loss is a mean or
 a sum over the samples. It runs the training step on a copy of the module, so that the module, its hooks, its logs and
