@@ -12,8 +12,8 @@ OWN_MEANS = (
     "process's own images"
 )
 OWN_OTHER_LOSSES = (
-    "a loss that is neither a mean over images nor a mean with a known divisor (Dice, pairs of images) is computed over "
-    "each process's own images"
+    "a loss that is neither a mean over images nor a mean with a known divisor (Dice, pairs of images) is computed "
+    "over each process's own images"
 )
 RANDOM_DRAWS = "random draws (as in dropout) are each process's own"
 
