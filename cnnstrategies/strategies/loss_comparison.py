@@ -35,9 +35,8 @@ from cnnstrategies.strategies.shadow import NoCollectives, same_random_numbers, 
 LossKind = Literal["mean", "terms", "sum", "neither", "unknown"]
 KINDS: tuple[LossKind, ...] = ("mean", "terms", "sum", "neither", "unknown")
 # Largest difference between two gradients that are equal except for rounding, in proportion to their norm. A sum
-# differs from a mean by at least half of the norm, in every dtype.
+# differs from a mean by at least half of the norm. Numbers of 16 bits are converted to float32.
 ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-3}
-ROUNDING_IN_16_BITS = 0.05
 COMPARED = 64  # Number of elements of each parameter's gradient that are compared.
 
 
@@ -121,14 +120,16 @@ def _compare(run: Callable[[slice, int, Tensor | None], _Gradients], samples: in
         return LossComparison("unknown", "the gradient of the first batch is zero or not finite")
     parts = [run(rows, samples, whole.divisors) for rows in (slice(0, first), slice(first, samples))]
     fractions = first / samples, 1 - first / samples
-    allowed = max(ROUNDING.get(dtype, ROUNDING_IN_16_BITS) for dtype in whole.dtypes) * size
+    allowed = max(ROUNDING[dtype] for dtype in whole.dtypes) * size
 
     def is_equal(*gradients: Tensor) -> bool:
         return bool((whole.plain - sum(gradients)).norm() <= allowed)
 
     weighted = [part.weighted for part in parts if part.weighted is not None]
-    if len(weighted) == len(parts) and is_equal(*weighted):
-        return LossComparison("terms", terms=len(whole.divisors))
+    # The divisors of the parts do not add up to the divisor of the whole batch if a sum is divided by a constant.
+    if len(weighted) == len(parts) and torch.allclose(sum(part.divisors for part in parts), whole.divisors):
+        if is_equal(*weighted):
+            return LossComparison("terms", terms=len(whole.divisors))
     plain = [part.plain for part in parts]
     if is_equal(*(fraction * gradient for fraction, gradient in zip(fractions, plain, strict=True))):
         return LossComparison("mean")
@@ -157,6 +158,9 @@ def _run(
     """
     shadow = trial_of(module)
     modes(shadow)
+    if any(parameter.dtype.itemsize < torch.float32.itemsize for parameter in shadow.parameters()):
+        shadow.float()
+        batch = tree_map(_widened, batch)
     vars(shadow)["all_gather"] = _no_gathering
     arguments = [_rows(batch, samples, rows), batch_idx][: len(inspect.signature(shadow.training_step).parameters)]
     device = module.device
@@ -238,6 +242,11 @@ def _rows(batch: Any, samples: int, rows: slice) -> Any:
     if isinstance(batch, Mapping | list | tuple):
         return tree_map(partial(_rows, samples=samples, rows=rows), batch, is_leaf=lambda value: value is not batch)
     return batch
+
+
+def _widened(leaf: Any) -> Any:
+    """Return a tensor of floating-point numbers in float32; return anything else as it is."""
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def _repeated(batch: Any) -> Any:

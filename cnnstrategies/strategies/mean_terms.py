@@ -26,11 +26,11 @@ class MeanTerm(NamedTuple):
     node: Any
     divisor: Tensor | int
 
-    def scale(self, factor: float | Tensor) -> None:
+    def scale(self, factor: Tensor) -> None:
         """Multiply the gradients that the mean passes on by a factor. The value of the loss does not change."""
 
         def scaled(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-            return tuple(None if gradient is None else gradient * factor for gradient in gradients)
+            return tuple(None if gradient is None else gradient * factor.to(gradient.dtype) for gradient in gradients)
 
         self.node.register_prehook(scaled)
 

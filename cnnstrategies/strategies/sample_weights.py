@@ -123,7 +123,7 @@ class SampleWeights(Callback):
         # valid target on any rank, the gradient of the mean is zero, whatever its factor is.
         factors = torch.nan_to_num((row / total)[1:] / (row / total)[0])
         for term, factor in zip(terms, factors, strict=False):
-            term.scale(factor.to(loss.dtype))
+            term.scale(factor)
         return factors[0].to(loss.dtype) if targets is not None else 1.0
 
 

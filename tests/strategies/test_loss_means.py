@@ -257,7 +257,7 @@ def everything(module: Layers, batch: list[Tensor]) -> Any:
 def test_a_loss_is_told_from_its_gradients_and_nothing_is_disturbed(name, samples):
     kind, loss = KIND_OF[name]
     module, batch = Layers(loss), batch_of(samples)
-    torch.set_printoptions(threshold=10000, precision=17)
+    torch.set_printoptions(threshold=10000, precision=17)  # For `everything`.
     before = everything(module, batch)
     comparison = compare_with_parts(module, batch, 0)
     if samples > 1 or kind not in ("neither", "unknown"):
