@@ -127,9 +127,9 @@ def _compare(run: Callable[[slice, int, Tensor | None], _Gradients], samples: in
 
     weighted = [part.weighted for part in parts if part.weighted is not None]
     # The divisors of the parts do not add up to the divisor of the whole batch if a sum is divided by a constant.
-    if len(weighted) == len(parts) and torch.allclose(sum(part.divisors for part in parts), whole.divisors):
-        if is_equal(*weighted):
-            return LossComparison("terms", terms=len(whole.divisors))
+    add_up = torch.allclose(sum((part.divisors for part in parts), whole.divisors * 0), whole.divisors)
+    if len(weighted) == len(parts) and add_up and is_equal(*weighted):
+        return LossComparison("terms", terms=len(whole.divisors))
     plain = [part.plain for part in parts]
     if is_equal(*(fraction * gradient for fraction, gradient in zip(fractions, plain, strict=True))):
         return LossComparison("mean")

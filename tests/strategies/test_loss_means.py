@@ -100,7 +100,7 @@ def trained(module: Callable[[], LightningModule], strategy: Any = "auto", world
 
     def run() -> dict[str, Tensor]:
         created = module()
-        quiet_trainer(strategy, world, max_epochs=2, **options).fit(created)
+        quiet_trainer(strategy, world, max_epochs=1, **options).fit(created)
         return dict(created.net.state_dict())
 
     return run_apart(run)
