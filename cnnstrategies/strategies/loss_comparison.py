@@ -127,8 +127,8 @@ def _compare(run: Callable[[slice, int, Tensor | None], _Gradients], samples: in
 
     weighted = [part.weighted for part in parts if part.weighted is not None]
     # The divisors of the parts do not add up to the divisor of the whole batch if a sum is divided by a constant.
-    add_up = torch.allclose(sum((part.divisors for part in parts), whole.divisors * 0), whole.divisors)
-    if len(weighted) == len(parts) and add_up and is_equal(*weighted):
+    add_up = len(weighted) == len(parts) and torch.allclose(parts[0].divisors + parts[1].divisors, whole.divisors)
+    if add_up and is_equal(*weighted):
         return LossComparison("terms", terms=len(whole.divisors))
     plain = [part.plain for part in parts]
     if is_equal(*(fraction * gradient for fraction, gradient in zip(fractions, plain, strict=True))):
