@@ -49,6 +49,8 @@ class Coordinator:
         signal: Number of the first signal that a member has received, after which all members must stop; 0 if no member
             has received a signal.
         specification: The run's specification, as JSON in one frame; None before the first worker has sent it.
+        specification_number: Number of this specification. It is above 0 if a later specification has replaced the
+            first one, because parameters were added to the optimizer.
     """
 
     def __init__(self, settings: CoordinatorSettings) -> None:
@@ -64,8 +66,9 @@ class Coordinator:
         self.ended: Message | None = None
         self.signal = 0
         self.specification: Sequence[Buffer] | None = None
-        # By member that waits for the specification: number of its request.
-        self._awaiting_specification: dict[Peer, int] = {}
+        self.specification_number = 0
+        # By member that waits for a specification: number of its request, and lowest number of the specification.
+        self._awaiting_specification: dict[Peer, tuple[int, int]] = {}
         self._deadlock: list[CollectiveWait] = []
         self._deadlock_since = 0.0
         # Number of the view that all servers must see before a collective's result can be sent, and the time since
@@ -325,21 +328,29 @@ class Coordinator:
     def _put(self, now: float, member: Member, message: Message) -> Fields:
         """Store the specification that the message contains, unless another message has already brought it.
 
-        Then send the stored specification to the members that wait for it.
+        Then send the stored specification to the members that wait for it. If it replaces an earlier specification, all
+        servers begin again with it.
         """
-        if self.specification is None:
-            self.specification = message.frames
-        for peer, request in self._awaiting_specification.items():
-            self._answer(peer, Message(DONE, {}, self.specification, request))
-        self._awaiting_specification.clear()
+        number = message.integer("number")
+        if self.specification is None or number > self.specification_number:
+            if self.specification is not None:
+                self.roster.respecify(number)
+            self.specification, self.specification_number = message.frames, number
+        waiting, self._awaiting_specification = self._awaiting_specification, {}
+        for peer, (request, least) in waiting.items():
+            self._give_specification(peer, request, least)
         return {}
 
     def _get(self, now: float, member: Member, message: Message) -> Fields:
-        if self.specification is None:
-            self._awaiting_specification[member.peer] = message.request
-        else:
-            self._answer(member.peer, Message(DONE, {}, self.specification, message.request))
+        self._give_specification(member.peer, message.request, message.integer("number"))
         return None
+
+    def _give_specification(self, peer: Peer, request: int, least: int) -> None:
+        """Send the specification to a member, now or as soon as a specification with the number `least` is here."""
+        if self.specification is None or self.specification_number < least:
+            self._awaiting_specification[peer] = request, least
+        else:
+            self._answer(peer, Message(DONE, {}, self.specification, request))
 
     def _epoch(self, now: float, member: Member, message: Message) -> Fields:
         number = message.integer("epoch")

@@ -1,6 +1,6 @@
 """A server's slices as the workers see them: replies to pulls, updates and initial values."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -215,6 +215,36 @@ class Shard:
         change = b"" if self.store.changes is None else self.store.changes.make(key, pulls)
         self.copies.relay(key, gradient, options, member, step, change, absent)
         self.answer(key)
+
+    def update_jointly(
+        self,
+        updates: Mapping[int, Tensor | None],
+        options: Options,
+        member: MemberKey,
+        step: int,
+        pulls: Collection[int] = (),
+        level: int = 0,
+    ) -> None:
+        """Update all slices with one step of the optimizer, and reply to the pulls that waited for the update.
+
+        The slices do not have backups.
+
+        Args:
+            updates: Gradient of each slice by key, or None for a slice without a gradient.
+            options: See :meth:`update`.
+            member: See :meth:`update`.
+            step: See :meth:`update`.
+            pulls: See :meth:`update`.
+            level: See :meth:`update`.
+        """
+        self._level = level
+        self.store.apply_jointly(updates, options)
+        for key in updates:
+            self.store.seen[key][member] = step
+            if self.store.changes is not None:
+                self.store.changes.make(key, pulls)
+        for key in updates:
+            self.answer(key)
 
     def acknowledged(self, backup: int, key: int, version: int) -> None:
         """Record that a backup has applied all updates of a slice up to a version.
