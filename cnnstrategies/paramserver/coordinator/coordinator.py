@@ -67,6 +67,8 @@ class Coordinator:
         self.signal = 0
         self.specification: Sequence[Buffer] | None = None
         self.specification_number = 0
+        # Number of the first view with the specification, if it has replaced an earlier one; otherwise 0.
+        self._specification_view = 0
         # By member that waits for a specification: number of its request, and lowest number of the specification.
         self._awaiting_specification: dict[Peer, tuple[int, int]] = {}
         self._deadlock: list[CollectiveWait] = []
@@ -230,6 +232,7 @@ class Coordinator:
             if late or not self.roster.missing():
                 self._effects.append(End("a supervision process requested the end", clean=True))
         if self.ended is None:
+            self._give_specification()
             self.rounds.go_on()
             if (reason := self.rounds.over) is not None:
                 self._finish(reason)
@@ -335,22 +338,27 @@ class Coordinator:
         if self.specification is None or number > self.specification_number:
             if self.specification is not None:
                 self.roster.respecify(number)
+                self._specification_view = self.roster.number
             self.specification, self.specification_number = message.frames, number
-        waiting, self._awaiting_specification = self._awaiting_specification, {}
-        for peer, (request, least) in waiting.items():
-            self._give_specification(peer, request, least)
         return {}
 
     def _get(self, now: float, member: Member, message: Message) -> Fields:
-        self._give_specification(member.peer, message.request, message.integer("number"))
+        self._awaiting_specification[member.peer] = message.request, message.integer("number")
         return None
 
-    def _give_specification(self, peer: Peer, request: int, least: int) -> None:
-        """Send the specification to a member, now or as soon as a specification with the number `least` is here."""
-        if self.specification is None or self.specification_number < least:
-            self._awaiting_specification[peer] = request, least
-        else:
-            self._answer(peer, Message(DONE, {}, self.specification, request))
+    def _give_specification(self) -> None:
+        """Send the specification to the members that wait for it.
+
+        If the specification has replaced an earlier one, workers get it after all servers have seen the replacement,
+        because the servers would drop the workers' messages before.
+        """
+        if self.specification is None:
+            return
+        unseen = self._specification_view and self.roster.not_seen(self._specification_view)
+        for peer, (request, least) in list(self._awaiting_specification.items()):
+            if self.specification_number >= least and not (unseen and peer.role == WORKER):
+                del self._awaiting_specification[peer]
+                self._answer(peer, Message(DONE, {}, self.specification, request))
 
     def _epoch(self, now: float, member: Member, message: Message) -> Fields:
         number = message.integer("epoch")

@@ -218,6 +218,8 @@ class ServerService:
                 self._handle(received)
 
     def _handle(self, received: Received) -> None:
+        if self.is_outdated:
+            return
         try:
             self._received += HEADER_BYTES + len(received.payload)
             header = unpack(received.header, len(received.payload), self._specification.session, self.bounds)

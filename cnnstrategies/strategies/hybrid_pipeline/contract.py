@@ -160,9 +160,9 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
             )
         if isinstance(callback, BaseFinetuning):
             raise ConfigurationError(
-                f"{type(callback).__name__} gives parameters of the whole network to the optimizer: with strategy "
-                "hybrid_pipeline give it all from the beginning, and freeze and unfreeze them in on_train_epoch_start "
-                "(requires_grad_)"
+                f"{type(callback).__name__} adds parameters to the optimizer during training, which does not work with "
+                "strategy hybrid_pipeline: pass all parameters to the optimizer in configure_optimizers, and freeze "
+                "and unfreeze them with requires_grad_ in on_train_epoch_start, or use ddp or parameter_server"
             )
 
 

@@ -73,7 +73,8 @@ def follow_groups(strategy: CoordinatedStrategy, module: LightningModule, steppe
 
 
 def _groups_of_positions(specification: Specification) -> list[dict[str, Sequence[int]]]:
-    groups, first = [], 0
+    groups: list[dict[str, Sequence[int]]] = []
+    first = 0
     for group in specification.groups:
         groups.append({"params": range(first, first + len(group.parameters))})
         first += len(group.parameters)

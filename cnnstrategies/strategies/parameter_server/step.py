@@ -183,7 +183,6 @@ class Stepper:
         On entry the context waits for the parameters that code may read outside of their own modules.
         """
         if not self._sync_every:
-            self._check_held()
             self._follow_unfreezing()
         if self._sync_every or self._noted >= NOTED_STEPS:
             for index in () if self._sync_every else self._readers.indices:
@@ -285,6 +284,7 @@ class Stepper:
 
     def _begin(self) -> None:
         if not self._in_step:
+            self._check_held()
             self.worker.begin_step(hyperparameters(self.optimizer), self._samples)
             self._in_step = True
             self._pushed.clear()
