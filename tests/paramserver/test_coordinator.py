@@ -97,7 +97,7 @@ def test_workers_get_a_later_specification_after_all_servers_have_seen_the_chang
         run.call(first, "put", text, number=number)
     blind = run.member("server", 1, incarnation=1, sees=0)
     run.call(first, "put", b"ten parameters", number=2)
-    asked = [run.call(peer, "get", number=2) for peer in (first, second, Peer("server", 0))]
+    asked = [run.call(peer, "get", number=2) for peer in (first, second, run.world.processes["server", 0].peer)]
     assert [answer.value is None for answer in asked] == [True, True, False], "server 1 has not seen the change"
     roster = run.coordinator.roster
     assert roster.view_message.fields["view"]["specification"] == 2

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.strategies import BalancedDDPStrategy, CompressedDDPStrategy, ParameterServerStrategy
+from cnnstrategies.strategies.parameter_server.start import take_groups
 from cnnstrategies.strategies.unfreezing import WrapsAgain, follow_unfreezing
 
 SAMPLES, GLOBAL_BATCH = 32, 8
@@ -142,6 +144,21 @@ def test_servers_hold_the_state_of_one_devices_optimizer_after_parameters_were_a
         for key in "state_dict", "optimizer_states":
             torch.testing.assert_close(checkpoint[key], expected[key], rtol=1e-9, atol=1e-12)
         assert len(expected["optimizer_states"][0]["param_groups"]) == 2
+
+
+def test_a_restarted_worker_takes_the_parameters_that_the_other_workers_have_added() -> None:
+    module, other = Module(), Module()
+    optimizer, changed = module.configure_optimizers(), other.configure_optimizers()
+    changed.param_groups[0]["params"].append(other.net[0].bias)
+    changed.add_param_group({"params": [other.net[0].weight], "lr": 0.05})
+    module.net[0].requires_grad_(False)
+    specification = Specification.of(other.named_parameters(), changed, 2, number=1)
+    del optimizer.param_groups[0]["params"][:2]
+    take_groups(optimizer, module, specification)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    assert [names[id(p)] for group in optimizer.param_groups for p in group["params"]] == specification.held_names
+    assert hyperparameters(optimizer) == hyperparameters(changed)
+    assert module.net[0].weight.requires_grad
 
 
 class Changed(Held):

@@ -68,7 +68,7 @@ def join_servers(
                 f"rank {strategy.global_rank} was restarted after parameters were added to the optimizer, which does "
                 "not work with `mode: local`: start the run from its last checkpoint, or use `mode: sync`"
             )
-        _take_groups(optimizer, module, specification)
+        take_groups(optimizer, module, specification)
     parameters = value_tensors(module, specification)
     connect = partial(connection, run.membership, specification, parameters)
     worker: Worker | CombinedWorker
@@ -98,7 +98,7 @@ def join_servers(
     return worker, specification, own_steps
 
 
-def _take_groups(optimizer: Optimizer, module: LightningModule, specification: Specification) -> None:
+def take_groups(optimizer: Optimizer, module: LightningModule, specification: Specification) -> None:
     """Give the optimizer of a restarted worker the parameters that the other workers have added to their optimizers."""
     named = dict(module.named_parameters())
     for number, group in enumerate(specification.groups):
