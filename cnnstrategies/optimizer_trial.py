@@ -125,6 +125,21 @@ def values_after_steps(
     return trial.values()
 
 
+def draws_random_numbers(
+    optimizer: Optimizer, whole: dict[int, Tensor], device: torch.device, dtype: torch.dtype = torch.float64
+) -> bool:
+    """Return whether an optimizer's steps depend on torch's random numbers.
+
+    Args:
+        optimizer: The optimizer, which is not changed.
+        whole: Result of :func:`values_after_steps` for a copy with all made-up parameters, with another seed than 1.
+        device: Device of the made-up parameters.
+        dtype: Dtype of the made-up parameters.
+    """
+    torch.manual_seed(1)
+    return are_different(values_after_steps(optimizer, device, dtype=dtype), whole)
+
+
 def counters_of(
     optimizer: Optimizer, device: torch.device, dtype: torch.dtype = torch.float64
 ) -> dict[str, float | Tensor]:

@@ -22,9 +22,11 @@ import json
 import multiprocessing
 import sys
 import tempfile
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,7 @@ MODULES = ("torch.optim", "timm.optim", *PACKAGES[2:])
 STRATEGIES = ("ddp", "hybrid_pipeline", "parameter_server")
 STEPS, BATCH, SERVERS = 5, 8, 2
 TOLERANCE = 1e-6  # Largest difference from one device, as a fraction of the largest change of a weight.
+PATIENCE = 60.0  # Seconds after which a stage whose optimizer calls the closure alone fails.
 CPU = torch.device("cpu")
 Make = Callable[[list[nn.Parameter]], Any]
 
@@ -79,7 +82,7 @@ def made(kind: Any, parameters: list[nn.Parameter]) -> Any:
         return kind(parameters, base_optimizer=torch.optim.SGD, lr=1e-2)
     if "optimizer" in required or "base_optimizer" in required:
         return kind(torch.optim.SGD(parameters, 1e-2), **arguments)
-    if {"use_muon"} & set(inspect.getsource(kind).split('"')):
+    if kind.__module__.startswith("pytorch_optimizer") and "use_muon" in inspect.getsource(kind):
         groups = [[p for p in parameters if (p.ndim > 1) == is_matrix] for is_matrix in (True, False)]
         pairs = zip(groups, (True, False), strict=True)
         parameters = [{"params": members, "use_muon": muon} for members, muon in pairs if members]  # type: ignore[misc]
@@ -125,6 +128,24 @@ def trained(net: nn.Module, optimizer: Any) -> list[Tensor]:
     return weights(net)
 
 
+def is_stable(make: Make, expected: list[Tensor]) -> bool:
+    """Return whether one device trains the same weights if it adds the samples' gradients in another order."""
+    net = network()
+    parameters = list(net.parameters())
+    optimizer = make(parameters)
+    getattr(optimizer, "train", lambda: None)()
+    torch.manual_seed(2)
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> Tensor:
+            for parameter, value in zip(parameters, gradients(net, step), strict=True):
+                parameter.grad = value
+            return torch.ones(())
+
+        optimizer.step(closure)
+    return compared(weights(net), expected) == "equal"
+
+
 def weights(net: nn.Module) -> list[Tensor]:
     """Return copies of all weights of a network."""
     return [parameter.detach().clone() for parameter in net.parameters()]
@@ -135,27 +156,31 @@ def under_pipeline(make: Make) -> list[Tensor]:
     net = network()
     contract.check_optimizers([make(list(net.parameters()))], CPU)
     stages = [list(part.parameters()) for part in (net[:2], net[2:])]
-    optimizers = [make(stage) for stage in stages]
-    for optimizer in optimizers:
+    computed: list[list[Tensor]] = []  # For each call of the closure: the gradients of all parameters.
+    steps = iter(range(10 * STEPS))
+    # Both stages call the closure before their gradients are computed, as in a pipeline.
+    barrier = threading.Barrier(2, action=lambda: computed.append(gradients(net, next(steps))), timeout=PATIENCE)
+
+    def stage(number: int) -> None:
+        torch.set_default_dtype(torch.float64)
+        parameters = stages[number]
+        first = 0 if number == 0 else len(stages[0])
+        optimizer = make(parameters)
         getattr(optimizer, "train", lambda: None)()
-    for step in range(STEPS):
-        computed = iter(gradients(net, step))
-        parts = [[next(computed) for _ in stage] for stage in stages]
-        for stage, part, optimizer in zip(stages, parts, optimizers, strict=True):
-            torch.manual_seed(step)
-            optimizer.step(assigns(stage, part))
+
+        def closure() -> Tensor:
+            barrier.wait()
+            for parameter, value in zip(parameters, computed[-1][first:], strict=False):
+                parameter.grad = value.clone()
+            return torch.ones(())
+
+        for _ in range(STEPS):
+            optimizer.step(closure)
+
+    with ThreadPoolExecutor(2) as pool:
+        for result in [pool.submit(stage, number) for number in range(2)]:
+            result.result()
     return weights(net)
-
-
-def assigns(parameters: list[nn.Parameter], values: list[Tensor]) -> Callable[[], Tensor]:
-    """Return a closure that gives parameters their gradients."""
-
-    def closure() -> Tensor:
-        for parameter, value in zip(parameters, values, strict=True):
-            parameter.grad = value.clone()
-        return torch.ones(())
-
-    return closure
 
 
 def under_servers(make: Make) -> list[Tensor]:
@@ -220,15 +245,21 @@ def compared(values: list[Tensor], expected: list[Tensor]) -> str:
 
 
 def alone(make: Make) -> list[Tensor] | None:
-    """Return the weights of one device; None if the optimizer does not train the network with this closure."""
+    """Return the weights of one device.
+
+    Return None if the optimizer does not train the network with this closure, or if rounding errors decide the result.
+    """
     try:
         net = network()
-        values = trained(net, make(list(net.parameters())))
+        optimizer = make(list(net.parameters()))
+        assert optimizer.param_groups  # Lightning reads the groups.
+        values = trained(net, optimizer)
     except Exception as error:
         print(f"    one device: {type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
         return None
     moved = any(not torch.equal(*pair) for pair in zip(values, weights(network()), strict=True))
-    return values if moved and all(value.isfinite().all() for value in values) else None
+    finite = moved and all(value.isfinite().all() for value in values)
+    return values if finite and is_stable(make, values) else None
 
 
 def ddp_rank(rank: int, folder: str, names: list[str]) -> None:

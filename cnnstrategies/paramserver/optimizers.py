@@ -130,8 +130,18 @@ class FusedOptimizer:
 def restored_option(option: Any) -> Any:
     """Return a hyperparameter as the optimizer had it before :func:`.specification.hyperparameters` made it plain.
 
-    This restores tuples such as ``betas``, which JSON has turned into lists, and tensors.
+    This restores tuples such as ``betas``, which JSON has turned into lists.
     """
-    if isinstance(option, dict):
-        return torch.tensor(option["value"], dtype=DTYPES[option["dtype"]])
-    return tuple(option) if isinstance(option, list) else option
+    match option:
+        case list():
+            return tuple(map(restored_option, option))
+        case {"list": entries}:
+            return list(map(restored_option, entries))
+        case {"dict": entries}:
+            return {key: restored_option(entry) for key, entry in entries.items()}
+        case {"value": value, "dtype": dtype}:
+            return torch.tensor(value, dtype=DTYPES[dtype])
+        case {"dtype": dtype}:
+            return DTYPES[dtype]
+        case _:
+            return option

@@ -340,12 +340,13 @@ def too_small(options: object, least: Mapping[str, int]) -> Iterator[str]:
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the hyperparameters of each parameter group by name, as values that JSON can represent.
 
-    A number that the optimizer's own steps keep in a group, such as the number of steps, may be a tensor. It becomes a
-    dictionary with the value and the dtype.
+    A tuple becomes a list, and a list, dictionary or dtype becomes a dictionary with one key. A number that the
+    optimizer's own steps keep in a group, such as the number of steps, may be a tensor. It becomes a dictionary with
+    the value and the dtype. :func:`.optimizers.restored_option` is the inverse.
 
     Raises:
-        ConfigurationError: The type of a hyperparameter is not allowed. Numbers, strings, None, and lists of these
-            values are allowed.
+        ConfigurationError: The type of a hyperparameter is not allowed. Numbers, strings, dtypes, None, and lists and
+            dictionaries of these values are allowed.
     """
     return [
         {
@@ -363,12 +364,17 @@ def _plain(name: str, value: Any, keeps_tensors: bool = False) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, tuple | list):
-        return [_plain(name, entry) for entry in value]
+        entries = [_plain(name, entry) for entry in value]
+        return entries if isinstance(value, tuple) else {"list": entries}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _plain(name, entry) for key, entry in value.items()}}
+    if isinstance(value, torch.dtype) and value in DTYPES.values():
+        return {"dtype": str(value).removeprefix("torch.")}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ConfigurationError(
-        f"the optimizer's hyperparameter {name}={value!r} cannot be sent to the servers: use a number, a string or a "
-        "list of these"
+        f"the optimizer's hyperparameter {name}={value!r} cannot be sent to the servers: use a number, a string, a "
+        "dtype or a list of these"
     )
 
 

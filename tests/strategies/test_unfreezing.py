@@ -148,10 +148,11 @@ def test_servers_hold_the_state_of_one_devices_optimizer_after_parameters_were_a
 
 def test_a_restarted_worker_takes_the_parameters_that_the_other_workers_have_added() -> None:
     module, other = Module(), Module()
+    module.net[0].requires_grad_(False)
+    other.net[0].requires_grad_(False)
     optimizer, changed = module.configure_optimizers(), other.configure_optimizers()
     changed.param_groups[0]["params"].append(other.net[0].bias)
     changed.add_param_group({"params": [other.net[0].weight], "lr": 0.05})
-    module.net[0].requires_grad_(False)
     specification = Specification.of(other.named_parameters(), changed, 2, number=1)
     del optimizer.param_groups[0]["params"][:2]
     take_groups(optimizer, module, specification)

@@ -13,7 +13,12 @@ from cnnstrategies._lightning_private import is_compiled_whole
 from cnnstrategies._torch_private import is_compiled, put_module
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import WHOLE, has_own_forward, network_at, own_forward
-from cnnstrategies.optimizer_trial import attribute_with_tensors, mixes_parameters, values_after_steps
+from cnnstrategies.optimizer_trial import (
+    attribute_with_tensors,
+    draws_random_numbers,
+    mixes_parameters,
+    values_after_steps,
+)
 from cnnstrategies.pipeline.losses import ADVICE
 from cnnstrategies.pipeline.stage import check_backend
 from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached
@@ -201,7 +206,9 @@ def try_optimizer(optimizer: Optimizer, device: torch.device) -> None:
         raise ConfigurationError(f"{name} keeps tensors of all parameters in {kept}, beside its state: {_REMEDY}")
     try:
         with same_random_numbers(device):
-            mixes = mixes_parameters(optimizer, values_after_steps(optimizer, device), device)
+            whole = values_after_steps(optimizer, device)
+            mixes = mixes_parameters(optimizer, whole, device)
+            draws = draws_random_numbers(optimizer, whole, device)
     except Exception as error:
         rank_zero_warn(f"{name} was not tried with made-up parameters, as it fails on them: {error!r}")
         return
@@ -209,4 +216,8 @@ def try_optimizer(optimizer: Optimizer, device: torch.device) -> None:
         raise ConfigurationError(
             f"{name} changes a parameter by what others and their gradients are, as where it has a norm or a step "
             f"size of all: {_REMEDY}"
+        )
+    if draws:
+        raise ConfigurationError(
+            f"{name} draws random numbers in its steps, and each stage would draw different ones: {_REMEDY}"
         )

@@ -304,7 +304,7 @@ def restore_trainer(trainer: Trainer, optimizer: Optimizer, state: dict[str, Any
     # The other workers may have just added a parameter group, which this worker's own hooks add as well.
     for group, options in zip(optimizer.param_groups, state["options"], strict=False):
         for name, value in options.items():
-            group[name] = restored_option(value) if isinstance(group.get(name), tuple | Tensor) else value
+            group[name] = restored_option(value)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if callback.state_key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][callback.state_key])
