@@ -126,6 +126,11 @@ class StrategyFacts:
         return int(getattr(self._described, "num_nodes", 1))
 
     @property
+    def only_starts_ranks(self) -> bool:
+        """Whether this process is not a rank, and starts all ranks of its host by running the same program again."""
+        return False
+
+    @property
     def connects_hosts(self) -> bool:
         """Whether the strategy connects its hosts itself. If not, the cluster code connects them with a torch store."""
         return False

@@ -43,11 +43,12 @@ def check_module(module: LightningModule, options: ParameterServerOptions) -> No
                 "sparse=False, `mode: local`, or strategy ddp"
             )
         for attribute in (key for key, value in vars(child).items() if value is True and key.endswith(GATHERS)):
-            raise ConfigurationError(
-                f"{name}.{attribute}=True would gather nothing, because strategy parameter_server does not use a "
-                f"process group of torch.distributed: set {attribute} to False, so that only the images of the same "
-                "process are compared, or use strategy ddp"
-            )
+            if not options.aggregates:
+                raise ConfigurationError(
+                    f"{name}.{attribute}=True gathers tensors of all workers in each step, but in `mode: "
+                    f"{options.mode}` each worker makes its own steps: set {attribute} to False, so that only the "
+                    "images of the same process are compared, or use `mode: sync` or strategy ddp"
+                )
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from cnnstrategies._lightning_private import ask_of_sigterm
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
@@ -62,8 +63,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     The design follows Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014. Workers
     push gradients while backward still runs. The forward of each layer waits only for the parameters of this layer. The
-    strategy does not use a torch process group: if a worker dies, the run continues without this worker. A restarted
-    worker joins again when the next epoch begins, or earlier with ``data_dispatch: dynamic``.
+    process group of ``torch.distributed`` uses the run's coordinator: if a worker dies, the run continues without this
+    worker. A restarted worker joins again when the next epoch begins, or earlier with ``data_dispatch: dynamic``.
 
     Each worker computes BatchNorm's running statistics from its own batches. Before each validation, test and
     checkpoint, the statistics are averaged over the workers.
@@ -282,6 +283,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def on_train_start(self) -> None:
         """Connect to the servers. A restarted worker waits here until the run admits it."""
+        ask_of_sigterm(self.trainer, False)  # The broadcast would make all workers wait for each other in each step.
         self.leave_address(self.trainer)
         worker, specification, own_steps = join_servers(self, self.module, self.optimizers[0], self._outer_state)
         if self.options.mode == "sync" and self.world_size > 1:
