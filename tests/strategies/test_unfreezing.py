@@ -118,6 +118,13 @@ def test_servers_train_parameters_that_are_unfrozen_later() -> None:
     assert not any(torch.equal(weights[key], first[key]) for key in first), "each layer was trained for some steps"
 
 
+@pytest.mark.parametrize("mode", ["async", "local"])
+def test_servers_without_common_steps_receive_added_parameters(mode: Any) -> None:
+    """A single worker trains the weights of one device in these modes as well."""
+    weights = trained(ParameterServerStrategy(mode=mode, start_method="fork"), 1)
+    torch.testing.assert_close(weights, trained(), rtol=1e-9, atol=1e-12)
+
+
 class Clipping(Module):
     """A module with an optimizer that clips by the norm of all parameters, and that counts steps in its groups."""
 

@@ -66,7 +66,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": lambda: DDPStrategy(start_method="fork"),
     "ddp_balanced": lambda: BalancedDDPStrategy(start_method="fork", shares="equal"),
     "hybrid_pipeline": lambda: HybridPipelineStrategy(start_method="fork", replicas=[1, 1]),
-    "parameter_server": lambda: ParameterServerStrategy(start_method="fork"),
+    "parameter_server": lambda: ParameterServerStrategy(start_method="fork", servers_per_node=2),
 }
 
 
