@@ -76,13 +76,10 @@ class FusedOptimizer:
         self, optimizer_class: type[Optimizer], groups: Sequence[tuple[Sequence[nn.Parameter], Mapping[str, Any]]]
     ) -> None:
         # A parameter group may contain entries that are not arguments of the class, such as a scheduler's initial_lr.
-        # Leave these entries out.
+        # Such an entry cannot be passed as an argument.
         accepted = inspect.signature(optimizer_class).parameters
-        arguments_of_groups = [
-            {name: restored_option(value) for name, value in options.items() if name in accepted}
-            for _, options in groups
-        ]
-        (parameters, options), arguments = groups[0], dict(arguments_of_groups[0])
+        parameters, options = groups[0]
+        arguments = {name: restored_option(value) for name, value in options.items() if name in accepted}
         self._is_fused = (
             is_elementwise(optimizer_class)
             and "fused" in accepted
@@ -94,8 +91,12 @@ class FusedOptimizer:
         if self._is_fused:
             arguments["fused"] = True
         whole: Any = parameters
-        if len(groups) > 1:
-            whole = [{"params": held, **own} for (held, _), own in zip(groups, arguments_of_groups, strict=True)]
+        if not is_elementwise(optimizer_class):
+            # The constructor may need entries of the groups that are not arguments, such as `use_muon`.
+            whole = [
+                {"params": held, **{name: restored_option(value) for name, value in own.items()}}
+                for held, own in groups
+            ]
         self.optimizer = optimizer_class(whole, **arguments)
 
     def step(self, gradients: Sequence[tuple[nn.Parameter, Tensor]], options: Sequence[Mapping[str, Any]]) -> None:
