@@ -12,6 +12,7 @@ from cnnstrategies.paramserver import supervision
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.core.requests import DONE
+from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched
 from cnnstrategies.runtime.processes import ENDS_WITH
 from cnnstrategies.strategies.parameter_server import launcher
@@ -209,6 +210,17 @@ def test_a_stopped_run_ends_with_the_signals_code_even_if_ranks_were_killed(code
     with pytest.raises(SystemExit) as end:
         RankReports().result(node, max(codes))
     assert end.value.code == code
+
+
+@pytest.mark.parametrize(("codes", "ends"), [([0, 0], SystemExit), ([0, -9], RunEnded)])
+def test_ranks_that_all_end_with_code_0_end_the_run_although_they_return_nothing(codes, ends):
+    """The user's code has called ``sys.exit(0)`` on all ranks. A killed rank is an error, because it has no result."""
+    node = Node()
+    for code in codes:
+        node.look_at("worker", code, restarts=0)
+    with pytest.raises(ends) as end:
+        RankReports().result(node, 0)
+    assert ends is RunEnded or end.value.code == 0
 
 
 def test_each_rank_program_ends_with_its_supervision_process(monkeypatch):

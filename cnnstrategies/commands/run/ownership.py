@@ -17,6 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import choose_next_version, chooses_version
+from cnnstrategies.cluster.environment import REPORT_SECONDS
 from cnnstrategies.cluster.lease import TOKEN, WAIT, HeldError, Lease, holding, is_unused, newest
 from cnnstrategies.cluster.run_identity import launch_of
 from cnnstrategies.cluster.run_owner import SILENCE, Observation, Owner, State
@@ -26,7 +27,6 @@ from cnnstrategies.strategies.protocol import facts_of
 
 REFUSED = 2  # Exit code of a rank whose rank 0 is refused because of another owner.
 LOOK = 1.0  # Seconds between two readings of the owner's record by a rank other than rank 0.
-REPORT_SECONDS = 5.0  # Time in which rank 0 prints the refusal, before the other ranks end.
 
 
 @contextlib.contextmanager

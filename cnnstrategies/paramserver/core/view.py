@@ -1,10 +1,14 @@
 """Views (numbered lists of a run's members), the interface of a source of views, and errors that end a process."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 from cnnstrategies.paramserver.core.node import Message
+
+# Beginning of an error message that ends with the class and the message of the exception that has ended the run.
+_FAILED = re.compile(r"^(the coordinator failed|(?:server|worker) \d+ failed): ")
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,11 @@ class RunEnded(RuntimeError):  # noqa: N818 - a planned end is not an error
         super().__init__(message)
         self.clean = clean
         self.stranger = stranger
+
+    @property
+    def lines(self) -> list[str]:
+        """The error message as lines. If a process has failed, its exception is the last line, as in a traceback."""
+        return _FAILED.sub("\\1\n", str(self)).split("\n")
 
 
 class ViewSource(Protocol):

@@ -32,7 +32,7 @@ from cnnstrategies.paramserver.places import RunAddress
 from cnnstrategies.paramserver.services import load_keys
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.strategies.exact_means import widened
-from cnnstrategies.strategies.failing import watch_failures
+from cnnstrategies.strategies.failing import last_line, watch_failures
 from cnnstrategies.strategies.parameter_server.launcher import WatchingProcessLauncher, WatchingScriptLauncher
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 from cnnstrategies.strategies.parameter_server.run import (
@@ -252,8 +252,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
 
     def _report(self, exception: BaseException) -> None:
         if self.membership is not None:
-            reason = f"{type(exception).__name__}: {exception}"
-            self.membership.end(f"worker {self.global_rank} failed: {reason}")
+            self.membership.end(f"worker {self.global_rank} failed: {last_line(exception)}")
 
     @override
     def on_exception(self, exception: BaseException) -> None:

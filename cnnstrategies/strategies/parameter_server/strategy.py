@@ -272,6 +272,11 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def batch_shares(self) -> Deals:
         return self._dealing.deals
 
+    @property
+    @override
+    def divides_by_shares(self) -> bool:
+        return self.options.shares != "equal"
+
     @override
     def keeps_sampler(self, loader: DataLoader[Any]) -> bool:
         """Whether the user's code has divided a loader's data among the workers. All workers must call this."""
