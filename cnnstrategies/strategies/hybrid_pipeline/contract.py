@@ -23,7 +23,7 @@ from cnnstrategies.pipeline.losses import ADVICE
 from cnnstrategies.pipeline.stage import check_backend
 from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached
 from cnnstrategies.strategies.hybrid_pipeline.placeholders import COMPILE_STAGES
-from cnnstrategies.strategies.hybrid_pipeline.shadow import same_random_numbers
+from cnnstrategies.strategies.shadow import same_random_numbers
 
 _REMEDY = (
     "with strategy hybrid_pipeline each stage's optimizer has its own ones alone; use SGD, AdamW or another one that "

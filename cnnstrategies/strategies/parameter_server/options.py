@@ -297,7 +297,8 @@ class ParameterServerOptions(RunOptions):
             lines.append(f"gradients are sent after {', '.join(sees_gradients)}")
             if workers > 1:
                 lines[-1] += ", which sees the gradients of one worker's images, not the mean over the workers"
-        return lines + differences_of_replicas(module, workers, batch_size, "the workers' mean")
+        weighted = self.aggregates and self.mode != "local"
+        return lines + differences_of_replicas(module, workers, batch_size, "the workers' mean", weighted)
 
     def _different_steps(self, batch_size: int | None, accumulated: int) -> Iterator[str]:
         if self.mode == "local":

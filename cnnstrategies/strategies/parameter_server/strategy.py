@@ -12,9 +12,11 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import ask_of_sigterm
+from cnnstrategies.data.division import describe_loader, same_loaders
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
@@ -180,6 +182,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._dealing = Dealing(self, shares, initial=initial_shares)
         self._dispatch = BatchDispatch(self)
         self._has_left = False
+        # The loader that was compared last, and whether its data differ from worker to worker.
+        self._examined: tuple[DataLoader[Any], bool] | None = None
         self._buffers_are_equal = True
         self._outer_state: dict[str, Any] | None = None
         self._watch: HookContexts | None = None
@@ -234,6 +238,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def open_session(self) -> None:
         super().open_session()
+        self._examined = None
         self.joined_late = self._has_left = False
         self._buffers_are_equal = True
 
@@ -269,6 +274,21 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def batch_shares(self) -> Deals:
         return self._dealing.deals
+
+    @property
+    @override
+    def divides_by_shares(self) -> bool:
+        return self.options.shares != "equal"
+
+    @override
+    def keeps_sampler(self, loader: DataLoader[Any]) -> bool:
+        """Whether the user's code has divided a loader's data among the workers. All workers must call this."""
+        if self.alone or self.world_size == 1 or self.options.data_dispatch == "dynamic":
+            return False
+        if self._examined is None or self._examined[0] is not loader:
+            rows = list(self.gather(describe_loader(loader), "data of a loader").values())
+            self._examined = loader, not all(same_loaders(rows[0], row) for row in rows)
+        return self._examined[1]
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
