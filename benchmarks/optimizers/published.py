@@ -334,6 +334,12 @@ pipeline's two stages and of two synchronous servers in one process, after the s
 """
 
 
+TAIL = """
+Left out, because they do not train this network with a closure, or because rounding errors decide their steps on one
+device: {left_out}.
+"""
+
+
 def page(results: dict[str, dict[str, str]]) -> str:
     """Return the page with the verdicts."""
     kinds = ("equal", "refused", "differs", "crashes")
@@ -354,7 +360,9 @@ def page(results: dict[str, dict[str, str]]) -> str:
             note = notes.setdefault(reason, len(notes) + 1) if reason else 0
             cells.append(f"{kind} ({note})" if note else kind)
         text += f"| {name} | " + " | ".join(cells) + " |\n"
-    return text + "\n" + "".join(f"{number}. {reason}\n" for reason, number in notes.items())
+    text += "\n" + "".join(f"{number}. {reason}\n" for reason, number in notes.items())
+    left_out = ", ".join(name for name, _ in catalogue() if name not in results)
+    return text + TAIL.format(left_out=left_out)
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "optimizers" / "published.py"
 KINDS = {
     "torch.optim.Adam": "treats each element by itself",
-    "torch.optim.LBFGS": "calls the closure several times",
     "timm.optim.Adafactor": "needs whole tensors",
     "timm.optim.Lamb": "needs all parameters together, and counts steps in its parameter groups",
     "timm.optim.Lookahead": "wraps another optimizer",
