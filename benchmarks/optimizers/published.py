@@ -204,12 +204,8 @@ def under_servers(make: Make) -> list[Tensor]:
         sent = json.loads(json.dumps(sent))
         computed = gradients(net, step)
         for server, store in enumerate(stores):
-            updates = {s.key: flat(s, computed) for s in slices if s.servers[0] == server}
-            if served.is_joint:
-                store.apply_jointly(updates, sent)
-            else:
-                for key, update in updates.items():
-                    store.apply(key, update, sent)
+            updates = {s.key: (flat(s, computed), 0) for s in slices if s.servers[0] == server}
+            store.apply_all(updates, sent)
         optimizer.zero_grad()
         optimizer.step(lambda: torch.ones(()))
         for slice_ in slices:

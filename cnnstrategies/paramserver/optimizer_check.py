@@ -141,12 +141,7 @@ def _values_on_server(optimizer: Optimizer, dtype: torch.dtype, served: ServedOp
                 store.set_state(key, unpack_state(memoryview(pack_state(state)), slices[key]))
         sent = json.loads(json.dumps(_sent(options, specification)))
         gradients = worker.gradients(factor)
-        updates = {slice_.key: _flat(slice_, gradients) for slice_ in slices}
-        if served.is_joint:
-            store.apply_jointly(updates, sent)
-        else:
-            for key, update in updates.items():
-                store.apply(key, update, sent)
+        store.apply_all({slice_.key: (_flat(slice_, gradients), 0) for slice_ in slices}, sent)
         before = [parameter.detach().clone() for parameter in worker.parameters]
         worker.step_without_gradients()
         if not all(map(torch.equal, worker.parameters, before)):

@@ -337,10 +337,10 @@ class Updater:
         for _ in keys:
             self._todo.popleft()
         pushes = self._backlog.pushes_of(decision.step)
-        updates = {key: self._mean(pushes, key, self._members) for key in sorted(keys)}
+        means = {key: self._mean(pushes, key, self._members) for key in sorted(keys)}
         if decision.scale is None:
             return
-        for mean in updates.values():
+        for mean in means.values():
             if mean is not None and self._clip_value is not None:
                 mean.clamp_(-self._clip_value, self._clip_value)
             if mean is not None and decision.scale != 1.0:
@@ -349,12 +349,8 @@ class Updater:
             [pushes.begun[member] for member in decision.members if member in pushes.begun] if self._may_choose else []
         )
         pulls, level = frozenset(begin.pulls for begin in chosen), chosen[0].level if chosen else 0
-        if self._is_joint:
-            self._shard.update_jointly(updates, decision.options, ALL_MEMBERS, decision.step, pulls, level)
-        else:
-            absent = pushes.absent(keys[0], self._members)
-            mean = updates[keys[0]]
-            self._shard.update(keys[0], mean, decision.options, ALL_MEMBERS, decision.step, absent, pulls, level)
+        updates = {key: (mean, pushes.absent(key, self._members)) for key, mean in means.items()}
+        self._shard.update(updates, decision.options, ALL_MEMBERS, decision.step, pulls, level)
         for key in keys:
             pushes.drop(key)
         if not self._todo and not self._waiting:

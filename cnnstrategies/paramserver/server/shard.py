@@ -4,8 +4,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from cnnstrategies.paramserver.compression import PAYLOADS, from_bytes, payload_compression
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import (
@@ -19,7 +17,7 @@ from cnnstrategies.paramserver.messages import (
 from cnnstrategies.paramserver.optimizer_state import pack_state, split_state
 from cnnstrategies.paramserver.server.copies import Copies
 from cnnstrategies.paramserver.server.senders import Outbox
-from cnnstrategies.paramserver.server.store import MemberKey, Store
+from cnnstrategies.paramserver.server.store import MemberKey, Store, Update
 from cnnstrategies.paramserver.specification import Options, Specification
 
 
@@ -186,63 +184,32 @@ class Shard:
 
     def update(
         self,
-        key: int,
-        gradient: Tensor | None,
+        updates: Mapping[int, Update],
         options: Options,
         member: MemberKey,
         step: int,
-        absent: int,
         pulls: Collection[int] = (),
         level: int = 0,
     ) -> None:
-        """Update a slice, send the update to the backups, and reply to the pulls that waited for the update.
+        """Update slices, send the updates to the backups, and reply to the pulls that waited for the updates.
 
         Args:
-            key: Key of the slice.
-            gradient: Gradient of the slice; None if the update raises the version but does not change the values.
+            updates: Updates of the slices by key: one slice, or all slices if the optimizer makes the steps of all
+                parameters together.
             options: Hyperparameters of the update.
             member: Id and incarnation of the worker that computed the gradient; `ALL_MEMBERS` for the mean gradient of
                 a common step.
             step: Step of the update.
-            absent: Bit i is set if part i of the slice has no gradient.
             pulls: Encodings in which the workers will pull the new values, if workers choose encodings.
             level: The `level` in the BEGIN message of the first worker in the step's decision; see
                 :attr:`~cnnstrategies.paramserver.messages.Header.level`.
         """
         self._level = level
-        self.store.apply(key, gradient, options, absent)
-        self.store.seen[key][member] = step
-        change = b"" if self.store.changes is None else self.store.changes.make(key, pulls)
-        self.copies.relay(key, gradient, options, member, step, change, absent)
-        self.answer(key)
-
-    def update_jointly(
-        self,
-        updates: Mapping[int, Tensor | None],
-        options: Options,
-        member: MemberKey,
-        step: int,
-        pulls: Collection[int] = (),
-        level: int = 0,
-    ) -> None:
-        """Update all slices with one step of the optimizer, and reply to the pulls that waited for the update.
-
-        The slices do not have backups.
-
-        Args:
-            updates: Gradient of each slice by key, or None for a slice without a gradient.
-            options: See :meth:`update`.
-            member: See :meth:`update`.
-            step: See :meth:`update`.
-            pulls: See :meth:`update`.
-            level: See :meth:`update`.
-        """
-        self._level = level
-        self.store.apply_jointly(updates, options)
-        for key in updates:
+        self.store.apply_all(updates, options)
+        for key, (gradient, absent) in updates.items():
             self.store.seen[key][member] = step
-            if self.store.changes is not None:
-                self.store.changes.make(key, pulls)
+            change = b"" if self.store.changes is None else self.store.changes.make(key, pulls)
+            self.copies.relay(key, gradient, options, member, step, change, absent)
         for key in updates:
             self.answer(key)
 

@@ -238,6 +238,9 @@ class Changes:
         return self._rounded.get(key) if encoding == self._whole else None
 
 
+Update = tuple[Tensor | None, int]
+"""A slice's gradient, and bits that mark its parts without a gradient. The gradient is None if no part has one."""
+
 MemberKey = tuple[int, int]
 """The id and the incarnation of a worker, which together identify the worker's process."""
 
@@ -335,18 +338,22 @@ class Store:
             gradients = [pair for index, pair in enumerate(parts) if not absent >> index & 1]
             self._optimizers[key].step(gradients, [options[self._group[key]]])
 
-    def apply_jointly(self, updates: Mapping[int, Tensor | None], options: Options) -> None:
-        """Make a step of all slices together, and raise their versions by one.
+    def apply_all(self, updates: Mapping[int, Update], options: Options) -> None:
+        """Make a step of some slices, or one step of all slices if the optimizer makes their steps together.
 
         Args:
-            updates: Gradient of each slice by key, in the order of the keys. A slice with None has no gradient.
+            updates: Updates by key; see :meth:`apply`.
             options: Hyperparameters of each parameter group.
         """
+        if self._joint is None:
+            for key, (update, absent) in updates.items():
+                self.apply(key, update, options, absent)
+            return
         for key in updates:
             self.versions[key] += 1
-        if self._joint is not None:
-            pairs = [(key, update) for key, update in updates.items() if update is not None]
-            self._joint.step([(self._parts[key][0], self.slices[key].views(u)[0]) for key, u in pairs], options)
+        # Each parameter is a slice, so a parameter without a gradient has no update.
+        pairs = [(key, update) for key, (update, _) in updates.items() if update is not None]
+        self._joint.step([(self._parts[key][0], self.slices[key].views(u)[0]) for key, u in pairs], options)
 
     def state(self, key: int) -> SliceState:
         """Return the optimizer's state for each part of a slice, in the order of the parts."""
