@@ -107,7 +107,7 @@ def gradients(net: nn.Module, step: int) -> list[Tensor]:
     images, classes = batch(step)
     halves = zip(images.chunk(2), classes.chunk(2), strict=True)
     parts = [torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters())) for x, y in halves]
-    return [(one + two) / 2 for one, two in zip(*parts, strict=True)]
+    return [(first + second) / 2 for first, second in zip(*parts, strict=True)]
 
 
 def trained(net: nn.Module, optimizer: Any) -> list[Tensor]:

@@ -94,8 +94,8 @@ class FusedOptimizer:
         if not is_elementwise(optimizer_class):
             # The constructor may need entries of the groups that are not arguments, such as `use_muon`.
             whole = [
-                {"params": held, **{name: restored_option(value) for name, value in own.items()}}
-                for held, own in groups
+                {"params": held, **{name: restored_option(value) for name, value in values.items()}}
+                for held, values in groups
             ]
         self.optimizer = optimizer_class(whole, **arguments)
 
