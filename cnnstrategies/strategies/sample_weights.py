@@ -142,8 +142,9 @@ def _kind_of(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: i
     Raises:
         ConfigurationError: The ranks have unequal shares, but the loss is neither a mean nor a sum over the samples.
     """
-    facts = facts_of(trainer.strategy)
-    weighted = dealt(trainer) is not None or facts is trainer.strategy  # A strategy of this package.
+    strategy: Any = trainer.strategy
+    facts = facts_of(strategy)
+    weighted = dealt(trainer) is not None or facts is strategy  # A strategy of this package describes itself.
     local = facts.server_options is not None and facts.server_options.mode == "local"
     if trainer.world_size == 1 or facts.shards_parameters or not weighted:
         return "mean"
