@@ -96,10 +96,16 @@ class Balance(Callback):
         self._held = 0  # Largest number of units of work that were in this rank's memory at once so far.
         self._untimed = FIRST  # Number of coming batches that are not timed.
         self._next = (0, 0)  # Epoch and batch from which the current shares are used.
+        self._stays = False  # Whether the shares no longer change.
+
+    def stay(self) -> None:
+        """Keep the current shares for the rest of this run. All ranks must call this in the same batch."""
+        self._stays = True
+        self._end()
 
     def can_deal(self) -> bool:
-        """Return whether the training batches are divided by shares."""
-        return self.sampler is not None
+        """Return whether the training batches are divided by shares that may change."""
+        return self.sampler is not None and not self._stays
 
     def work(self, batch: int) -> int:
         """Return the number of units of work of this rank in a batch."""

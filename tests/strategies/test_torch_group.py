@@ -73,6 +73,7 @@ class DividedData(LightningModule):
             "subset": DataLoader(Subset(samples, range(rank, SIZE, world)), 4),
             "stream by the group": DataLoader(Stream(by_group=True), 4, num_workers=1),
             "stream by the environment": DataLoader(Stream(by_group=False), 4),
+            "whole": DataLoader(samples, 4, shuffle=True),
         }
 
     def prepare_data(self) -> None:
@@ -102,12 +103,12 @@ def fork(**options: Any) -> ParameterServerStrategy:
 
 
 def trainer_of(strategy: Any, **options: Any) -> Trainer:
-    options = {"max_epochs": 1, "precision": "64-true", "use_distributed_sampler": False, **options}
-    return quiet_trainer(strategy, 2, **options)
+    return quiet_trainer(strategy, 2, max_epochs=1, precision="64-true", **options)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_each_sample_is_loaded_once_however_the_users_code_divides_the_data(mode: str) -> None:
+    """With the Trainer's defaults, Lightning would divide the subset's part again by a sampler of its own."""
     trainer_of(fork(**MODES[mode])).fit(DividedData())
     for rank in range(2):
         everyones, facts = json.loads(Path(f"seen-{rank}.json").read_text())

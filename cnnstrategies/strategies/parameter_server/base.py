@@ -28,6 +28,7 @@ from cnnstrategies.paramserver.collectives import REDUCTIONS, Collectives
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
 from cnnstrategies.paramserver.membership import Membership
+from cnnstrategies.paramserver.optimizer_check import ServedOptimizer
 from cnnstrategies.paramserver.places import RunAddress
 from cnnstrategies.paramserver.services import load_keys
 from cnnstrategies.paramserver.supervision import Supervision
@@ -63,6 +64,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         membership: This worker's membership; None unless a session is open.
         options: The strategy's options.
         configuration: Digest of the run's configuration; empty before :meth:`register`, and in a script.
+        served: How the servers run the module's optimizer.
     """
 
     # The servers weight each worker's gradient by the worker's number of samples in the step.
@@ -71,6 +73,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     connects_hosts = True
     membership: Membership | None = None
     configuration = ""
+    served = ServedOptimizer()
 
     def __init__(
         self, options: ParameterServerOptions, start_method: Literal["popen", "spawn", "fork"], **kwargs: Any
