@@ -105,3 +105,12 @@ def default_store() -> Any:
     new because a blocked thread, which waits in the store for another rank, keeps an existing connection for itself.
     """
     return dist.distributed_c10d._get_default_store().clone()
+
+
+# Dictionaries of the hooks of a module that run when the module is called.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks are registered on a module itself. torch has no public function that returns the hooks."""
+    return any(getattr(module, name) for name in _HOOKS)

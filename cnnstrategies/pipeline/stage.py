@@ -1,6 +1,6 @@
 """Divide a traced network into stages. A stage has the parameters of its layers, with their names in the network."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,12 +49,14 @@ class Blueprint:
             the same graphs unless the network's own code depends on the mode.
         state: For each stage, the names that its parameters and buffers have in the network.
         used: Names of the parameters and buffers that the network uses in training.
+        constants: Tensors that the graphs read, and that are not attributes of the network, by their names.
     """
 
     network: nn.Module
     stages: dict[bool, tuple[StageGraph, ...]]
     state: tuple[tuple[str, ...], ...]
     used: frozenset[str]
+    constants: Mapping[str, Tensor]
 
     def of(self, network: nn.Module) -> "Blueprint":
         """Return the same division for a different network, which must have the same structure."""
@@ -86,6 +88,8 @@ class StageModule(TracedModule):
         names = set(blueprint.state[stage])
         for graph in graphs.values():
             names |= {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+        for name in sorted(names & blueprint.constants.keys()):
+            self.register_buffer(name, blueprint.constants[name], persistent=False)
         present = {name for name, _ in (*self.named_parameters(), *self.named_buffers())}
         for name in sorted(names - present):
             _put_attribute(self, network, name)
@@ -141,10 +145,12 @@ def divide(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
         second = _divide_graph(evaluation, _stages_by_state(evaluation, owner), stages)
     # Stage 0 also gets the parameters and buffers that no node uses, so that the stages together have all of them.
     names = [name for name, _ in (*network.named_parameters(), *network.named_buffers())]
+    constants = {**dict(training.named_buffers(recurse=False)), **dict(evaluation.named_buffers(recurse=False))}
+    constants = {name: tensor for name, tensor in constants.items() if name not in names}
     state: list[list[str]] = [[] for _ in range(stages)]
     for name in names:
         state[owner.get(name, 0)].append(name)
-    return Blueprint(network, {True: first, False: second}, tuple(map(tuple, state)), used)
+    return Blueprint(network, {True: first, False: second}, tuple(map(tuple, state)), used, constants)
 
 
 def _stages_by_state(traced: fx.GraphModule, owner: dict[str, int]) -> dict[fx.Node, int]:

@@ -1,14 +1,9 @@
 """Trace a network into a torch.fx graph, and find the positions at which the graph can be cut."""
 
-import inspect
-import linecache
-import math
-import sys
-import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -18,125 +13,57 @@ from cnnstrategies.pipeline.fixed import (
     SAMPLES,
     Decided,
     UndecidedError,
-    check_contexts,
-    contexts,
+    graph_module,
     hold_to,
-    is_of_shapes,
     known,
     number,
-    same_each_time,
     sample_shapes,
 )
+from cnnstrategies.pipeline.leaf_tracer import LeafTracer, Seal, drawn_from, draws, first_line, where
+from cnnstrategies.pipeline.untouched import Untouched, random_states
 
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})
-
-
-class DependsOnValuesError(Exception):
-    """A network's code branches on values of tensors, so different microbatches might take different branches."""
-
-
-class TracedValue(fx.Proxy):
-    """A proxy for a value while torch.fx traces a network.
-
-    If the value follows from shapes, ``int()`` and ``float()`` return it as a number. Otherwise they raise an error.
-    """
-
-    tracer: "LeafTracer"
-
-    def __int__(self) -> int:
-        return int(self.tracer.number(self))
-
-    def __float__(self) -> float:
-        return float(self.tracer.number(self))
-
-    __index__ = __int__
-
-
-class LeafTracer(fx.Tracer):
-    """A tracer that makes one node of each torch.nn layer, without tracing into the layer.
-
-    Layers whose class is derived from a torch.nn layer, such as timm's ``BatchNormAct2d``, also become one node each.
-    The code of a layer is not traced because it may depend on ``self.training``: the graph would then contain the code
-    for only one mode.
-
-    Args:
-        whole: Other modules that also become one node each.
-        numbers: Known numbers that the network's own forward needs, in the order in which the forward needs them.
-    """
-
-    def __init__(self, whole: Collection[nn.Module], numbers: Sequence[Any]) -> None:
-        # Functions of einops become one node each. Their code cannot be traced, because it checks that the arguments
-        # are tensors, and proxies are not tensors.
-        super().__init__(autowrap_modules=(math, *([sys.modules["einops"]] if "einops" in sys.modules else [])))
-        self._contexts = contexts()
-        self._whole = whole
-        self._numbers = iter(numbers)
-
-    def create_args_for_root(
-        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
-    ) -> tuple[Callable[..., Any], list[Any]]:
-        """Create one input of the graph for all tensors that the network takes.
-
-        Other arguments of the network's forward have their default values. torch.fx calls this when a trace begins.
-        """
-        assert isinstance(self.root, nn.Module)
-        names = network_inputs(self.root)
-        if len(names) == 1:
-            return root_fn, [self.root, self.create_proxy("placeholder", names[0], (), {})]
-        inputs: Any = self.create_proxy("placeholder", "inputs", (), {})
-        return root_fn, [self.root, *(inputs[index] for index in range(len(names)))]
-
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Create a node, and check that grad mode, inference mode and autocast are as at the start of the trace."""
-        paths = [path for path, _ in self.module_stack.values()]
-        check_contexts(self._contexts, paths[-1] if paths else "the network's forward")
-        return super().create_node(*args, **kwargs)
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Return the proxy for a node's result. torch.fx calls this for each node."""
-        return TracedValue(node, self)
-
-    def to_bool(self, obj: fx.Proxy) -> bool:
-        """Return the value of a condition on which the network's code branches, such as the condition of an ``if``.
-
-        The method raises the same errors as :meth:`number`.
-        """
-        return bool(self.number(obj))
-
-    def number(self, value: fx.Proxy) -> Any:
-        """Return the number that a proxy stands for, because the network's code needs the number during the trace.
-
-        Args:
-            value: The proxy.
-
-        Raises:
-            DependsOnValuesError: The number does not follow from shapes.
-            UndecidedError: The number follows from shapes, but it is not known. Only numbers that the network's own
-                forward needs can be known, not numbers that the code of a submodule needs.
-        """
-        if not is_of_shapes(value.node):
-            raise DependsOnValuesError(f"its code branches on the value of a tensor ({value.node.name})")
-        for known_number in () if self.module_stack else self._numbers:
-            return known_number
-        raise UndecidedError(self.graph, value.node)
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module becomes one node of the graph. The module's code is then not traced."""
-        if m in self._whole:
-            return True
-        if isinstance(m, CONTAINERS):
-            return False
-        bases = type(m).__mro__[: type(m).__mro__.index(nn.Module)]
-        return any(base.__module__.startswith(("torch.nn", "torch.ao.nn")) for base in bases)
+_SEALS = "seals"  # Key of a traced network's metadata.
 
 
 def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
+    """Trace a network, as :func:`trace_open` does, and refuse behaviour that depends on the batch or on earlier steps.
+
+    A module that branches on values of tensors, draws random numbers to choose what it computes, or counts its calls is
+    right under :func:`trace_open`, because it runs as a whole, but it does these things for each microbatch.
+
+    Raises:
+        ConfigurationError: The network cannot be traced, or has such behaviour.
+    """
+    traced = trace_open(network, training)
+    for module, seal in seals(traced).items():
+        name = type(module).__name__
+        if seal.kind == "values":
+            raise cannot_trace(seal.place, seal.reason)
+        if seal.kind == "random":
+            raise ConfigurationError(f"{name}: {seal.reason}; {_DRAWN}")
+        if seal.kind == "state":
+            raise ConfigurationError(
+                f"{name}: {seal.reason}: when the network is cut into stages, the change would have no effect, or "
+                "would happen for each microbatch; make the attribute a buffer and change it by a tensor operation, or "
+                "use strategy ddp"
+            )
+    return traced
+
+
+_DRAWN = (
+    "when the network is cut into stages, it makes a choice for each microbatch, or the same choice in every step; "
+    "draw the numbers in a layer such as nn.Dropout or torchvision.ops.StochasticDepth, or use strategy ddp"
+)
+
+
+def trace_open(network: nn.Module, training: bool = True) -> fx.GraphModule:
     """Trace a network into a graph module that has the network's own parameters and buffers, under their own names.
 
     If the network's own code depends on ``self.training``, the graph contains the code for the given mode. Leaf
-    modules, such as Dropout and BatchNorm, still depend on their current mode when they run. A submodule that cannot be
-    traced, for example because it branches on shapes or computes under ``torch.no_grad``, also becomes a leaf.
+    modules, such as Dropout and BatchNorm, still depend on their current mode when they run. A submodule that has
+    hooks, that cannot be traced, or whose code a graph could not repeat, also becomes a leaf; :func:`seals` returns
+    these submodules. The trace leaves the network unchanged.
 
     Args:
         network: The network.
@@ -147,16 +74,27 @@ def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
     """
     decided = known.get(network, {}).get(training)
     try:
-        graph = _trace(network, training, decided.numbers if decided else ())
+        with mode(network, training):
+            traced = _trace(network, {}, decided.numbers if decided else ())
     except UndecidedError as error:
         raise ConfigurationError(
-            f"torch.fx cannot trace {_where(network, error)[1]}: {error}; set self.example_input_array in the module, "
+            f"torch.fx cannot trace {where(network, error)}: {error}; set self.example_input_array in the module, "
             "or image_shape (C, H, W) in the data module"
         ) from error
     if decided:
-        hold_to(graph, decided, type(network).__name__)
-    graph.lint()
-    return fx.GraphModule(network, graph, type(network).__name__)
+        hold_to(traced.graph, decided, type(network).__name__)
+        traced.recompile()
+    traced.graph.lint()
+    return traced
+
+
+def seals(traced: fx.GraphModule) -> Mapping[nn.Module, Seal]:
+    """Return the network's modules that are leaves of a traced graph for a reason, with the reason.
+
+    The network itself is among them if its own forward changes attributes or stores tensors.
+    """
+    found: Mapping[nn.Module, Seal] = traced.meta[_SEALS]
+    return found
 
 
 def decide_by_shapes(network: nn.Module, example: Callable[[int], Any]) -> bool:
@@ -194,67 +132,109 @@ def _undecided(network: nn.Module, training: bool, numbers: Sequence[Any]) -> Un
         The error that describes the next number; None if the forward needs only the known numbers.
     """
     try:
-        _trace(network, training, numbers)
+        with mode(network, training):
+            _trace(network, {}, numbers)
     except UndecidedError as error:
         return error
     return None
 
 
-def _trace(network: nn.Module, training: bool, numbers: Sequence[Any]) -> fx.Graph:
-    whole: set[nn.Module] = set()
-    while True:
-        with mode(network, training), same_each_time(network):
-            try:
-                return LeafTracer(whole, numbers).trace(network)
-            except Exception as error:
-                module, place = _where(network, error)
-                if module is not network and not isinstance(error, DependsOnValuesError):
-                    whole.add(module)
-                elif isinstance(error, ConfigurationError | UndecidedError):
-                    raise
-                else:
-                    raise ConfigurationError(
-                        f"torch.fx cannot trace {place}: {str(error).splitlines()[0] if str(error) else error!r}; a "
-                        "network that is cut into stages must not branch on values of tensors: rewrite this code, or "
-                        "use strategy ddp"
-                    ) from error
+def _trace(network: nn.Module, sealed: dict[nn.Module, Seal], numbers: Sequence[Any]) -> fx.GraphModule:
+    """Trace a network in its current mode, again and again until the trace finds no more modules to seal.
 
+    A trace that seals a module leaves gaps in the nodes' names, and what the module's code has changed until then does
+    not count. Only a trace without new seals shows what the remaining code changes.
 
-def network_inputs(network: nn.Module) -> list[str]:
-    """Return the names of the tensors that a network's forward takes.
-
-    The arguments without a default are assumed to be tensors. If all arguments have a default, only the first argument
-    is assumed to be a tensor.
-
-    Raises:
-        ConfigurationError: An argument without a default is keyword-only.
+    Args:
+        network: The network.
+        sealed: Modules that become leaves. The function adds modules.
+        numbers: Known numbers that the network's own forward needs.
     """
-    arguments = list(inspect.signature(network.forward).parameters.values())
-    needed = [
-        argument
-        for argument in arguments
-        if argument.default is argument.empty and argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
-    ]
-    if any(argument.kind is argument.KEYWORD_ONLY for argument in needed):
-        raise ConfigurationError(
-            f"{type(network).__name__}.forward takes the argument {needed[-1].name!r} by keyword only: a network that "
-            "is cut into stages takes its tensors by position; remove the * before the argument"
-        )
-    return [argument.name for argument in needed] or [argument.name for argument in arguments[:1]] or ["images"]
+    while True:
+        count = len(sealed)
+        tracer, untouched = LeafTracer(sealed, numbers), Untouched(network)
+        try:
+            with untouched:
+                states = random_states()
+                graph = tracer.trace(network)
+                library = drawn_from(states)
+        except (ConfigurationError, UndecidedError):
+            raise
+        except Exception as error:
+            raise cannot_trace(where(network, error), first_line(error)) from error
+        if len(sealed) > count:
+            continue
+        if library:
+            raise ConfigurationError(f"{type(network).__name__}: {draws(library)}; {_DRAWN}")
+        _seal_changed(network, sealed, {**untouched.changed, **_leaks(network, tracer)})
+        if len(sealed) == count:
+            traced = graph_module(network, graph, tracer.constants, type(network).__name__)
+            traced.meta[_SEALS] = sealed
+            return traced
 
 
-def _where(network: nn.Module, error: Exception) -> tuple[nn.Module, str]:
-    """Return the innermost module whose code raised an error, and a text that names the module and the line of code."""
-    names = {module: name for name, module in network.named_modules()}
-    culprit, place = network, type(network).__name__
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and module in names:
-            file = frame.f_code.co_filename
-            culprit, name = module, ".".join(filter(None, (type(network).__name__, names[module])))
-            code = linecache.getline(file, line).strip()
-            place = f"{name} ({type(module).__name__}, {Path(file).name}:{line}: {code!r})"
-    return culprit, place
+def _seal_changed(
+    network: nn.Module, sealed: dict[nn.Module, Seal], changed: Mapping[nn.Module, Mapping[str, bool]]
+) -> None:
+    """Seal the modules whose state the network's code has changed during a trace.
+
+    The code of a module's parent may have changed the module. A sealed module's code does not run during a trace, so if
+    the module is sealed and still changes, the nearest module above it that is not sealed is sealed instead.
+
+    Args:
+        network: The network.
+        sealed: Modules that are sealed. The function adds modules.
+        changed: Changed modules with the names of the changed attributes, see `Untouched.changed`.
+    """
+    paths = {module: path for path, module in network.named_modules()}
+    for module, attributes in changed.items():
+        path = paths[module]
+        culprit = module
+        while culprit in sealed and path:
+            path = path.rpartition(".")[0]
+            culprit = network.get_submodule(path)
+        if culprit in sealed:
+            continue
+        name = next((name for name, is_plain in attributes.items() if is_plain), None)
+        changes = f"its forward changes the attribute {(name or next(iter(attributes)))!r}"
+        place = ".".join(filter(None, (type(network).__name__, path)))
+        sealed[culprit] = Seal("state" if name else "stores", changes, f"{place} ({type(culprit).__name__})")
+
+
+def _leaks(network: nn.Module, tracer: LeafTracer) -> dict[nn.Module, dict[str, bool]]:
+    """Remove proxies from lists and dictionaries outside the network, where the network's code has stored them.
+
+    Returns:
+        The modules whose code has stored the proxies, in the form of `Untouched.changed`.
+    """
+    if tracer.leaked():
+        gc.collect()
+    changed: dict[nn.Module, dict[str, bool]] = {}
+    for proxy in tracer.leaked():
+        for holder in gc.get_referrers(proxy):
+            if isinstance(holder, list):
+                holder[:] = [element for element in holder if element is not proxy]
+            elif isinstance(holder, dict):
+                for key in [key for key, value in holder.items() if value is proxy]:
+                    del holder[key]
+            elif isinstance(holder, set):
+                holder.discard(proxy)
+        path = [path for path, _ in (proxy.node.meta.get("nn_module_stack") or {}).values()]
+        changed[network.get_submodule(path[-1] if path else "")] = {"a list or dictionary outside the network": False}
+    return changed
+
+
+def cannot_trace(place: str, reason: str) -> ConfigurationError:
+    """Return the error for a network that torch.fx cannot trace.
+
+    Args:
+        place: The module with its class and the line of code.
+        reason: The reason.
+    """
+    return ConfigurationError(
+        f"torch.fx cannot trace {place}: {reason}; a network that is cut into stages must not branch on values of "
+        "tensors: rewrite this code, or use strategy ddp"
+    )
 
 
 def ordered_nodes(traced: fx.GraphModule) -> list[fx.Node]:
