@@ -17,6 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cnnstrategies._torch_private import has_hooks
 from cnnstrategies.errors import ConfigurationError
@@ -50,13 +51,19 @@ class Seal:
 
     Attributes:
         kind: Kind of the reason.
+        path: Name of the module.
         reason: Clause that follows "because".
         place: The module with its class, and the line of code if the reason is an error.
     """
 
     kind: SealKind
+    path: str
     reason: str
     place: str
+
+
+# Stands for a tensor in a nested result.
+VALUE = object()
 
 
 class TracedValue(fx.Proxy):
@@ -93,6 +100,9 @@ class LeafTracer(fx.Tracer):
     Attributes:
         constants: Tensors that the network's code has made or read during the trace, and that are not attributes of
             the network. Keys are names of attributes that the graph reads.
+        structures: Results of calls of traced modules that are not a single tensor, with `VALUE` in the place of each
+            tensor. Keys are those of torch.fx, see `call_key`.
+        unfoldable: Modules that return an object that contains tensors and is not a list, a tuple or a dictionary.
     """
 
     def __init__(self, seals: dict[nn.Module, Seal], numbers: Sequence[Any]) -> None:
@@ -103,6 +113,8 @@ class LeafTracer(fx.Tracer):
         self._seals = seals
         self._numbers = iter(numbers)
         self.constants: dict[str, Tensor] = {}
+        self.structures: dict[str, Any] = {}
+        self.unfoldable: set[nn.Module] = set()
         self._tensors: dict[int, str] = {}
         self._tensor_proxies: dict[str, fx.Proxy] = {}
         self._proxies: WeakSet[fx.Proxy] = WeakSet()
@@ -222,17 +234,20 @@ class LeafTracer(fx.Tracer):
         if self.is_leaf_module(m, name):
             return super().call_module(m, forward, args, kwargs)
         if has_hooks(m):
-            self._seals[m] = Seal("hooks", "it has hooks, which must not see proxies", self._place(m))
+            self._seals[m] = Seal("hooks", name, "it has hooks, which must not see proxies", self._place(m))
             return super().call_module(m, forward, args, kwargs)
+        number = self.num_calls.get(name, 0)
         began, calls, stack = len(self.graph.nodes), dict(self.num_calls), list(self.module_stack)
         states = random_states()
         try:
             result = super().call_module(m, forward, args, kwargs)
             library = drawn_from(states)
-            seal = Seal("random", draws(library), self._place(m)) if library else None
+            seal = Seal("random", name, draws(library), self._place(m)) if library else None
         except Exception as error:
-            seal = self._seal_of(error)
+            seal = self._seal_of(name, error)
         if seal is None:
+            if not isinstance(result, fx.Proxy):
+                self._note_structure(m, f"{name}@{number}" if number else name, result)
             return result
         restore_random(states)
         self._remove_nodes(began)
@@ -270,6 +285,14 @@ class LeafTracer(fx.Tracer):
             for kind, original in originals.items():
                 kind.__enter__ = original
 
+    def _note_structure(self, module: nn.Module, key: str, result: Any) -> None:
+        leaves, spec = tree_flatten(result)
+        if any(hasattr(leaf, "__dict__") and not isinstance(leaf, fx.Proxy | Tensor) for leaf in leaves):
+            self.unfoldable.add(module)
+        else:
+            structure = [VALUE if isinstance(leaf, fx.Proxy | Tensor) else leaf for leaf in leaves]
+            self.structures[key] = tree_unflatten(structure, spec)
+
     def _current(self) -> str:
         """Return the name of the module whose code is being traced."""
         paths = [path for path, _ in self.module_stack.values()]
@@ -279,14 +302,14 @@ class LeafTracer(fx.Tracer):
         assert isinstance(self.root, nn.Module)
         return f"{type(self.root).__name__}.{self.path_of_module(module)} ({type(module).__name__})"
 
-    def _seal_of(self, error: Exception) -> Seal:
+    def _seal_of(self, path: str, error: Exception) -> Seal:
         assert isinstance(self.root, nn.Module)
         place = where(self.root, error)
         if isinstance(error, DependsOnValuesError):
-            return Seal("values", str(error), place)
+            return Seal("values", path, str(error), place)
         if isinstance(error, EntersContextError):
-            return Seal("context", str(error), place)
-        return Seal("untraceable", f"torch.fx cannot trace its forward: {first_line(error)}", place)
+            return Seal("context", path, str(error), place)
+        return Seal("untraceable", path, f"torch.fx cannot trace its forward: {first_line(error)}", place)
 
     def _remove_nodes(self, began: int) -> None:
         """Remove the nodes that were made after the graph had ``began`` nodes."""
@@ -307,6 +330,11 @@ class LeafTracer(fx.Tracer):
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def call_key(node: fx.Node) -> str:
+    """Return the key of the innermost module call that has made a node. Each call of a module has a different key."""
+    return str(list(node.meta["nn_module_stack"])[-1])
 
 
 def is_of_attributes(node: fx.Node) -> bool:

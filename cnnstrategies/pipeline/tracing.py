@@ -1,7 +1,7 @@
 """Trace a network into a torch.fx graph, and find the positions at which the graph can be cut."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -20,10 +20,13 @@ from cnnstrategies.pipeline.fixed import (
     sample_shapes,
 )
 from cnnstrategies.pipeline.leaf_tracer import LeafTracer, Seal, drawn_from, draws, first_line, where
+from cnnstrategies.pipeline.open_tracer import Attribute, OpenTracer
 from cnnstrategies.pipeline.untouched import Untouched, random_states
 
 IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})
-_SEALS = "seals"  # Key of a traced network's metadata.
+# Keys of a traced network's metadata; see the attributes of `LeafTracer`.
+_SEALS, _STRUCTURES, _UNFOLDABLE = "seals", "structures", "unfoldable"
+MakeTracer = Callable[[dict[nn.Module, Seal], Sequence[Any]], LeafTracer]
 
 
 def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
@@ -57,7 +60,7 @@ _DRAWN = (
 )
 
 
-def trace_open(network: nn.Module, training: bool = True) -> fx.GraphModule:
+def trace_open(network: nn.Module, training: bool | None = None) -> fx.GraphModule:
     """Trace a network into a graph module that has the network's own parameters and buffers, under their own names.
 
     If the network's own code depends on ``self.training``, the graph contains the code for the given mode. Leaf
@@ -67,15 +70,44 @@ def trace_open(network: nn.Module, training: bool = True) -> fx.GraphModule:
 
     Args:
         network: The network.
-        training: Whether to trace the network in training mode; otherwise in evaluation mode.
+        training: Whether to trace the network in training mode; otherwise in evaluation mode. By default the network is
+            traced in its current mode, which may be a different one for each of its modules.
 
     Raises:
         ConfigurationError: The network cannot be traced.
     """
+    if training is None:
+        return _traced_as(network, network.training, {}, LeafTracer)
+    with mode(network, training):
+        return _traced_as(network, training, {}, LeafTracer)
+
+
+def trace_opened(
+    network: nn.Module, full: fx.GraphModule, opened: Collection[nn.Module]
+) -> tuple[fx.GraphModule, list[Attribute]]:
+    """Trace only the code of some containers of a network, in the network's current mode.
+
+    Args:
+        network: The network.
+        full: The result of :func:`trace_open` for the same mode.
+        opened: The containers, among them the network itself. All other modules become leaves.
+
+    Returns:
+        The traced network, and the attributes whose values the graph contains, see `OpenTracer.reads`.
+    """
+    reads: dict[Attribute, None] = {}
+
+    def tracer(sealed: dict[nn.Module, Seal], numbers: Sequence[Any]) -> LeafTracer:
+        return OpenTracer(opened, full.meta[_STRUCTURES], reads, sealed, numbers)
+
+    return _traced_as(network, network.training, dict(seals(full)), tracer), list(reads)
+
+
+def _traced_as(network: nn.Module, training: bool, sealed: dict[nn.Module, Seal], tracer: MakeTracer) -> fx.GraphModule:
+    """Trace a network in its current mode, with the known numbers for training or evaluation."""
     decided = known.get(network, {}).get(training)
     try:
-        with mode(network, training):
-            traced = _trace(network, {}, decided.numbers if decided else ())
+        traced = _trace(network, sealed, decided.numbers if decided else (), tracer)
     except UndecidedError as error:
         raise ConfigurationError(
             f"torch.fx cannot trace {where(network, error)}: {error}; set self.example_input_array in the module, "
@@ -95,6 +127,12 @@ def seals(traced: fx.GraphModule) -> Mapping[nn.Module, Seal]:
     """
     found: Mapping[nn.Module, Seal] = traced.meta[_SEALS]
     return found
+
+
+def unfoldable(traced: fx.GraphModule) -> Collection[nn.Module]:
+    """Return the modules that cannot become leaves, because a graph cannot unpack what they return."""
+    modules: Collection[nn.Module] = traced.meta[_UNFOLDABLE]
+    return modules
 
 
 def decide_by_shapes(network: nn.Module, example: Callable[[int], Any]) -> bool:
@@ -139,7 +177,9 @@ def _undecided(network: nn.Module, training: bool, numbers: Sequence[Any]) -> Un
     return None
 
 
-def _trace(network: nn.Module, sealed: dict[nn.Module, Seal], numbers: Sequence[Any]) -> fx.GraphModule:
+def _trace(
+    network: nn.Module, sealed: dict[nn.Module, Seal], numbers: Sequence[Any], make: MakeTracer = LeafTracer
+) -> fx.GraphModule:
     """Trace a network in its current mode, again and again until the trace finds no more modules to seal.
 
     A trace that seals a module leaves gaps in the nodes' names, and what the module's code has changed until then does
@@ -149,10 +189,11 @@ def _trace(network: nn.Module, sealed: dict[nn.Module, Seal], numbers: Sequence[
         network: The network.
         sealed: Modules that become leaves. The function adds modules.
         numbers: Known numbers that the network's own forward needs.
+        make: Function that makes a tracer from ``sealed`` and ``numbers``.
     """
     while True:
         count = len(sealed)
-        tracer, untouched = LeafTracer(sealed, numbers), Untouched(network)
+        tracer, untouched = make(sealed, numbers), Untouched(network)
         try:
             with untouched:
                 states = random_states()
@@ -169,7 +210,7 @@ def _trace(network: nn.Module, sealed: dict[nn.Module, Seal], numbers: Sequence[
         _seal_changed(network, sealed, {**untouched.changed, **_leaks(network, tracer)})
         if len(sealed) == count:
             traced = graph_module(network, graph, tracer.constants, type(network).__name__)
-            traced.meta[_SEALS] = sealed
+            traced.meta |= {_SEALS: sealed, _STRUCTURES: tracer.structures, _UNFOLDABLE: tracer.unfoldable}
             return traced
 
 
@@ -198,7 +239,7 @@ def _seal_changed(
         name = next((name for name, is_plain in attributes.items() if is_plain), None)
         changes = f"its forward changes the attribute {(name or next(iter(attributes)))!r}"
         place = ".".join(filter(None, (type(network).__name__, path)))
-        sealed[culprit] = Seal("state" if name else "stores", changes, f"{place} ({type(culprit).__name__})")
+        sealed[culprit] = Seal("state" if name else "stores", path, changes, f"{place} ({type(culprit).__name__})")
 
 
 def _leaks(network: nn.Module, tracer: LeafTracer) -> dict[nn.Module, dict[str, bool]]:
@@ -280,6 +321,12 @@ def find_cut(traced: fx.GraphModule, name: str) -> int:
         for index, node in enumerate(nodes)
         if node.name == name or any(path == name or path.startswith(name + ".") for path in module_paths(node))
     ]
+    for module, seal in seals(traced).items() if not inside else ():
+        if name.startswith(f"{seal.path}."):
+            raise ConfigurationError(
+                f"cuts: the network cannot be cut after {name!r}, inside of {seal.path} ({type(module).__name__}), "
+                f"which runs as a whole because {seal.reason}; cut before or after {seal.path}"
+            )
     if not inside:
         modules = [path for path, _ in traced.named_modules() if path]
         close = [path for path in modules if path.split(".")[0] == name.split(".")[0]] or modules
