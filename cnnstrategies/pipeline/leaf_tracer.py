@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakSet
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, fx, nn
@@ -117,7 +117,7 @@ class LeafTracer(fx.Tracer):
         self.unfoldable: set[nn.Module] = set()
         self._tensors: dict[int, str] = {}
         self._tensor_proxies: dict[str, fx.Proxy] = {}
-        self._proxies: WeakSet[fx.Proxy] = WeakSet()
+        self._proxies: list[ReferenceType[fx.Proxy]] = []
 
     def trace(self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Trace a network into a graph."""
@@ -129,9 +129,9 @@ class LeafTracer(fx.Tracer):
         finally:
             self._tensor_proxies.clear()
 
-    def leaked(self) -> list[fx.Proxy]:
+    def leaked(self) -> tuple[fx.Proxy, ...]:
         """Return the proxies that still exist after the trace, because the network's code has stored them."""
-        return list(self._proxies)
+        return tuple(proxy for reference in self._proxies if (proxy := reference()) is not None)
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -175,7 +175,7 @@ class LeafTracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Return the proxy for a node's result. torch.fx calls this for each node."""
         proxy = TracedValue(node, self)
-        self._proxies.add(proxy)
+        self._proxies.append(ref(proxy))
         return proxy
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:

@@ -54,7 +54,7 @@ class OpenTracer(LeafTracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module becomes one node of the graph. The module's code is then not traced."""
-        return m not in self._opened
+        return m in self._seals or m not in self._opened
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -26,6 +26,7 @@ from cnnstrategies.pipeline.untouched import Untouched, random_states
 IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})
 # Keys of a traced network's metadata; see the attributes of `LeafTracer`.
 _SEALS, _STRUCTURES, _UNFOLDABLE = "seals", "structures", "unfoldable"
+_OUTSIDE = ""  # Stands for an attribute's name if the network's code has stored something outside of the network.
 MakeTracer = Callable[[dict[nn.Module, Seal], Sequence[Any]], LeafTracer]
 
 
@@ -238,6 +239,8 @@ def _seal_changed(
             continue
         name = next((name for name, is_plain in attributes.items() if is_plain), None)
         changes = f"its forward changes the attribute {(name or next(iter(attributes)))!r}"
+        if _OUTSIDE in attributes:
+            changes = "its forward stores tensors in a list or dictionary outside of the network"
         place = ".".join(filter(None, (type(network).__name__, path)))
         sealed[culprit] = Seal("state" if name else "stores", path, changes, f"{place} ({type(culprit).__name__})")
 
@@ -261,7 +264,7 @@ def _leaks(network: nn.Module, tracer: LeafTracer) -> dict[nn.Module, dict[str, 
             elif isinstance(holder, set):
                 holder.discard(proxy)
         path = [path for path, _ in (proxy.node.meta.get("nn_module_stack") or {}).values()]
-        changed[network.get_submodule(path[-1] if path else "")] = {"a list or dictionary outside the network": False}
+        changed[network.get_submodule(path[-1] if path else "")] = {_OUTSIDE: False}
     return changed
 
 

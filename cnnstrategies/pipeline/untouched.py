@@ -70,8 +70,8 @@ class Untouched:
         changes: dict[int, dict[str, bool]] = {}
         for module, name, restore in self._records:
             for key, is_plain in restore().items():
-                attribute, is_plain = (key, is_plain) if name in ("", *_REGISTRIES) else (name, False)
-                changes.setdefault(module, {})[attribute] = is_plain
+                has_key = bool(key) and name in ("", *_REGISTRIES)
+                changes.setdefault(module, {})[key if has_key else name] = has_key and is_plain
         restore_random(self._random)
         self.changed = {module: changes[id(module)] for module in self._network.modules() if id(module) in changes}
         self._records.clear()
