@@ -200,15 +200,18 @@ def _trace(
                 states = random_states()
                 graph = tracer.trace(network)
                 library = drawn_from(states)
+            changed = {**untouched.changed, **_leaks(network, tracer)}
         except (ConfigurationError, UndecidedError):
             raise
         except Exception as error:
             raise cannot_trace(where(network, error), first_line(error)) from error
+        finally:
+            untouched.restore_outside()
         if len(sealed) > count:
             continue
         if library:
             raise ConfigurationError(f"{type(network).__name__}: {draws(library)}; {_DRAWN}")
-        _seal_changed(network, sealed, {**untouched.changed, **_leaks(network, tracer)})
+        _seal_changed(network, sealed, changed)
         if len(sealed) == count:
             traced = graph_module(network, graph, tracer.constants, type(network).__name__)
             traced.meta |= {_SEALS: sealed, _STRUCTURES: tracer.structures, _UNFOLDABLE: tracer.unfoldable}
@@ -246,23 +249,11 @@ def _seal_changed(
 
 
 def _leaks(network: nn.Module, tracer: LeafTracer) -> dict[nn.Module, dict[str, bool]]:
-    """Remove proxies from lists and dictionaries outside the network, where the network's code has stored them.
-
-    Returns:
-        The modules whose code has stored the proxies, in the form of `Untouched.changed`.
-    """
+    """Return the modules whose code has stored proxies outside of the network, in the form of `Untouched.changed`."""
     if tracer.leaked():
         gc.collect()
     changed: dict[nn.Module, dict[str, bool]] = {}
     for proxy in tracer.leaked():
-        for holder in gc.get_referrers(proxy):
-            if isinstance(holder, list):
-                holder[:] = [element for element in holder if element is not proxy]
-            elif isinstance(holder, dict):
-                for key in [key for key, value in holder.items() if value is proxy]:
-                    del holder[key]
-            elif isinstance(holder, set):
-                holder.discard(proxy)
         path = [path for path, _ in (proxy.node.meta.get("nn_module_stack") or {}).values()]
         changed[network.get_submodule(path[-1] if path else "")] = {_OUTSIDE: False}
     return changed

@@ -5,10 +5,11 @@ attribute, appends a value to a list, updates a buffer or draws a random number,
 undoes this, and reports which modules' state the forward has changed.
 """
 
+import inspect
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Self
 
 import numpy as np
@@ -55,6 +56,7 @@ class Untouched:
         self._network = network
         # Id of the module that holds the value, name of the module's attribute, and the function that restores it.
         self._records: list[tuple[int, str, Restore]] = []
+        self._outside: list[Restore] = []
         # Keys are ids. The objects are kept so that no new object gets the id of a recorded one.
         self._seen: dict[int, Any] = {}
         self.changed: dict[nn.Module, dict[str, bool]] = {}
@@ -63,6 +65,9 @@ class Untouched:
         """Record the state of the network."""
         self._random = random_states()
         self._record_module(self._network)
+        for kind in {type(module) for module in self._network.modules()}:
+            if not kind.__module__.startswith("torch."):
+                self._record_outside(inspect.unwrap(kind.forward))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,6 +81,27 @@ class Untouched:
         self.changed = {module: changes[id(module)] for module in self._network.modules() if id(module) in changes}
         self._records.clear()
         self._seen.clear()
+
+    def restore_outside(self) -> None:
+        """Restore lists, dictionaries and sets that are global variables, or variables of an enclosing function.
+
+        These variables are not attributes of a module. The method is a separate one because the caller may have to find
+        out first which module's code has stored a proxy in them.
+        """
+        for restore in self._outside:
+            restore()
+        self._outside.clear()
+
+    def _record_outside(self, function: Any) -> None:
+        """Record the variables that a function can read and that are neither its own nor an object's."""
+        cells = (cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType())
+        values = [value for name, value in getattr(function, "__globals__", {}).items() if name[:2] != "__"]
+        for value in (*values, *cells):
+            if isinstance(value, dict | list | set | deque) and id(value) not in self._seen:
+                self._seen[id(value)] = value
+                restore, _ = _restorer(value)
+                if restore is not None:
+                    self._outside.append(restore)
 
     def _record_module(self, module: nn.Module) -> None:
         self._seen[id(module)] = module
