@@ -19,7 +19,7 @@ from torchvision.models.resnet import BasicBlock, ResNet
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.division import Division
-from cnnstrategies.pipeline.tracing import seals, trace_open
+from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, seals, trace_open
 
 OUTSIDE: list[Any] = [0]
 
@@ -240,6 +240,38 @@ def test_stages_of_the_users_own_modules_compute_what_the_network_computes() -> 
     ]
     assert division.owner["layer2.1.conv1.weight"] == 1
     assert division.owner["layer4.0.bn1.running_mean"] == 2
+
+
+# The smallest networks of timm, which exist for tests such as these.
+SMALL_TIMM = ["test_byobnet", "test_vit", "test_mambaout"]
+OTHER_TIMM = ["test_convnext", "test_efficientnet", "test_nfnet", "test_resnet", "test_vit_relpos", "test_coatnet"]
+
+
+def try_published(names: list[str]) -> list[str]:
+    """Trace networks in both modes, and divide them at three random positions; return what went wrong."""
+    failures = []
+    for name in names:
+        network = build("timm", name).double()
+        size = 224 if "coat" in name else 160 if "vit" in name else 64
+        images = torch.randn(3, 3, size, size, dtype=torch.float64)
+        before = digest(network)
+        decide_by_shapes(network, lambda count: images[:count])
+        positions = cut_positions(trace_open(network, True))
+        trace_open(network, False)
+        if digest(network) != before:
+            failures.append(f"{name} is changed by a trace")
+        random.seed(name)
+        cuts: list[str | int] = sorted(random.sample(positions, 3))  # type: ignore[assignment]
+        try:
+            compare(network, cuts, images)
+        except Exception as error:
+            failures.append(f"{name} {cuts}: {type(error).__name__} {error}")
+    return failures
+
+
+@pytest.mark.parametrize("names", [SMALL_TIMM, pytest.param(OTHER_TIMM, marks=pytest.mark.cluster)])
+def test_published_networks_are_divided_and_left_as_they_are(names: list[str]) -> None:
+    assert run_apart(try_published, names) == []
 
 
 class Scaled(nn.Module):
