@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.errors import ConfigurationError
@@ -122,14 +123,35 @@ def number(network: nn.Module, undecided: UndecidedError, images: Any) -> Any:
     run = graph_module(network, graph, undecided.constants)
     results = []
     for samples in (SAMPLES, SAMPLES - 1):
-        with preserved(network), torch.no_grad():
-            results.append(run(tree_map(lambda tensor, samples=samples: tensor[:samples], images)))
+        part = tree_map(lambda tensor, samples=samples: tensor[:samples], images)
+        try:
+            if _reads_device(undecided.node):
+                raise ValueError("the meta device is a different device")
+            results.append(_run_on_meta(run, part))
+        except Exception:  # A layer may read values, which tensors on the meta device do not have.
+            with preserved(network), torch.no_grad():
+                results.append(run(part))
     if results[0] != results[1]:
         raise ConfigurationError(
             f"{type(network).__name__}.forward branches on the number of images ({undecided.node.name}), which differs "
             "between a microbatch and the batch: rewrite this code, or use strategy ddp"
         )
     return results[0]
+
+
+def _reads_device(node: fx.Node) -> bool:
+    """Whether a number, which depends only on shapes, dtypes and devices of tensors, depends on a device."""
+    if node.op == "call_function" and node.target is getattr and node.args[1] in ("device", "is_cuda"):
+        return True
+    return is_of_shapes(node) and any(map(_reads_device, node.all_input_nodes))
+
+
+@torch.no_grad()
+def _run_on_meta(run: fx.GraphModule, images: Any) -> Any:
+    """Run a graph with tensors that have shapes and no values, which takes a small part of the time."""
+    tensors = (*run.named_parameters(), *run.named_buffers())
+    state = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
+    return functional_call(run, state, (tree_map(lambda tensor: tensor.to("meta"), images),))
 
 
 def graph_module(

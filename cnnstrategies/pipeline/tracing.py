@@ -21,7 +21,7 @@ from cnnstrategies.pipeline.fixed import (
 )
 from cnnstrategies.pipeline.leaf_tracer import LeafTracer, Seal, drawn_from, draws, first_line, where
 from cnnstrategies.pipeline.open_tracer import Attribute, OpenTracer
-from cnnstrategies.pipeline.untouched import Untouched, random_states
+from cnnstrategies.pipeline.untouched import Change, Untouched, random_states
 
 IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})
 # Keys of a traced network's metadata; see the attributes of `LeafTracer`.
@@ -219,7 +219,7 @@ def _trace(
 
 
 def _seal_changed(
-    network: nn.Module, sealed: dict[nn.Module, Seal], changed: Mapping[nn.Module, Mapping[str, bool]]
+    network: nn.Module, sealed: dict[nn.Module, Seal], changed: Mapping[nn.Module, Mapping[str, Change]]
 ) -> None:
     """Seal the modules whose state the network's code has changed during a trace.
 
@@ -240,7 +240,10 @@ def _seal_changed(
             culprit = network.get_submodule(path)
         if culprit in sealed:
             continue
-        name = next((name for name, is_plain in attributes.items() if is_plain), None)
+        # A list to which the network's own code appends numbers is a counter. In a submodule, which runs as a whole,
+        # the list may also be a cache.
+        counters = ("value", "content") if culprit is network else ("value",)
+        name = next((name for name, kind in attributes.items() if kind in counters), None)
         changes = f"its forward changes the attribute {(name or next(iter(attributes)))!r}"
         if _OUTSIDE in attributes:
             changes = "its forward stores tensors in a list or dictionary outside of the network"
@@ -248,14 +251,14 @@ def _seal_changed(
         sealed[culprit] = Seal("state" if name else "stores", path, changes, f"{place} ({type(culprit).__name__})")
 
 
-def _leaks(network: nn.Module, tracer: LeafTracer) -> dict[nn.Module, dict[str, bool]]:
+def _leaks(network: nn.Module, tracer: LeafTracer) -> dict[nn.Module, dict[str, Change]]:
     """Return the modules whose code has stored proxies outside of the network, in the form of `Untouched.changed`."""
     if tracer.leaked():
         gc.collect()
-    changed: dict[nn.Module, dict[str, bool]] = {}
+    changed: dict[nn.Module, dict[str, Change]] = {}
     for proxy in tracer.leaked():
         path = [path for path, _ in (proxy.node.meta.get("nn_module_stack") or {}).values()]
-        changed[network.get_submodule(path[-1] if path else "")] = {_OUTSIDE: False}
+        changed[network.get_submodule(path[-1] if path else "")] = {_OUTSIDE: "object"}
     return changed
 
 

@@ -10,7 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -28,6 +28,12 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 # Attributes with values of these types are settings or counters. bool is included as a subclass of int.
 _PLAIN = (int, float, str, bytes, type(None))
+
+# Kind of a change of an attribute.
+#   value: the attribute has got a number, a string or None
+#   content: a list, dictionary, set or object that the attribute holds has got numbers, strings or None
+#   object: any other change, for example if the attribute has got a tensor
+Change = Literal["value", "content", "object"]
 
 # Function that restores a recorded value. It returns the changes: the key of each element that was different, or "",
 # and whether the element's value was a number, a string or None.
@@ -49,7 +55,7 @@ class Untouched:
 
     Attributes:
         changed: Modules whose state was changed inside the context, each with the names of the changed attributes.
-            The value of a name is True if the attribute got a number, a string or None. Set when the context ends.
+            The value of a name is the kind of the change. Set when the context ends.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -59,7 +65,7 @@ class Untouched:
         self._outside: list[Restore] = []
         # Keys are ids. The objects are kept so that no new object gets the id of a recorded one.
         self._seen: dict[int, Any] = {}
-        self.changed: dict[nn.Module, dict[str, bool]] = {}
+        self.changed: dict[nn.Module, dict[str, Change]] = {}
 
     def __enter__(self) -> Self:
         """Record the state of the network."""
@@ -72,11 +78,12 @@ class Untouched:
 
     def __exit__(self, *_: object) -> None:
         """Restore the state of the network."""
-        changes: dict[int, dict[str, bool]] = {}
+        changes: dict[int, dict[str, Change]] = {}
         for module, name, restore in self._records:
             for key, is_plain in restore().items():
                 has_key = bool(key) and name in ("", *_REGISTRIES)
-                changes.setdefault(module, {})[key if has_key else name] = has_key and is_plain
+                kind: Change = "object" if not is_plain else "value" if has_key else "content"
+                changes.setdefault(module, {})[key if has_key else name] = kind
         restore_random(self._random)
         self.changed = {module: changes[id(module)] for module in self._network.modules() if id(module) in changes}
         self._records.clear()
@@ -228,9 +235,11 @@ def _restore_sequence(values: Any) -> Restore:
     def restore() -> dict[str, bool]:
         if len(values) == len(before) and all(now is then for now, then in zip(values, before, strict=True)):
             return {}
+        known = {id(value) for value in before}
+        is_plain = all(isinstance(value, _PLAIN) for value in values if id(value) not in known)
         values.clear()
         values.extend(before)
-        return {"": False}
+        return {"": is_plain}
 
     return restore
 

@@ -185,19 +185,25 @@ def train_in_stages(division: Division, images: Tensor) -> Tensor:
     As in a pipeline, a stage receives values that are leaves of its own autograd graph.
     """
     graphs = division.graphs()
-    values: dict[str, Tensor] = {"images": images}
-    leaves: list[dict[str, Tensor]] = []
+    values: dict[str, Any] = {"images": images}
+    leaves: list[dict[str, Any]] = []
     for stage, graph in enumerate(graphs):
-        leaves.append({name: values[name].detach().requires_grad_(stage > 0) for name in graph.inputs})
+        leaves.append({name: as_leaf(values[name], stage > 0) for name in graph.inputs})
         outputs = division.run(stage, *leaves[stage].values())
         values |= zip(graph.outputs, outputs, strict=True) if graph.outputs else {"result": outputs}
     values["result"].square().sum().backward()
     for stage in reversed(range(division.stages - 1)):
         for name in graphs[stage].outputs:
             gradients = [later[name].grad for later in leaves[stage + 1 :] if name in later]
-            if values[name].requires_grad:
+            if isinstance(values[name], Tensor) and values[name].requires_grad:
                 values[name].backward(sum(gradients), retain_graph=True)
-    return values["result"]
+    result: Tensor = values["result"]
+    return result
+
+
+def as_leaf(value: Any, requires_grad: bool) -> Any:
+    """Return a value that a stage receives: a leaf, or what is not a tensor as it is."""
+    return value.detach().requires_grad_(requires_grad) if isinstance(value, Tensor) else value
 
 
 def compare(network: nn.Module, cuts: list[str | int], images: Tensor) -> Division:
@@ -255,7 +261,7 @@ def try_published(names: list[str]) -> list[str]:
         size = 224 if "coat" in name else 160 if "vit" in name else 64
         images = torch.randn(3, 3, size, size, dtype=torch.float64)
         before = digest(network)
-        decide_by_shapes(network, lambda count: images[:count])
+        decide_by_shapes(network, lambda count, images=images: images[:count])
         positions = cut_positions(trace_open(network, True))
         trace_open(network, False)
         if digest(network) != before:
