@@ -1,17 +1,13 @@
 """The tracer that determines which modules of a network can be opened, and which run as a whole."""
 
 import inspect
-import linecache
 import math
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -22,45 +18,19 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from cnnstrategies._torch_private import has_hooks
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.fixed import UndecidedError, contexts, is_of_shapes
+from cnnstrategies.pipeline.seals import (
+    DependsOnValuesError,
+    EntersContextError,
+    Seal,
+    drawn_from,
+    draws,
+    first_line,
+    in_context,
+    where,
+)
 from cnnstrategies.pipeline.untouched import random_states, restore_random
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-# Why a module runs as a whole.
-#   hooks: it has hooks, which must not see proxies
-#   context: its forward enters a context, such as autocast
-#   random: its forward draws random numbers to choose what it computes
-#   values: its forward branches on values of tensors
-#   state: its forward changes an attribute that is a number, a string or None
-#   stores: its forward stores a tensor, or changes another object
-#   untraceable: torch.fx cannot trace its forward for another reason
-SealKind = Literal["hooks", "context", "random", "values", "state", "stores", "untraceable"]
-
-
-class DependsOnValuesError(Exception):
-    """A network's code branches on values of tensors, so different microbatches might take different branches."""
-
-
-class EntersContextError(ConfigurationError):
-    """A network's code computes in a context that a graph cannot contain."""
-
-
-@dataclass(frozen=True)
-class Seal:
-    """Reason why a module is not opened: it becomes one node of a graph, and the network cannot be cut inside it.
-
-    Attributes:
-        kind: Kind of the reason.
-        path: Name of the module.
-        reason: Clause that follows "because".
-        place: The module with its class, and the line of code if the reason is an error.
-    """
-
-    kind: SealKind
-    path: str
-    reason: str
-    place: str
-
 
 # Stands for a tensor in a nested result.
 VALUE = object()
@@ -344,34 +314,6 @@ def is_of_attributes(node: fx.Node) -> bool:
     return bool(node.all_input_nodes) and all(map(is_of_attributes, node.all_input_nodes))
 
 
-def in_context(name: str, context: str) -> str:
-    """Return the error message for a module whose forward computes in a context that a graph cannot contain.
-
-    Args:
-        name: Name of the module.
-        context: Name of the context.
-    """
-    advice = "use .detach() on the values, set the precision for the whole run, or use strategy ddp"
-    if context == "torch.utils.checkpoint":
-        advice = "remove it (set_grad_checkpointing(False) in timm) and set the pipeline's activation_checkpointing"
-    return f"{name} computes under {context}, which has no effect when the network is cut into stages: {advice}"
-
-
-def draws(library: str) -> str:
-    """Return the reason of a seal for a forward that draws random numbers with a library."""
-    return f"its forward draws random numbers with {library} to choose what it computes"
-
-
-def drawn_from(states: dict[str, Any]) -> str | None:
-    """Return the library of a generator whose state differs from an earlier state; None if no state differs."""
-    return next((library for library, state in random_states().items() if state != states.get(library)), None)
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message."""
-    return str(error).splitlines()[0] if str(error) else repr(error)
-
-
 def network_inputs(network: nn.Module) -> list[str]:
     """Return the names of the tensors that a network's forward takes.
 
@@ -393,17 +335,3 @@ def network_inputs(network: nn.Module) -> list[str]:
             "is cut into stages takes its tensors by position; remove the * before the argument"
         )
     return [argument.name for argument in needed] or [argument.name for argument in arguments[:1]] or ["images"]
-
-
-def where(network: nn.Module, error: Exception) -> str:
-    """Return a text that names the innermost module whose code raised an error, and the line of code."""
-    names = {module: name for name, module in network.named_modules()}
-    place = type(network).__name__
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and module in names:
-            file = frame.f_code.co_filename
-            name = ".".join(filter(None, (type(network).__name__, names[module])))
-            code = linecache.getline(file, line).strip()
-            place = f"{name} ({type(module).__name__}, {Path(file).name}:{line}: {code!r})"
-    return place

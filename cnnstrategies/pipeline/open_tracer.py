@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_flatten_with_path, tree_unflatten
 
-from cnnstrategies.pipeline.leaf_tracer import VALUE, LeafTracer, Seal, call_key
+from cnnstrategies.pipeline.leaf_tracer import VALUE, LeafTracer, call_key
+from cnnstrategies.pipeline.seals import Seal
 
 # Key of a node's metadata: the node takes a value from the nested result of a module, and was not in the full graph.
 TAKEN = "taken"

@@ -84,7 +84,7 @@ class StageModule(TracedModule):
         for graph in graphs.values():
             for node in graph.nodes:
                 if node.op == "call_module":
-                    _put_module(self, str(node.target), network.get_submodule(str(node.target)))
+                    put_module_at(self, str(node.target), network.get_submodule(str(node.target)))
         names = set(blueprint.state[stage])
         for graph in graphs.values():
             names |= {str(node.target) for node in graph.nodes if node.op == "get_attr"}
@@ -310,7 +310,7 @@ def _origins(traced: fx.GraphModule, node: fx.Node | None) -> Iterator[fx.Node]:
         node = first if isinstance(first, fx.Node) else None
 
 
-def _put_module(root: nn.Module, path: str, module: nn.Module) -> None:
+def put_module_at(root: nn.Module, path: str, module: nn.Module) -> None:
     """Add a module to a stage at a dotted path. Modules on the path that do not exist are created."""
     *parents, name = path.split(".")
     _submodule(root, parents).add_module(name, module)

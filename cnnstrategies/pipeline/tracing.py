@@ -19,14 +19,14 @@ from cnnstrategies.pipeline.fixed import (
     number,
     sample_shapes,
 )
-from cnnstrategies.pipeline.leaf_tracer import LeafTracer, Seal, drawn_from, draws, first_line, where
+from cnnstrategies.pipeline.leaf_tracer import LeafTracer
 from cnnstrategies.pipeline.open_tracer import Attribute, OpenTracer
+from cnnstrategies.pipeline.seals import OUTSIDE, Seal, cannot_trace, drawn_from, draws, first_line, seal_changed, where
 from cnnstrategies.pipeline.untouched import Change, Untouched, random_states
 
 IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})
 # Keys of a traced network's metadata; see the attributes of `LeafTracer`.
 _SEALS, _STRUCTURES, _UNFOLDABLE = "seals", "structures", "unfoldable"
-_OUTSIDE = ""  # Stands for an attribute's name if the network's code has stored something outside of the network.
 MakeTracer = Callable[[dict[nn.Module, Seal], Sequence[Any]], LeafTracer]
 
 
@@ -126,8 +126,8 @@ def seals(traced: fx.GraphModule) -> Mapping[nn.Module, Seal]:
 
     The network itself is among them if its own forward changes attributes or stores tensors.
     """
-    found: Mapping[nn.Module, Seal] = traced.meta[_SEALS]
-    return found
+    sealed: Mapping[nn.Module, Seal] = traced.meta[_SEALS]
+    return sealed
 
 
 def unfoldable(traced: fx.GraphModule) -> Collection[nn.Module]:
@@ -211,44 +211,11 @@ def _trace(
             continue
         if library:
             raise ConfigurationError(f"{type(network).__name__}: {draws(library)}; {_DRAWN}")
-        _seal_changed(network, sealed, changed)
+        seal_changed(network, sealed, changed)
         if len(sealed) == count:
             traced = graph_module(network, graph, tracer.constants, type(network).__name__)
             traced.meta |= {_SEALS: sealed, _STRUCTURES: tracer.structures, _UNFOLDABLE: tracer.unfoldable}
             return traced
-
-
-def _seal_changed(
-    network: nn.Module, sealed: dict[nn.Module, Seal], changed: Mapping[nn.Module, Mapping[str, Change]]
-) -> None:
-    """Seal the modules whose state the network's code has changed during a trace.
-
-    The code of a module's parent may have changed the module. A sealed module's code does not run during a trace, so if
-    the module is sealed and still changes, the nearest module above it that is not sealed is sealed instead.
-
-    Args:
-        network: The network.
-        sealed: Modules that are sealed. The function adds modules.
-        changed: Changed modules with the names of the changed attributes, see `Untouched.changed`.
-    """
-    paths = {module: path for path, module in network.named_modules()}
-    for module, attributes in changed.items():
-        path = paths[module]
-        culprit = module
-        while culprit in sealed and path:
-            path = path.rpartition(".")[0]
-            culprit = network.get_submodule(path)
-        if culprit in sealed:
-            continue
-        # A list to which the network's own code appends numbers is a counter. In a submodule, which runs as a whole,
-        # the list may also be a cache.
-        counters = ("value", "content") if culprit is network else ("value",)
-        name = next((name for name, kind in attributes.items() if kind in counters), None)
-        changes = f"its forward changes the attribute {(name or next(iter(attributes)))!r}"
-        if _OUTSIDE in attributes:
-            changes = "its forward stores tensors in a list or dictionary outside of the network"
-        place = ".".join(filter(None, (type(network).__name__, path)))
-        sealed[culprit] = Seal("state" if name else "stores", path, changes, f"{place} ({type(culprit).__name__})")
 
 
 def _leaks(network: nn.Module, tracer: LeafTracer) -> dict[nn.Module, dict[str, Change]]:
@@ -258,21 +225,8 @@ def _leaks(network: nn.Module, tracer: LeafTracer) -> dict[nn.Module, dict[str, 
     changed: dict[nn.Module, dict[str, Change]] = {}
     for proxy in tracer.leaked():
         path = [path for path, _ in (proxy.node.meta.get("nn_module_stack") or {}).values()]
-        changed[network.get_submodule(path[-1] if path else "")] = {_OUTSIDE: "object"}
+        changed[network.get_submodule(path[-1] if path else "")] = {OUTSIDE: "object"}
     return changed
-
-
-def cannot_trace(place: str, reason: str) -> ConfigurationError:
-    """Return the error for a network that torch.fx cannot trace.
-
-    Args:
-        place: The module with its class and the line of code.
-        reason: The reason.
-    """
-    return ConfigurationError(
-        f"torch.fx cannot trace {place}: {reason}; a network that is cut into stages must not branch on values of "
-        "tensors: rewrite this code, or use strategy ddp"
-    )
 
 
 def ordered_nodes(traced: fx.GraphModule) -> list[fx.Node]:

@@ -245,8 +245,8 @@ def _restore_sequence(values: Any) -> Restore:
 
 
 def _restore_tensor(tensor: Tensor) -> Restore | None:
-    if tensor.is_meta or tensor.is_inference():
-        return None  # A tensor without values, or one whose changes torch does not count.
+    if type(tensor) is not Tensor or tensor.is_meta or tensor.is_inference():
+        return None  # A tensor without values, such as another rank's, or one whose changes torch does not count.
     before, version = tensor.detach().clone(), writes(tensor)
 
     def restore() -> dict[str, bool]:
