@@ -260,6 +260,9 @@ def try_published(names: list[str]) -> list[str]:
     failures = []
     for name in names:
         network = build("timm", name).double()
+        for layer in network.modules():
+            if isinstance(layer, nn.Dropout):
+                layer.p = 0.0
         size = 160 if "vit" in name or "coat" in name else 64
         images = torch.randn(3, 3, size, size, dtype=torch.float64)
         before = digest(network)
