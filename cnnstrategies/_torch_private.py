@@ -21,6 +21,54 @@ OperationMode = TorchDispatchMode
 READ = torch.ops.aten._local_scalar_dense.default
 
 
+# Names of the autograd nodes of `nll_loss`, which `cross_entropy` calls.
+CLASS_LOSSES = ("NllLossBackward0", "NllLoss2DBackward0")
+MEAN = 1  # Number of `reduction="mean"` in the attributes of autograd nodes.
+# Names of the autograd nodes of functions that are linear in each of their arguments, and compute no products of
+# arguments that require a gradient.
+LINEAR = frozenset(
+    f"{name}Backward{version}"
+    for name in (
+        *("Add", "Sub", "Neg", "Mul", "Div", "Sum", "Mean", "Stack", "Cat", "View", "UnsafeView", "ReshapeAlias"),
+        *("Squeeze", "Unsqueeze", "Select", "Unbind", "Expand", "ToCopy", "Clone", "Alias"),
+    )
+    for version in range(3)
+)
+SELECTIONS = ("IndexBackward0", "MaskedSelectBackward0")  # Names of the autograd nodes of `values[mask]`.
+# Names of the autograd nodes of losses that are means over the elements of their first argument.
+ELEMENT_LOSSES = (
+    *("MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0"),
+    "BinaryCrossEntropyWithLogitsBackward0",
+)
+
+
+def divisor(node: Any) -> Tensor | int | None:
+    """Return the number by which an autograd node's function divides a sum, if the node computes a mean.
+
+    The number depends on the samples: it is the sum of the weights of the valid targets in torch's ``cross_entropy``
+    and ``nll_loss``, the number of selected elements in ``values[mask].mean()``, and ``n`` in ``values.sum() / n``.
+    Other means, such as the mean over all elements of a tensor, have the result None.
+    """
+    name = node.name()
+    if name in CLASS_LOSSES:
+        total: Tensor | None = node._saved_total_weight if node._saved_reduction == MEAN else None
+        return total
+    first = node.next_functions[0][0] if node.next_functions else None
+    if first is None:
+        return None
+    if name == "DivBackward0":
+        others = [following for following, _ in node.next_functions[1:]]
+        number: Tensor = node._saved_other
+        is_quotient = first.name() == "SumBackward0" and not any(others) and number.numel() == 1
+        return number if is_quotient else None
+    if first.name() not in SELECTIONS:
+        return None
+    if name == "MeanBackward0":
+        return int(node._saved_self_sym_numel)
+    is_mean = name in ELEMENT_LOSSES and node._saved_reduction == MEAN
+    return int(node._saved_self.numel()) if is_mean else None
+
+
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source to the target with the same index, by one call of torch for all tensors."""
     torch._foreach_copy_(list(targets), list(sources))

@@ -50,6 +50,7 @@ class Worker:
             value in CPU memory; None for no calls.
 
     Attributes:
+        specification: The run's specification.
         parameters: The tensors into which received values are written, in the order of the specification.
         leader: None, because each worker of this class pushes its own gradients. In the class
             :class:`~cnnstrategies.paramserver.combiner.worker.CombinedWorker`, this attribute is the rank of the node's
@@ -83,7 +84,7 @@ class Worker:
             )
         allow_files(4 * specification.servers, f"worker {id}")
         reuse_freed_memory()
-        self._specification = specification
+        self.specification = specification
         self.parameters = parameters
         slices = cut(specification)
         self._on_arrival = on_arrival
@@ -219,12 +220,12 @@ class Worker:
         parameter = self.parameters[index]
         if gradient.layout != torch.strided:
             raise ConfigurationError(
-                f"the gradient of {self._specification.parameters[index].name} is sparse, but parameter servers need "
+                f"the gradient of {self.specification.parameters[index].name} is sparse, but parameter servers need "
                 "dense gradients: construct the layer with sparse=False"
             )
         if gradient.shape != parameter.shape or gradient.dtype != parameter.dtype:
             raise ConfigurationError(
-                f"parameter {self._specification.parameters[index].name} is {parameter.dtype} of shape "
+                f"parameter {self.specification.parameters[index].name} is {parameter.dtype} of shape "
                 f"{tuple(parameter.shape)}, but its gradient is {gradient.dtype} of shape {tuple(gradient.shape)}: "
                 "push a gradient of the parameter's dtype and shape"
             )

@@ -148,22 +148,26 @@ class Collectives:
                 reduced: Tensor = results[leader]
                 return reduced.to(tensor)
 
-    def put(self, specification: str) -> None:
-        """Publish the run's specification. Only the first call of a run has an effect.
+    def put(self, specification: str, number: int = 0) -> None:
+        """Publish the run's specification. Only the first call of a run with each number has an effect.
 
         Args:
             specification: The specification as JSON.
+            number: Number of the specification. With a number above 0 it replaces the specification with the number
+                before, and all servers begin again without values.
         """
-        self.membership.ask("put", {}, [specification.encode()])
+        self.membership.ask("put", {"number": number}, [specification.encode()])
 
-    def get(self) -> str:
+    def get(self, number: int = 0) -> str:
         """Wait until a worker has published the run's specification with :meth:`put`.
+
+        Args:
+            number: Lowest number of the specification.
 
         Returns:
             The specification as JSON.
         """
-        (text,) = self.membership.ask("get", {}).frames
-        return bytes(text).decode()
+        return self.membership.specification(number)
 
     def begin_epoch(self, number: int, samples: int, chunk: int, done: str = "") -> int:
         """Ask the coordinator to cut an epoch into chunks.

@@ -43,6 +43,7 @@ class BalancedDDPStrategy(StrategyFacts, ExactMeans, WrapsAgain, FailingTogether
     """
 
     strategy_name = "ddp_balanced"
+    divides_by_shares = True
 
     def __init__(
         self,

@@ -151,10 +151,15 @@ class Balance(Callback):
         self._next = (0, 0)  # Epoch and batch from which the current shares are used.
         # Time of a step with the previous shares, in seconds; None once the measured gain has been logged.
         self._step_before: float | None = None
+        self._stays = False  # Whether the shares no longer change.
+
+    def stay(self) -> None:
+        """Keep the current shares for the rest of this run."""
+        self._stays = True
 
     def can_deal(self) -> bool:
-        """Return whether the training batches are divided by shares."""
-        return self.sampler is not None
+        """Return whether the training batches are divided by shares that may change."""
+        return self.sampler is not None and not self._stays
 
     def work(self, batch: int) -> int:
         """Return the number of units of work of this rank in a batch.

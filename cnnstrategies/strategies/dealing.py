@@ -14,7 +14,7 @@ from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.shares import NORMALISED_TOGETHER, Deals, check_count, check_initial
 from cnnstrategies.strategies.balancing import Balance, GatherRows, Stopwatch
 from cnnstrategies.strategies.dealt_loader import by_shares
-from cnnstrategies.strategies.sample_weights import SampleWeights
+from cnnstrategies.strategies.sample_weights import weigh_samples
 
 Shares = Literal["auto", "equal"] | Sequence[float]
 
@@ -87,8 +87,7 @@ class Dealing:
         self._deals = self.stopwatch = None
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        if not any(isinstance(callback, SampleWeights) for callback in callbacks):
-            callbacks.append(SampleWeights())
+        weigh_samples(trainer)
         if self.shares == "auto" and self._strategy.world_size > 1:
             self.stopwatch = Stopwatch(self._strategy.root_device, waited)
             callbacks.append(Balance(self.deals, [self.stopwatch], gather()))

@@ -130,8 +130,12 @@ def test_a_users_loader_is_also_divided_by_shares(monkeypatch):
 
 @pytest.mark.parametrize("strategy", ["ddp", "servers"])
 def test_accumulated_batches_of_a_users_loader_count_as_on_one_device(monkeypatch, strategy):
-    """The last step of an epoch has fewer batches than the other steps, and the last batch has fewer samples."""
+    """The last step of an epoch has fewer batches than the other steps, and the last batch has fewer samples.
+
+    Each batch has its own divisor, the sum of its class weights.
+    """
     monkeypatch.setattr(digit_runs, "Digits", PlainDigits)
+    monkeypatch.setattr(digit_runs, "ImageClassifier", Weighted)
     data = {"batch_size": 20, "global_batch_size": None}
     common = {"data": data, "max_epochs": 1, "limit_val_batches": 0, "accumulate_grad_batches": 4}
     single = train("one", **common)
