@@ -4,7 +4,8 @@ If torch changes one of the names, a test fails. `tests/test_torch_private.py` t
 would fail.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -168,3 +169,28 @@ def default_store() -> Any:
     new because a blocked thread, which waits in the store for another rank, keeps an existing connection for itself.
     """
     return dist.distributed_c10d._get_default_store().clone()
+
+
+@contextmanager
+def without_tensor_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Remove the hooks that the tensors' gradients are passed to, and add them again on exit.
+
+    torch has no public function that returns these hooks, which the user's code has registered.
+    """
+    hooks = [(tensor._backward_hooks, dict(tensor._backward_hooks)) for tensor in tensors if tensor._backward_hooks]
+    for registered, _ in hooks:
+        registered.clear()
+    try:
+        yield
+    finally:
+        for registered, before in hooks:
+            registered.update(before)
+
+
+# Dictionaries of the hooks of a module that run when the module is called.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks are registered on a module itself. torch has no public function that returns the hooks."""
+    return any(getattr(module, name) for name in _HOOKS)
