@@ -115,7 +115,9 @@ class SampleWeights(Callback):
             row[0] = samples
             row[1 : 1 + len(numbers)] = numbers
         total = row.clone()  # The sum overwrites its argument.
-        if dist.is_available() and dist.is_initialized():
+        # Under the parameter server, torch's collectives end the run if a worker is lost. The strategy's own do not.
+        uses_torch = dist.is_available() and dist.is_initialized()
+        if uses_torch and not facts_of(trainer.strategy).connects_hosts:
             dist.all_reduce(total)
         else:
             total = trainer.strategy.reduce(total, reduce_op="sum")
