@@ -23,7 +23,7 @@ from cnnstrategies._lightning_private import is_compiled_whole
 from cnnstrategies._torch_private import is_compiled
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
-from cnnstrategies.strategies.mean_terms import divisors, mean_terms
+from cnnstrategies.strategies.mean_terms import joined, mean_terms
 from cnnstrategies.strategies.shadow import NoCollectives, same_random_numbers, trial_of
 
 # How the loss of a batch follows from the losses of its parts:
@@ -178,7 +178,7 @@ def _run(
         parameters = [parameter for parameter in shadow.parameters() if parameter.requires_grad]
         terms, weighted = mean_terms(loss), None
         plain = _gradient(loss, parameters, keep=True)
-        numbers = divisors(terms, loss)
+        numbers = joined([term.divisor for term in terms], loss)
         if terms and whole is not None and len(terms) == len(whole):
             fraction = (rows.stop - rows.start) / samples
             for term, factor in zip(terms, numbers / whole / fraction, strict=True):

@@ -67,8 +67,8 @@ def _is_linear(node: Any) -> bool:
     return name in LINEAR
 
 
-def divisors(terms: Sequence[MeanTerm], like: Tensor) -> Tensor:
-    """Return the divisors of some means as one tensor of dtype float64, on the device of the tensor `like`."""
+def joined(numbers: Sequence[Tensor | float], like: Tensor) -> Tensor:
+    """Return numbers as one tensor on the device of the tensor `like`, in dtype float64 if the device supports it."""
     dtype = torch.float64 if like.device.type != "mps" else torch.float32
-    numbers = [torch.as_tensor(term.divisor, dtype=dtype, device=like.device).reshape(1) for term in terms]
-    return torch.cat(numbers) if numbers else torch.zeros(0, dtype=dtype, device=like.device)
+    tensors = [torch.as_tensor(number, dtype=dtype, device=like.device).reshape(1) for number in numbers]
+    return torch.cat(tensors) if tensors else torch.zeros(0, dtype=dtype, device=like.device)

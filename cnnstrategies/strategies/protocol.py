@@ -97,7 +97,7 @@ class StrategyFacts:
             return []
         processes = strategy.world_size if isinstance(strategy, ParallelStrategy) else 1
         statistics = RANK_ZERO if isinstance(strategy, DDPStrategy) else "each process's own"
-        return differences_of_replicas(module, processes, batch_size, statistics, self.batch_shares is not None)
+        return differences_of_replicas(module, processes, batch_size, statistics, weighted=strategy is self)
 
     # Processes and hosts of the run
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
@@ -15,7 +16,7 @@ from cnnstrategies.models.samples import count_samples
 from cnnstrategies.strategies.balancing import Balance
 from cnnstrategies.strategies.differences import has_mean_loss
 from cnnstrategies.strategies.loss_comparison import KINDS, LossComparison, LossKind, compare_with_parts
-from cnnstrategies.strategies.mean_terms import MeanTerm, divisors, mean_terms
+from cnnstrategies.strategies.mean_terms import MeanTerm, joined, mean_terms
 from cnnstrategies.strategies.protocol import facts_of
 
 # Largest number of means in a loss that are weighted by their own divisors. Ranks always exchange this many divisors,
@@ -42,8 +43,9 @@ class SampleWeights(Callback):
     a mean nor a sum is refused unless the shares are equal.
 
     The callback works for batches that are divided by shares: the batches of this package's data modules, and all
-    batches under ``ddp_balanced``. Divisors also count for all batches under ``parameter_server`` with mode ``sync``.
-    The strategy ``hybrid_pipeline`` weights its batches itself.
+    batches under ``ddp_balanced``. Divisors also count for all batches under the other data-parallel strategies of this
+    package, and under ``parameter_server`` with mode ``sync``. The strategy ``hybrid_pipeline`` weights its batches
+    itself.
     """
 
     weighs_samples = True
@@ -98,16 +100,16 @@ class SampleWeights(Callback):
             sampler: The sampler that divides the batches among the ranks; None if all ranks' batches count equally, or
                 by their numbers of samples.
         """
-        samples = float(self._samples if facts_of(trainer.strategy).gradient_weighting == "by_rank" else 1)
+        facts = facts_of(trainer.strategy)
+        samples = float(self._samples if facts.gradient_weighting == "by_rank" else 1)
         if sampler is not None:
             samples = float(sampler.counts(trainer.fit_loop.batch_idx)[sampler.rank])
         targets, self._targets = self._targets, None
         terms: list[MeanTerm] = [] if targets is not None else mean_terms(loss)
         if targets is not None:
-            weight: Any = module.loss_weight(targets)  # type: ignore[operator]
-            numbers = torch.as_tensor(weight, dtype=torch.float64, device=loss.device).reshape(1)
+            numbers = joined([module.loss_weight(targets)], loss)  # type: ignore[operator]
         else:
-            numbers = divisors(terms, loss)
+            numbers = joined([term.divisor for term in terms], loss)
         if len(numbers) > MOST_MEANS:
             terms, numbers = [], numbers[:0]
         row = numbers.new_zeros(1 + MOST_MEANS)
@@ -115,12 +117,10 @@ class SampleWeights(Callback):
             row[0] = samples
             row[1 : 1 + len(numbers)] = numbers
         total = row.clone()  # The sum overwrites its argument.
-        # Under the parameter server, torch's collectives end the run if a worker is lost. The strategy's own do not.
-        uses_torch = dist.is_available() and dist.is_initialized()
-        if uses_torch and not facts_of(trainer.strategy).connects_hosts:
-            dist.all_reduce(total)
-        else:
+        if facts.connects_hosts:
             total = trainer.strategy.reduce(total, reduce_op="sum")
+        else:
+            dist.all_reduce(total)  # Lightning's `reduce` would also wait at a barrier.
         # A batch is weighted by its fraction of the samples. Each mean needs its own fraction instead. If there is no
         # valid target on any rank, the gradient of the mean is zero, whatever its factor is.
         factors = torch.nan_to_num((row / total)[1:] / (row / total)[0])
@@ -129,14 +129,22 @@ class SampleWeights(Callback):
         return factors[0].to(loss.dtype) if targets is not None else 1.0
 
 
+def weigh_samples(trainer: Trainer) -> None:
+    """Add the callback :class:`SampleWeights` to a trainer that will train, unless the trainer has this callback."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if trainer.state.fn == TrainerFn.FITTING and not any(isinstance(entry, SampleWeights) for entry in callbacks):
+        callbacks.append(SampleWeights())
+
+
 def _kind_of(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> LossKind:
     """Return how the gradients of the ranks' losses are weighted: "mean", "terms" or "sum". All ranks must call this.
 
     Raises:
         ConfigurationError: The ranks have unequal shares, but the loss is neither a mean nor a sum over the samples.
     """
-    facts = facts_of(trainer.strategy)
-    weighted = dealt(trainer) is not None or facts.batch_shares is not None
+    strategy: Any = trainer.strategy
+    facts = facts_of(strategy)
+    weighted = dealt(trainer) is not None or facts is strategy  # A strategy of this package describes itself.
     local = facts.server_options is not None and facts.server_options.mode == "local"
     if trainer.world_size == 1 or facts.shards_parameters or not weighted:
         return "mean"
@@ -154,7 +162,7 @@ def _kind_of(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: i
         comparison = LossComparison("unknown", f"it contains {comparison.terms} means, more than {MOST_MEANS}")
     # A worker that joins a run later does not vote, because the other workers have voted before.
     kind = comparison.kind if facts.joined_late else _vote(trainer, comparison.kind)
-    if facts.divides_by_shares:
+    if facts.divides_by_shares and dealt(trainer) is not None:
         _check_shares(trainer, module, kind, comparison.reason)
     elif kind == "sum":
         return "mean"

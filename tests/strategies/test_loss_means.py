@@ -19,6 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from cnnstrategies.strategies import (
     BalancedDDPStrategy,
+    CompressedDDPStrategy,
     HybridPipelineStrategy,
     ParameterServerStrategy,
     sample_weights,
@@ -114,12 +115,14 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 balanced = partial(BalancedDDPStrategy, start_method="fork")
 served = partial(ParameterServerStrategy, start_method="fork")
+# PowerSGD compresses no gradients in the first steps.
+uncompressed = partial(CompressedDDPStrategy, "powersgd", start_method="fork")
 
 
 @pytest.mark.parametrize(
     ("strategy", "accumulated"),
-    [(partial(balanced, shares=[1, 2]), 3), (served, 1)],
-    ids=["ddp_balanced", "servers"],
+    [(partial(balanced, shares=[1, 2]), 3), (served, 1), (uncompressed, 1)],
+    ids=["ddp_balanced", "servers", "ddp_powersgd"],
 )
 def test_each_mean_of_a_loss_has_its_own_divisor(strategy, accumulated):
     """Gradients of ``ignore_index``, class weights and masks, in one loss, and with gradient accumulation."""
@@ -162,12 +165,22 @@ class Stays(Callback):
         print("can deal:", [balance.can_deal() for balance in balances])
 
 
+def drawn(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    return {"drawn": (outputs * torch.rand(())).square().mean()}
+
+
 def test_measured_shares_stay_equal_for_such_a_loss(capfd, monkeypatch):
+    """If the comparison is not possible, shares may change, and a warning gives the reason."""
     monkeypatch.setattr(sample_weights, "rank_zero_info", print)
-    for losses in (roots, class_losses):
+    monkeypatch.setattr(sample_weights, "rank_zero_warn", print)
+    for losses in (roots, drawn):
         trained(partial(Segmenter, losses), balanced(shares="auto"), 2, callbacks=[Stays()])
     lines = capfd.readouterr().out.splitlines()
     assert [line for line in lines if "Shares stay equal: the loss of Segmenter.training_step is neither" in line]
+    warning = (
+        "the loss of Segmenter.training_step is taken for a mean over samples, because a batch could not be compared"
+    )
+    assert [line for line in lines if warning in line and "the step draws random numbers; if this" in line]
     assert [line for line in lines if line.startswith("can deal")] == ["can deal: [False]"] * 2 + [
         "can deal: [True]"
     ] * 2
