@@ -37,7 +37,7 @@ HEALTHY: dict[str, Any] = {
     "seed_everything": 1,
     "trainer": {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "logger": False, "enable_checkpointing": False},
     "model": {"class_path": "planted_parts.Net"},
-    "data": {"class_path": "planted_parts.Data", "init_args": {"batch_size": 32, "num_workers": 0}},
+    "data": {"class_path": "planted_parts.Data", "init_args": {"batch_size": 16, "num_workers": 0}},
 }
 
 
@@ -87,7 +87,7 @@ PLANTS = {
     "8 threads for each rank": Plant("threads compete", variables={"OMP_NUM_THREADS": "8"}),
     "a callback that sleeps on rank 0": Plant("Sleeper", callback("Sleeper")),
     "averaged weights by `deepcopy`": Plant("AverageByCopy", callback("AverageByCopy")),
-    "a batch of 2 for each device": Plant("batches are small", {f"{DATA}.batch_size": 2, f"{NET}.fixed": 0.02}),
+    "a batch of 2 for each device": Plant("batches are small", {f"{DATA}.batch_size": 2, f"{NET}.fixed": 0.04}),
     "validation longer than training": Plant("validation", {f"{DATA}.validation": 16384}),
     "checkpoints on a slow disk": Plant(
         "checkpoints",

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-UNEVEN = 0.03  # Seconds of the work that varies from batch to batch.
+UNEVEN = 0.06  # Seconds of the work that varies from batch to batch.
 
 
 class Net(LightningModule):
@@ -45,7 +45,7 @@ class Net(LightningModule):
         """Cross-entropy."""
         images, targets = batch
         loss = nn.functional.cross_entropy(self.network(images), targets)
-        time.sleep(self.fixed + 0.004 * len(images) * (self.slow_rank == self.global_rank))
+        time.sleep(self.fixed + 0.008 * len(images) * (self.slow_rank == self.global_rank))
         early = (batch_idx + self.global_rank) % 2
         time.sleep(UNEVEN * self.uneven * early)
         if self.meets == "barrier":
@@ -78,7 +78,7 @@ class Samples(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         image = self.images[index % 64]
         if self.cost == "waits":
-            time.sleep(0.004)
+            time.sleep(0.008)
         if self.cost == "computes":  # In few calls, during which others have the interpreter's lock.
             image = image + 0 * self.noise.sort().values[0]
         if self.cost == "holds the lock":
@@ -98,7 +98,7 @@ class Data(LightningDataModule):
     """
 
     def __init__(
-        self, batch_size: int = 32, num_workers: int = 0, cost: str = "", only: int = -1, validation: int = 64
+        self, batch_size: int = 16, num_workers: int = 0, cost: str = "", only: int = -1, validation: int = 64
     ) -> None:
         super().__init__()
         self.batch_size, self.num_workers, self.cost, self.only = batch_size, num_workers, cost, only
@@ -120,14 +120,14 @@ class Sleeper(Callback):
 
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Do it."""
-        time.sleep(0.08 * trainer.is_global_zero)
+        time.sleep(0.1 * trainer.is_global_zero)
 
 
 class Copied(nn.Module):
     """A layer without parameters that takes long to be copied."""
 
     def __deepcopy__(self, memo: Any) -> "Copied":
-        time.sleep(0.05)
+        time.sleep(0.08)
         return Copied()
 
 
@@ -160,4 +160,4 @@ class HugeLogger(DummyLogger):
 
     def log_metrics(self, *args: Any, **kwargs: Any) -> None:
         """Do it."""
-        time.sleep(0.05)
+        time.sleep(0.08)

@@ -36,14 +36,12 @@ from cnnstrategies.planning.scaling.timeline import (
     BUFFERS,
     EXCHANGE,
     GRADIENTS,
-    INTERNAL,
     LOG,
     WAITING,
 )
 from cnnstrategies.planning.tune.contest import CandidateResult
 from cnnstrategies.planning.tune.race import RaceVerdict
 from cnnstrategies.planning.tune.trial import FAILED, TrialError
-from cnnstrategies.runtime.waiting import STARTS
 
 PLANTED = """
 import time
@@ -191,8 +189,8 @@ def test_a_users_module_can_train_for_more_steps_than_configured(scaling, monkey
     assert float(re.search(r"samples/s ([\d.]+)", output)[1]) > 1
     assert measured[0].facts.larger is None
     run = measured[0].largest
-    kinds = [segment.collective for segment in run.rounds[0].ranks[1] if segment.collective != INTERNAL]
-    step = [BARRIER, LOG, LOG, EXCHANGE, GRADIENTS, BUFFERS]
+    step = [BUFFERS, BARRIER, LOG, LOG, EXCHANGE, GRADIENTS]
+    kinds = [segment.collective for segment in run.rounds[0].ranks[1] if segment.collective in step]
     assert kinds == step * run.rounds[0].steps
     lines = (PLANTED + OWN).splitlines()
     numbers = {kind: int(run.places((kind,))[0].partition(":")[2]) for kind in (BARRIER, LOG, EXCHANGE)}
@@ -227,7 +225,6 @@ def test_waits_are_separated_from_a_ranks_own_work(monkeypatch):
     wait("barrier", 7.0)  # The clock does not run yet.
     clock.run()
     work("forward", 3.0)
-    wait(STARTS, 0.0)
     wait("barrier", 2.0)
     line = sys._getframe().f_lineno - 1  # noqa: SLF001
     wait("buffers", 0.5)

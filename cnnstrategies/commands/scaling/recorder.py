@@ -1,5 +1,6 @@
 """Recording of a rank's timeline: its own work between collectives, and the time that it spends in each collective."""
 
+import contextlib
 import sys
 import sysconfig
 from collections.abc import Mapping
@@ -13,8 +14,8 @@ import torchmetrics
 
 import cnnstrategies
 from cnnstrategies.callbacks.step_parts import PartClock
-from cnnstrategies.planning.scaling.timeline import BARRIER, BUFFERS, EXCHANGE, GRADIENTS, INTERNAL, LOG, WAITING
-from cnnstrategies.runtime.waiting import STARTS
+from cnnstrategies.planning.scaling.timeline import BARRIER, BUFFERS, EXCHANGE, GRADIENTS, INTERNAL, LOG, STOPPING, WAITING
+from cnnstrategies.runtime import waiting
 
 # Folders of libraries. A collective belongs to the line of code outside of these folders that runs it.
 LIBRARIES = tuple(
@@ -24,6 +25,10 @@ LIBRARIES = tuple(
         *(Path(module.__file__ or "").parent for module in (torch, lightning, torchmetrics, cnnstrategies)),
     )
 )
+
+
+# Files whose functions report a wait: the frames between the recorder and the method of torch that waits.
+REPORTING = (waiting.__file__, contextlib.__file__)
 
 
 def kind_and_place(frame: FrameType | None, name: str) -> tuple[str, str]:
@@ -46,7 +51,20 @@ def kind_and_place(frame: FrameType | None, name: str) -> tuple[str, str]:
         if code.co_name == "log" and code.co_filename.endswith("module.py"):
             kind = LOG
         frame = frame.f_back
-    return INTERNAL, ""
+    return STOPPING if name == "broadcast" else INTERNAL, ""
+
+
+def only_starts(frame: FrameType | None) -> bool:
+    """Return whether a reported wait is a call that only starts a collective, and does not wait for other ranks.
+
+    Args:
+        frame: The innermost frame of the call stack.
+    """
+    while frame is not None and frame.f_code.co_filename in REPORTING:
+        if frame.f_code.co_name == "collective":
+            return True
+        frame = frame.f_back
+    return False
 
 
 class TimelineRecorder:
@@ -68,8 +86,9 @@ class TimelineRecorder:
 
     def begin_waiting(self, kind: str) -> None:
         """Begin a part of the step in which the rank is in a collective."""
-        if self._clock.running and kind != STARTS:
-            self._current = kind_and_place(sys._getframe(1), kind)  # noqa: SLF001
+        frame = sys._getframe(1)  # noqa: SLF001
+        if self._clock.running and not only_starts(frame):
+            self._current = kind_and_place(frame, kind)
             self._clock.begin(WAITING + self._current[0])
 
     def end_waiting(self) -> None:

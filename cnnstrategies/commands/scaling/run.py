@@ -86,8 +86,9 @@ class ScalingControl(StepControl):
                 setattr(logger, name, self._counted(getattr(logger, name), LOGGER + type(logger).__name__))
         strategy: Any = trainer.strategy
         strategy.batch_to_device = self._enlarged(strategy.batch_to_device)
-        if isinstance(strategy.model, DistributedDataParallel) and strategy.model.will_sync_module_buffers():
-            report_forwards(strategy.model)
+        model = strategy.model
+        if isinstance(model, DistributedDataParallel) and model.broadcast_buffers and [*model.buffers()]:
+            report_forwards(model)
         super().on_train_start(trainer, pl_module)
 
     @override

@@ -17,10 +17,11 @@ BUFFERS = "buffers"  # DDP's broadcast of the buffers.
 LOG = "log"  # The collectives of `self.log(..., sync_dist=True)`.
 BARRIER = "barrier"  # A barrier in the user's code.
 EXCHANGE = "exchange"  # Any other collective in the user's code.
-INTERNAL = "internal"  # The collectives of Lightning and of this package, for example to agree whether to stop.
+STOPPING = "stopping"  # Lightning's broadcast that tells whether rank 0 has received a signal.
+INTERNAL = "internal"  # Other collectives of Lightning and of this package.
 OTHERS = "others"  # Whatever the ranks wait for, if the ranks do not run the same collectives.
 # Kinds of collectives in which rank 0 sends, and does not wait for the ranks that receive.
-ONE_WAY = (BUFFERS,)
+ONE_WAY = (BUFFERS, STOPPING)
 WAITING = "waiting: "  # Prefix of the part of a step in which a rank is in a collective. The kind follows.
 
 
