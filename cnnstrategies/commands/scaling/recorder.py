@@ -14,7 +14,16 @@ import torchmetrics
 
 import cnnstrategies
 from cnnstrategies.callbacks.step_parts import PartClock
-from cnnstrategies.planning.scaling.timeline import BARRIER, BUFFERS, EXCHANGE, GRADIENTS, INTERNAL, LOG, STOPPING, WAITING
+from cnnstrategies.planning.scaling.timeline import (
+    BARRIER,
+    BUFFERS,
+    EXCHANGE,
+    GRADIENTS,
+    INTERNAL,
+    LOG,
+    STOPPING,
+    WAITING,
+)
 from cnnstrategies.runtime import waiting
 
 # Folders of libraries. A collective belongs to the line of code outside of these folders that runs it.
@@ -44,7 +53,8 @@ def kind_and_place(frame: FrameType | None, name: str) -> tuple[str, str]:
     if name == "buffers":
         return BUFFERS, ""
     kind = BARRIER if "barrier" in name else EXCHANGE
-    while frame is not None:
+    # The callers of Lightning's loop belong to the program that trains, and not to a step.
+    while frame is not None and not frame.f_code.co_filename.endswith("fit_loop.py"):
         code = frame.f_code
         if not code.co_filename.startswith((*LIBRARIES, "<")):
             return kind, f"{Path(code.co_filename).name}:{frame.f_lineno}"
