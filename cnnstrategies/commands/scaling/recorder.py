@@ -45,7 +45,7 @@ def kind_and_place(frame: FrameType | None, name: str) -> tuple[str, str]:
 
     Args:
         frame: The innermost frame of the call stack.
-        name: Name of the wait, as in :class:`~cnnstrategies.runtime.waiting.Watcher`.
+        name: Name of the wait, as in :class:`~cnnstrategies.runtime.waiting.WaitWatcher`.
 
     Returns:
         The kind, and the line as ``file:line``. The line is empty if only libraries have run the collective.
@@ -78,7 +78,7 @@ def only_starts(frame: FrameType | None) -> bool:
 
 
 class TimelineRecorder:
-    """Watcher of a rank's waits that records the rank's timeline.
+    """WaitWatcher of a rank's waits that records the rank's timeline.
 
     Args:
         clock: The clock that counts the time of each part of a step. Waits become parts of a step.
