@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from cnnstrategies._torch_private import COLLECTIVES, is_in_backward
 
 
-class Watcher(Protocol):
+class WaitWatcher(Protocol):
     """An object that is told about each wait of the thread that trains.
 
     Waits do not overlap: a wait inside another wait is not reported. On a GPU, a collective may return before it has
@@ -53,7 +53,7 @@ class _Waits:
     """The waits of this process: its watchers, and the replaced methods of torch."""
 
     def __init__(self) -> None:
-        self.watchers: list[Watcher] = []
+        self.watchers: list[WaitWatcher] = []
         self.thread = 0  # The thread that trains.
         self.depth = 0  # Number of nested waits that have begun and not ended.
         self.kind = "collective"  # Kind of the collective that was started last.
@@ -93,7 +93,7 @@ def waiting(kind: str) -> Generator[None]:
             _waits.end()
 
 
-def watch(watcher: Watcher) -> None:
+def watch(watcher: WaitWatcher) -> None:
     """Tell a watcher about all waits of the calling thread from now on, until :func:`unwatch` is called."""
     _waits.thread = threading.get_ident()
     if not _waits.watchers:
@@ -107,7 +107,7 @@ def watch(watcher: Watcher) -> None:
     _waits.watchers.append(watcher)
 
 
-def unwatch(watcher: Watcher) -> None:
+def unwatch(watcher: WaitWatcher) -> None:
     """Tell a watcher no longer about waits. Without watchers, torch's own methods are restored."""
     if watcher in _waits.watchers:
         _waits.watchers.remove(watcher)
