@@ -4,7 +4,8 @@ If torch changes one of the names, a test fails. `tests/test_torch_private.py` t
 would fail.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,16 @@ OperationMode = TorchDispatchMode
 # The operation that `Tensor.item`, `float(tensor)` and `if tensor` call. It makes the CPU wait for the device.
 READ = torch.ops.aten._local_scalar_dense.default
 
+
+# The methods of ProcessGroup that run a collective or transfer a tensor between two processes. The functions of
+# torch.distributed call these methods. The names that begin with an underscore are private.
+COLLECTIVES = (
+    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "_allgather_base", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "all_gather_single", "all_gather_single_coalesced", "gather",
+    "gather_into_tensor", "gather_single", "scatter", "reduce_scatter", "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced", "alltoall",
+    "alltoall_base", "all_to_all_single", "barrier", "monitored_barrier", "send", "recv", "recv_anysource",
+)  # fmt: skip
 
 # Names of the autograd nodes of `nll_loss`, which `cross_entropy` calls.
 CLASS_LOSSES = ("NllLossBackward0", "NllLoss2DBackward0")
@@ -119,6 +130,11 @@ def communication_seconds(model: DistributedDataParallel) -> tuple[float, float]
     return data.get("backward_comm_time", 0) / 1e9, data.get("backward_compute_comm_overlap_time", 0) / 1e9
 
 
+def is_in_backward() -> bool:
+    """Return whether the calling thread runs a backward pass at this moment."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def abort_all_groups() -> None:
     """Abort the NCCL operations of all process groups, so that this process does not wait for a lost rank.
 
@@ -153,3 +169,28 @@ def default_store() -> Any:
     new because a blocked thread, which waits in the store for another rank, keeps an existing connection for itself.
     """
     return dist.distributed_c10d._get_default_store().clone()
+
+
+@contextmanager
+def without_tensor_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Remove the hooks that the tensors' gradients are passed to, and add them again on exit.
+
+    torch has no public function that returns these hooks, which the user's code has registered.
+    """
+    hooks = [(tensor._backward_hooks, dict(tensor._backward_hooks)) for tensor in tensors if tensor._backward_hooks]
+    for registered, _ in hooks:
+        registered.clear()
+    try:
+        yield
+    finally:
+        for registered, before in hooks:
+            registered.update(before)
+
+
+# Dictionaries of the hooks of a module that run when the module is called.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks are registered on a module itself. torch has no public function that returns the hooks."""
+    return any(getattr(module, name) for name in _HOOKS)

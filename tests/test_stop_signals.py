@@ -141,6 +141,7 @@ def test_a_forked_process_acts_on_its_own_signals_alone():
                 with ends_on_signals():
                     os.kill(os.getpid(), signal.SIGTERM)
                     time.sleep(at_most(1000))
+                    os._exit(2)
             print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
     assert run_forked(run, timeout=60) == (0, "child 143\n")

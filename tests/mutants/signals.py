@@ -43,10 +43,10 @@ removes(
     "a supervision process keeps its signals",
     killed_by=LIMITED,
     stop_seconds=0.0,
-    limit=65.0,
+    limit=70.0,
 )
 
 
-@replaces(Supervision.expect_end, killed_by=LIMITED, stop_seconds=100.0, limit=105.0)
+@replaces(Supervision.expect_end, killed_by=LIMITED, stop_seconds=100.0, limit=110.0)
 def a_worker_that_saves_its_last_checkpoint_is_killed(original, self, seconds=0.0):
     original(self)

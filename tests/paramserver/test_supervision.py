@@ -153,7 +153,7 @@ def test_a_stopped_coordinator_is_reported_even_if_the_workers_have_ended_before
 @pytest.mark.parametrize("first", [True, False])
 def test_workers_are_restarted_only_in_the_first_session(first, capsys, monkeypatch):
     """Check also that other workers end without the first worker, which starts the services of later sessions."""
-    monkeypatch.setattr(supervision, "GRACE", 0.0)
+    monkeypatch.setattr(supervision, "WORKER_GRACE", 0.0)
     node, other = Node(goes_on=0), Process()
     watched = Watched("worker", 0, lambda incarnation: other)
     if not first:
@@ -167,8 +167,10 @@ def test_workers_are_restarted_only_in_the_first_session(first, capsys, monkeypa
     assert other.signals == [signal.SIGKILL] * first
 
 
-@pytest.mark.parametrize(("stop_seconds", "limit"), [(0.0, 65.0), (100.0, 105.0)])
-def test_workers_that_stop_after_a_signal_have_the_time_that_they_limit_themselves(stop_seconds, limit, monkeypatch):
+@pytest.mark.parametrize(("stop_seconds", "limit"), [(0.0, 70.0), (100.0, 110.0)])
+def test_workers_that_stop_after_a_signal_have_the_time_that_they_limit_themselves(
+    stop_seconds, limit, monkeypatch, capsys
+):
     """Workers that needed longer than the time-out for their last checkpoint were once killed while they saved it."""
     now = time.monotonic()
     monkeypatch.setattr(supervision.time, "monotonic", lambda: now)
@@ -185,6 +187,8 @@ def test_workers_that_stop_after_a_signal_have_the_time_that_they_limit_themselv
     node.look()
     assert worker.signals[2:] == [signal.SIGKILL]
     assert node.stop_signal == signal.SIGTERM
+    node.look()
+    assert "did not end by itself, and is ended" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
