@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EXTRAS ?= test,docs
 
-.PHONY: quickstart test test-cluster test-ray test-extras test-zoo test-gpu test-portable test-bounds fuzz-pipeline mutants simulate faults lint types docs check clean
+.PHONY: quickstart test test-cluster test-ray test-extras test-zoo test-optimizers test-gpu test-portable test-bounds fuzz-pipeline mutants simulate faults lint types docs check clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/cnnstrategies fit --config quickstart
@@ -50,6 +50,12 @@ test-zoo:
 ifeq ($(PART),1/1)
 	PYTHONPATH=tests:tests/zoo $(ZOO_VENV)/bin/python tests/zoo/table.py benchmarks/zoo.md
 endif
+
+# Published optimizers under every strategy, in an environment with their packages. Takes some minutes; writes the page.
+OPTIMIZERS_VENV ?= .venv-optimizers
+test-optimizers:
+	$(MAKE) VENV=$(OPTIMIZERS_VENV) EXTRAS=optimizers $(OPTIMIZERS_VENV)/.installed
+	$(OPTIMIZERS_VENV)/bin/python benchmarks/optimizers/published.py
 
 # The tests that need a machine with GPUs. Takes about 20 minutes, and writes the page. Without a GPU it is a rehearsal.
 test-gpu: $(INSTALLED)

@@ -151,6 +151,22 @@ def leave_signals(trainer: Trainer) -> None:
     trainer._signal_connector.register_signal_handlers = _register_nothing  # type: ignore[method-assign]
 
 
+def note_sigterm_alone(trainer: Trainer) -> None:
+    """Make Lightning's handler of SIGTERM only note the signal, and not begin a broadcast from rank 0.
+
+    The handler may run in the middle of another collective, and the other ranks may not take part in the broadcast.
+    """
+    connector = trainer._signal_connector
+
+    def note(signum: int, frame: Any) -> None:
+        launcher = trainer.strategy.launcher
+        if not connector.received_sigterm and launcher is not None:
+            launcher.kill(signum)
+        connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = note  # type: ignore[method-assign, assignment]
+
+
 def _register_nothing() -> None:
     """Do nothing. A spawned rank gets a pickled trainer, so this cannot be a lambda expression."""
 

@@ -4,7 +4,7 @@ If torch changes one of the names, a test fails. `tests/test_torch_private.py` t
 would fail.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,64 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 OperationMode = TorchDispatchMode
 # The operation that `Tensor.item`, `float(tensor)` and `if tensor` call. It makes the CPU wait for the device.
 READ = torch.ops.aten._local_scalar_dense.default
+
+
+# The methods of ProcessGroup that run a collective or transfer a tensor between two processes. The functions of
+# torch.distributed call these methods. The names that begin with an underscore are private.
+COLLECTIVES = (
+    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "_allgather_base", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "all_gather_single", "all_gather_single_coalesced", "gather",
+    "gather_into_tensor", "gather_single", "scatter", "reduce_scatter", "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced", "alltoall",
+    "alltoall_base", "all_to_all_single", "barrier", "monitored_barrier", "send", "recv", "recv_anysource",
+)  # fmt: skip
+
+# Names of the autograd nodes of `nll_loss`, which `cross_entropy` calls.
+CLASS_LOSSES = ("NllLossBackward0", "NllLoss2DBackward0")
+MEAN = 1  # Number of `reduction="mean"` in the attributes of autograd nodes.
+# Names of the autograd nodes of functions that are linear in each of their arguments, and compute no products of
+# arguments that require a gradient.
+LINEAR = frozenset(
+    f"{name}Backward{version}"
+    for name in (
+        *("Add", "Sub", "Neg", "Mul", "Div", "Sum", "Mean", "Stack", "Cat", "View", "UnsafeView", "ReshapeAlias"),
+        *("Squeeze", "Unsqueeze", "Select", "Unbind", "Expand", "ToCopy", "Clone", "Alias"),
+    )
+    for version in range(3)
+)
+SELECTIONS = ("IndexBackward0", "MaskedSelectBackward0")  # Names of the autograd nodes of `values[mask]`.
+# Names of the autograd nodes of losses that are means over the elements of their first argument.
+ELEMENT_LOSSES = (
+    *("MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0"),
+    "BinaryCrossEntropyWithLogitsBackward0",
+)
+
+
+def divisor(node: Any) -> Tensor | int | None:
+    """Return the number by which an autograd node's function divides a sum, if the node computes a mean.
+
+    The number depends on the samples: it is the sum of the weights of the valid targets in torch's ``cross_entropy``
+    and ``nll_loss``, the number of selected elements in ``values[mask].mean()``, and ``n`` in ``values.sum() / n``.
+    Other means, such as the mean over all elements of a tensor, have the result None.
+    """
+    name = node.name()
+    if name in CLASS_LOSSES:
+        total: Tensor | None = node._saved_total_weight if node._saved_reduction == MEAN else None
+        return total
+    first = node.next_functions[0][0] if node.next_functions else None
+    if first is None:
+        return None
+    if name == "DivBackward0":
+        others = [following for following, _ in node.next_functions[1:]]
+        number: Tensor = node._saved_other
+        is_quotient = first.name() == "SumBackward0" and not any(others) and number.numel() == 1
+        return number if is_quotient else None
+    if first.name() not in SELECTIONS:
+        return None
+    if name == "MeanBackward0":
+        return int(node._saved_self_sym_numel)
+    is_mean = name in ELEMENT_LOSSES and node._saved_reduction == MEAN
+    return int(node._saved_self.numel()) if is_mean else None
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -72,6 +130,11 @@ def communication_seconds(model: DistributedDataParallel) -> tuple[float, float]
     """
     data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return data.get("backward_comm_time", 0) / 1e9, data.get("backward_compute_comm_overlap_time", 0) / 1e9
+
+
+def is_in_backward() -> bool:
+    """Return whether the calling thread runs a backward pass at this moment."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def abort_all_groups() -> None:
@@ -186,3 +249,28 @@ def is_composite(operation: torch._ops.OpOverload) -> bool:
     Only under ``torch.inference_mode`` does a mode receive such operations as a whole.
     """
     return torch._C._dispatch_has_kernel_for_dispatch_key(_full_name(operation), "CompositeImplicitAutograd")
+
+
+@contextmanager
+def without_tensor_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Remove the hooks that the tensors' gradients are passed to, and add them again on exit.
+
+    torch has no public function that returns these hooks, which the user's code has registered.
+    """
+    hooks = [(tensor._backward_hooks, dict(tensor._backward_hooks)) for tensor in tensors if tensor._backward_hooks]
+    for registered, _ in hooks:
+        registered.clear()
+    try:
+        yield
+    finally:
+        for registered, before in hooks:
+            registered.update(before)
+
+
+# Dictionaries of the hooks of a module that run when the module is called.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks are registered on a module itself. torch has no public function that returns the hooks."""
+    return any(getattr(module, name) for name in _HOOKS)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.runtime.records import parsed, record
 
 # Environment variable for the processes of a launch. It contains a secret, and after a space a description of the
 # launch if the launcher has no id of its own.
@@ -68,17 +69,9 @@ class Identity:
         Raises:
             ValueError: The text is not the JSON of an identity. The error message does not contain the text.
         """
-        try:
-            fields = json.loads(text) if isinstance(text, str) else None
-        except (ValueError, RecursionError):
-            fields = None
-        if not isinstance(fields, dict) or fields.keys() != asdict(cls()).keys():
+        if not isinstance(text, str):
             raise ValueError("not an identity")
-        if not all(
-            isinstance(value, str) and len(value) <= LONGEST and value.isprintable() for value in fields.values()
-        ):
-            raise ValueError("not an identity")
-        return cls(**fields)
+        return record(cls, parsed(text), LONGEST, largest=0)
 
 
 def digest_of(settings: Iterable[tuple[str, object]]) -> str:

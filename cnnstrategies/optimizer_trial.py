@@ -125,6 +125,46 @@ def values_after_steps(
     return trial.values()
 
 
+def draws_random_numbers(
+    optimizer: Optimizer, whole: dict[int, Tensor], device: torch.device, dtype: torch.dtype = torch.float64
+) -> bool:
+    """Return whether an optimizer's steps depend on torch's random numbers.
+
+    Args:
+        optimizer: The optimizer, which is not changed.
+        whole: Result of :func:`values_after_steps` for a copy with all made-up parameters, with another seed than 1.
+        device: Device of the made-up parameters.
+        dtype: Dtype of the made-up parameters.
+    """
+    torch.manual_seed(1)
+    return are_different(values_after_steps(optimizer, device, dtype=dtype), whole)
+
+
+def counters_of(
+    optimizer: Optimizer, device: torch.device, dtype: torch.dtype = torch.float64
+) -> dict[str, float | Tensor]:
+    """Return the entries that an optimizer's first step adds to its parameter groups, such as the number of steps.
+
+    Only numbers and tensors with one number count.
+
+    Returns:
+        The value 0 for each entry by name, as a number or tensor.
+    """
+    trial = trial_of(optimizer, device, dtype=dtype)
+    before = [group.keys() | set() for group in trial.optimizer.param_groups]
+    with torch.compiler.set_stance("force_eager"):
+        trial.step(1.0)
+    counters: dict[str, float | Tensor] = {}
+    for known, group in zip(before, trial.optimizer.param_groups, strict=True):
+        for name in group.keys() - known:
+            value = group[name]
+            if isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point():
+                counters[name] = torch.zeros_like(value)
+            elif type(value) in (int, float):
+                counters[name] = type(value)()
+    return counters
+
+
 def mixes_parameters(
     optimizer: Optimizer, whole: dict[int, Tensor], device: torch.device, dtype: torch.dtype = torch.float64
 ) -> bool:

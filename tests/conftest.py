@@ -92,7 +92,8 @@ def pytest_configure(config: pytest.Config) -> None:
 # These files take longest. They start first, so that all workers are busy until the end.
 SLOWEST = (
     *("test_slurm.py", "test_readme.py", "test_torchrun.py", "test_hybrid_pipeline_faults.py", "test_chain.py"),
-    *("test_cli.py", "test_quantize.py", "test_configs.py"),
+    *("test_mpirun.py", "test_cli.py", "test_quantize.py", "test_configs.py", "test_simulation.py", "test_wires.py"),
+    *("test_compiled.py", "test_refusals.py", "test_equality.py", "test_elastic.py", "test_scaling_command.py"),
 )
 
 

@@ -12,21 +12,23 @@ from helper_program import STOPS, answer
 
 from cnnstrategies.runtime.helper_processes import shield_helpers
 from cnnstrategies.runtime.processes import spawned_by_a_thread
+from cnnstrategies.runtime.stop_signals import acting_on
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_helper_ends_only_by_its_rank(method):
-    def run() -> None:
+    def act() -> None:
         shield_helpers()
+        early = list(STOPS)
+        # These signals arrive after the fork, and before multiprocessing calls `shield` in the helper.
+        os.register_at_fork(after_in_child=lambda: [os.kill(os.getpid(), signum) for signum in early])
         context = multiprocessing.get_context(method)
         ours, theirs = context.Pipe()
         with spawned_by_a_thread():
             helper = context.Process(target=answer, args=(theirs, method == "fork"), daemon=True)
             helper.start()
-        if method == "fork":
-            # A signal that arrives between the fork and `shield`, a moment later, can end the helper.
-            ours.send("begun")
-            assert ours.recv() == "begun"
+        theirs.close()
+        early.clear()
         # The first signals arrive while a spawned helper is still importing.
         for number in range(3):
             for signum in STOPS:
@@ -46,6 +48,10 @@ def test_a_helper_ends_only_by_its_rank(method):
         subprocess.run(["kill", str(other.pid)], check=True)
         other.join(60)
         assert other.exitcode == -signal.SIGTERM
+
+    def run() -> None:
+        with acting_on(STOPS, lambda signum: None):  # As in a rank.
+            act()
 
     assert run_forked(run, timeout=100) == (0, "")
 

@@ -1,6 +1,7 @@
 """Each private Lightning name that the package uses still works as expected; see `_lightning_private.py`."""
 
 import os
+import signal
 import subprocess
 from contextlib import nullcontext
 from datetime import timedelta
@@ -24,6 +25,7 @@ from cnnstrategies._lightning_private import (
     end_observation,
     keep_batches,
     leave_samplers,
+    note_sigterm_alone,
     saves_in_epoch,
     set_batches_that_stepped,
     train_loader,
@@ -54,6 +56,23 @@ def test_lightnings_broadcast_of_a_sigterm_can_be_switched_off(ask, monkeypatch)
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
     ask_of_sigterm(trainer, True)
     assert asks_of_sigterm(trainer)
+
+
+def test_lightnings_handler_of_sigterm_can_note_the_signal_without_a_broadcast(monkeypatch):
+    begun = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda flag, src: begun.append(flag))
+    for alone in (False, True):
+        trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
+        if alone:
+            note_sigterm_alone(trainer)
+        previous = signal.getsignal(signal.SIGTERM)
+        trainer._signal_connector.register_signal_handlers()
+        signal.raise_signal(signal.SIGTERM)
+        trainer._signal_connector.teardown()
+        signal.signal(signal.SIGTERM, previous)
+        assert trainer.received_sigterm
+        assert len(begun) == 1, "Lightning's own handler begins a broadcast, and the other handler does not"
 
 
 def test_a_resumed_run_keeps_the_configuration_it_was_given(run_cli, quick):

@@ -58,17 +58,20 @@ def test_only_the_killed_one_of_forked_ranks_is_named():
     assert killed_rank(SimpleNamespace(procs=ranks[:1])) is None
 
 
-def test_a_process_that_waits_for_a_killed_rank_ends_and_names_it(monkeypatch):
+@pytest.mark.parametrize("in_trainer", [True, False])
+def test_a_process_that_waits_for_a_killed_rank_ends_and_names_it(monkeypatch, in_trainer):
+    """A process that has left its trainer ends by itself. It has killed the ranks that have not ended."""
     monkeypatch.setattr(outcome, "PATIENCE", 0.1)
 
     def wait():
         ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
         ranks[1].kill()
-        outcome.end_all_after_one(ranks)
+        outcome.end_all_after_one(ranks, lambda: in_trainer)
+        ranks[0].kill()
 
     code, output = run_forked(wait)
-    assert code == -signal.SIGKILL
-    assert "rank 2 was ended by SIGKILL" in output
+    assert code == (-signal.SIGKILL if in_trainer else 0)
+    assert ("rank 2 was ended by SIGKILL" in output) is in_trainer
     assert "rank 1" not in output
 
 

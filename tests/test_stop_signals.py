@@ -10,6 +10,7 @@ import time
 
 import pytest
 from conftest import run_forked
+from patience import at_most
 
 from cnnstrategies.runtime import stop_signals
 from cnnstrategies.runtime.stop_signals import (
@@ -139,7 +140,8 @@ def test_a_forked_process_acts_on_its_own_signals_alone():
             if child == 0:
                 with ends_on_signals():
                     os.kill(os.getpid(), signal.SIGTERM)
-                    time.sleep(1000)
+                    time.sleep(at_most(1000))
+                    os._exit(2)
             print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
     assert run_forked(run, timeout=60) == (0, "child 143\n")

@@ -85,9 +85,9 @@ class FirstBatch(Callback):
         repeated = next((rank for rank, value in enumerate(checksums) if value and value in checksums[:rank]), None)
         check_lengths(gathered[:, 1].tolist())
         check_orders(gathered[:, 2].tolist(), sampler is not None)
-        # Workers of a parameter server do not exchange lengths for each batch. They have no process group, and if a
-        # worker waits for another worker, the parameter server itself reports this.
-        if -1 in gathered[:, 1] and dist.is_initialized():
+        # Workers of a parameter server do not exchange lengths for each batch. If a worker waits for another worker,
+        # the parameter server itself reports this.
+        if -1 in gathered[:, 1] and dist.is_initialized() and not facts_of(strategy).connects_hosts:
             self._streams = dist.new_group(backend="gloo")  # type: ignore[assignment]  # It is -100 outside the group.
             self._limited = isinstance(trainer.limit_train_batches, int)
         # If an epoch has a single batch, this batch may be smaller than expected, so its size is not checked.

@@ -18,7 +18,7 @@ from cnnstrategies.cluster.claimed_processes import adopt_platform, check_proces
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.protocol import facts_of
 
-REPORT_SECONDS = 5.0  # Time in which rank 0 reports an error that all ranks have found.
+REPORT_SECONDS = 5.0  # Time in which rank 0 reports why the run is refused, before the other ranks end.
 
 
 def local_rank() -> int:

@@ -14,15 +14,17 @@ only messages of a known kind whose fields have the right types and sizes.
 import hashlib
 import hmac
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from cnnstrategies.identity import Identity
+from cnnstrategies.runtime.records import parsed, record
 
 MAGIC = b"cnnstr1\n"
 LENGTH = 2  # Number of bytes of a message's length.
 MOST_BYTES = 4096  # Largest length of a message's JSON.
 LONGEST = 1024  # Largest number of characters of a text in a message.
+LARGEST = 2**40  # First number in a message that is too large.
 
 
 @dataclass(frozen=True)
@@ -130,19 +132,10 @@ def read(buffer: bytearray) -> Message | None:
 
 def _parsed(content: bytes) -> Message:
     try:
-        kind, values = json.loads(content)
-        message_type = KINDS[kind]
-        expected = {field.name: field.type for field in fields(message_type)}
-        if {name: type(value) for name, value in values.items()} != expected:
-            raise WrongBytesError(f"a message {kind} has wrong fields")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        kind, values = parsed(content)
+        return record(KINDS[kind], values, LONGEST, LARGEST)
+    except (ValueError, TypeError, KeyError) as error:
         raise WrongBytesError("a message is not valid") from error
-    for value in values.values():
-        if isinstance(value, str) and (len(value) > LONGEST or not value.isprintable()):
-            raise WrongBytesError(f"a message {kind} has a text that is too long or not printable")
-        if isinstance(value, int) and not 0 <= value < 2**40:
-            raise WrongBytesError(f"a message {kind} has a number that is out of range")
-    return message_type(**values)
 
 
 def proof(secret: bytes, purpose: str, *contents: object) -> str:

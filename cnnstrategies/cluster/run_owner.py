@@ -6,17 +6,18 @@ import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Self
 
 from cnnstrategies.runtime.process_ids import ProcessId
+from cnnstrategies.runtime.records import parsed, printable, record
 
 LONGEST = 256  # Largest number of characters of a text in a record.
 LARGEST_PID = 2**31
-# First number that is too large, by the type of a field.
-LARGEST: dict[object, float] = {bool: 2, int: 2**64, float: 2.0**32}
+LARGEST = 2**64  # First number in a record that is too large.
+LATEST = 2.0**32  # First time that is too late for the functions of the module `time`, in seconds since the epoch.
 HEARTBEAT = 3.0  # Seconds between two heartbeats of an owner.
 # Seconds without a heartbeat after which the owner counts as dead, if its process cannot be checked. The ranks of a
 # restarted run wait for rank 0 for at least 60 s, so the time must be shorter.
@@ -64,8 +65,7 @@ class Owner:
         except (KeyError, OSError):  # In a container, the user id may have no name.
             user = f"user {os.getuid()}"
         process = ProcessId.current()
-        texts = (text[:LONGEST] for text in (user, socket.gethostname(), launch))
-        user, host, launch = ("".join(letter if letter.isprintable() else "?" for letter in text) for text in texts)
+        user, host, launch = (printable(text, LONGEST) for text in (user, socket.gethostname(), launch))
         inode = folder.stat().st_ino
         return cls(user, host, process.system, process.pid, process.start, launch, token, inode, time.time())
 
@@ -75,13 +75,9 @@ class Owner:
 
         The file of a new owner is empty for a moment. The file of an owner whose machine has lost power may be empty.
         """
-        with contextlib.suppress(ValueError, RecursionError):
-            record = json.loads(content)
-            kinds = {field.name: field.type for field in fields(cls)}
-            if isinstance(record, dict) and record.keys() == kinds.keys():
-                values = {name: _checked(value, kinds[name]) for name, value in record.items()}
-                owner = cls(**values)  # type: ignore[arg-type]  # `_checked` has checked the types.
-                return owner if 0 < owner.pid < LARGEST_PID else None
+        with contextlib.suppress(ValueError):
+            owner = record(cls, parsed(content), LONGEST, LARGEST)
+            return owner if 0 < owner.pid < LARGEST_PID and owner.since < LATEST else None
         return None
 
     def content(self) -> bytes:
@@ -104,23 +100,6 @@ class Owner:
         launch = f", {self.launch}" if self.launch else ""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"{self.user} on {self.host} (process {self.pid}{launch}) since {since}"
-
-
-def _checked(value: object, kind: object) -> object:
-    """Return a value of a record.
-
-    Raises:
-        ValueError: The value does not have the type of its field, or is a number that is too large, or a text that is
-            too long or not printable.
-    """
-    types = {str: str, int: int, float: (int, float), bool: bool}[kind]  # type: ignore[index]
-    if not isinstance(value, types) or (isinstance(value, bool) and kind is not bool):  # type: ignore[arg-type]
-        raise ValueError("a field has another type")
-    if isinstance(value, int | float) and not 0 <= value < LARGEST[kind]:
-        raise ValueError("a number is out of range")
-    if isinstance(value, str) and (len(value) > LONGEST or not value.isprintable()):
-        raise ValueError("a text is too long or not printable")
-    return value
 
 
 class State(Enum):

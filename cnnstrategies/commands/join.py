@@ -37,6 +37,6 @@ def main(options: JoinOptions, arguments: Sequence[str]) -> None:
         joining_cli.run(address, place, arguments)
     except RunEnded as ended:
         if not ended.clean:
-            print(f"The run cannot continue: {ended}", file=sys.stderr)
+            print("\n".join((f"The run cannot continue: {ended.lines[0]}", *ended.lines[1:])), file=sys.stderr)
             sys.exit(1)
         print(f"There is no run to join at {address.coordinator}: {ended}", file=sys.stderr)

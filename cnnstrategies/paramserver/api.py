@@ -19,6 +19,7 @@ from cnnstrategies.paramserver.worker.codecs import CodecChooser, Codecs, ladder
 from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
 from cnnstrategies.runtime.allocation import reuse_freed_memory
+from cnnstrategies.runtime.waiting import waiting
 
 Result = TypeVar("Result")
 
@@ -50,6 +51,7 @@ class Worker:
             value in CPU memory; None for no calls.
 
     Attributes:
+        specification: The run's specification.
         parameters: The tensors into which received values are written, in the order of the specification.
         leader: None, because each worker of this class pushes its own gradients. In the class
             :class:`~cnnstrategies.paramserver.combiner.worker.CombinedWorker`, this attribute is the rank of the node's
@@ -83,7 +85,7 @@ class Worker:
             )
         allow_files(4 * specification.servers, f"worker {id}")
         reuse_freed_memory()
-        self._specification = specification
+        self.specification = specification
         self.parameters = parameters
         slices = cut(specification)
         self._on_arrival = on_arrival
@@ -219,12 +221,12 @@ class Worker:
         parameter = self.parameters[index]
         if gradient.layout != torch.strided:
             raise ConfigurationError(
-                f"the gradient of {self._specification.parameters[index].name} is sparse, but parameter servers need "
+                f"the gradient of {self.specification.parameters[index].name} is sparse, but parameter servers need "
                 "dense gradients: construct the layer with sparse=False"
             )
         if gradient.shape != parameter.shape or gradient.dtype != parameter.dtype:
             raise ConfigurationError(
-                f"parameter {self._specification.parameters[index].name} is {parameter.dtype} of shape "
+                f"parameter {self.specification.parameters[index].name} is {parameter.dtype} of shape "
                 f"{tuple(parameter.shape)}, but its gradient is {gradient.dtype} of shape {tuple(gradient.shape)}: "
                 "push a gradient of the parameter's dtype and shape"
             )
@@ -347,23 +349,24 @@ class Worker:
         if not wait.waiting():
             return
         begun = time.monotonic()
-        # Earlier calls may already have read the messages that end the wait. So handle these messages before the loop
-        # below, which checks views and sockets.
-        for server, header, payload in self._links.arrived():
-            self.role.on_message(server, header, payload)
-            if not wait.waiting():
-                break
-        if wait.waiting():
-            self.role.begin_waiting(begun, wait)
-        while wait.waiting():
-            self._follow()
-            self.role.on_time(time.monotonic())
-            self._send()
-            for server, header, payload in self._links.receive(POLL_SECONDS):
+        with waiting("servers"):
+            # Earlier calls may already have read the messages that end the wait. So handle these messages before the
+            # loop below, which checks views and sockets.
+            for server, header, payload in self._links.arrived():
                 self.role.on_message(server, header, payload)
                 if not wait.waiting():
                     break
-        self._send()
+            if wait.waiting():
+                self.role.begin_waiting(begun, wait)
+            while wait.waiting():
+                self._follow()
+                self.role.on_time(time.monotonic())
+                self._send()
+                for server, header, payload in self._links.receive(POLL_SECONDS):
+                    self.role.on_message(server, header, payload)
+                    if not wait.waiting():
+                        break
+            self._send()
         self.counters.seconds_waited += time.monotonic() - begun
 
     def _follow(self) -> None:

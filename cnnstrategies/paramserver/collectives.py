@@ -12,6 +12,7 @@ from cnnstrategies.paramserver.coordinator.collective_rounds import MIDWAY
 from cnnstrategies.paramserver.coordinator.contributions import unpack
 from cnnstrategies.paramserver.coordinator.dispatch import Chunk
 from cnnstrategies.paramserver.membership import Membership
+from cnnstrategies.runtime.waiting import waiting
 
 # By name: function that reduces the workers' tensors, stacked along a new first dimension, to one tensor.
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -148,22 +149,26 @@ class Collectives:
                 reduced: Tensor = results[leader]
                 return reduced.to(tensor)
 
-    def put(self, specification: str) -> None:
-        """Publish the run's specification. Only the first call of a run has an effect.
+    def put(self, specification: str, number: int = 0) -> None:
+        """Publish the run's specification. Only the first call of a run with each number has an effect.
 
         Args:
             specification: The specification as JSON.
+            number: Number of the specification. With a number above 0 it replaces the specification with the number
+                before, and all servers begin again without values.
         """
-        self.membership.ask("put", {}, [specification.encode()])
+        self.membership.ask("put", {"number": number}, [specification.encode()])
 
-    def get(self) -> str:
+    def get(self, number: int = 0) -> str:
         """Wait until a worker has published the run's specification with :meth:`put`.
+
+        Args:
+            number: Lowest number of the specification.
 
         Returns:
             The specification as JSON.
         """
-        (text,) = self.membership.ask("get", {}).frames
-        return bytes(text).decode()
+        return self.membership.specification(number)
 
     def begin_epoch(self, number: int, samples: int, chunk: int, done: str = "") -> int:
         """Ask the coordinator to cut an epoch into chunks.
@@ -230,9 +235,11 @@ class Collectives:
         self, value: Any, operation: str, seal: bool = False, boundary: bool = False, **more: bool
     ) -> Gathered:
         fields = {"operation": operation, "seal": seal, "boundary": boundary, **more}
-        message = self.membership.ask("collect", fields, encode(value))
-        if seal or boundary:
-            self.membership.views.wait_newer(message.integer("view") - 1, self.membership.address.timeout)
+        payload = encode(value)
+        with waiting(operation):
+            message = self.membership.ask("collect", fields, payload)
+            if seal or boundary:
+                self.membership.views.wait_newer(message.integer("view") - 1, self.membership.address.timeout)
         # If only the leader receives the contributions, the other workers receive ids without frames.
         values = {worker: decode(frames) if frames else None for worker, frames in unpack(message.frames).items()}
         self.present = list(values)

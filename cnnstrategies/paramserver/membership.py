@@ -206,6 +206,15 @@ class Membership:
             raise RunEnded(str(ended), ended.clean, ended.stranger)
         raise RunEnded(f"{self._name}: the coordinator has refused `{kind}`: {result}")
 
+    def specification(self, number: int) -> str:
+        """Wait until a worker has published the run's specification, and return the specification as JSON.
+
+        Args:
+            number: Lowest number of the specification.
+        """
+        (text,) = self.ask("get", {"number": number}).frames
+        return bytes(text).decode()
+
     def end(self, message: str, clean: bool = False) -> None:
         """Ask the coordinator to end all processes of the run.
 

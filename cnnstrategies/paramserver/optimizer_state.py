@@ -11,7 +11,7 @@ from torch import Tensor
 from cnnstrategies.codec import CodecError, from_bytes, to_bytes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.messages import InvalidMessageError
-from cnnstrategies.paramserver.optimizers import StateValue, tupled
+from cnnstrategies.paramserver.optimizers import StateValue, restored_option
 from cnnstrategies.paramserver.slicing import Part, Slice
 from cnnstrategies.paramserver.specification import Specification
 
@@ -48,7 +48,7 @@ def join_state(
                 state[position] = joined
             members.append(position)
             position += 1
-        groups.append({**{name: tupled(value) for name, value in values.items()}, "params": members})
+        groups.append({**{name: restored_option(value) for name, value in values.items()}, "params": members})
     return {"state": state, "param_groups": groups}
 
 
@@ -62,6 +62,23 @@ def _join_parts(
         else:
             joined[name] = first
     return joined
+
+
+def renumber_state(
+    state: Mapping[int, dict[str, StateValue]], names: Sequence[str], new_names: Sequence[str]
+) -> dict[int, dict[str, StateValue]]:
+    """Return the states in an optimizer's state dict for an optimizer that holds its parameters in another order.
+
+    Args:
+        state: The state of each parameter. The keys are positions in `names`.
+        names: Names of the parameters for which there may be a state.
+        new_names: Names of the parameters of the other optimizer, which may have more parameters.
+
+    Returns:
+        The state of each parameter that has one. The keys are positions in `new_names`.
+    """
+    states = {names[position]: values for position, values in state.items()}
+    return {position: states[name] for position, name in enumerate(new_names) if name in states}
 
 
 def cut_state(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.specification import DTYPES
 
 # Optimizers in torch.optim that update each element only from the gradients of this element. Parts of a tensor can
 # therefore be updated separately.
@@ -57,7 +58,7 @@ def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
 
 
 class FusedOptimizer:
-    """The user's optimizer for some parameters of one parameter group.
+    """The user's optimizer for some parameters of one parameter group, or for all parameters of all groups.
 
     Several parameters are updated with one call of the optimizer's ``step``, because for small parameters the fixed
     cost of a call is larger than the cost of the update.
@@ -68,17 +69,17 @@ class FusedOptimizer:
 
     Args:
         optimizer_class: The class of the optimizer.
-        parameters: The parameters.
-        options: The parameter group's hyperparameters.
+        groups: For each parameter group, its parameters and its hyperparameters.
     """
 
     def __init__(
-        self, optimizer_class: type[Optimizer], parameters: Sequence[nn.Parameter], options: Mapping[str, Any]
+        self, optimizer_class: type[Optimizer], groups: Sequence[tuple[Sequence[nn.Parameter], Mapping[str, Any]]]
     ) -> None:
         # A parameter group may contain entries that are not arguments of the class, such as a scheduler's initial_lr.
-        # Leave these entries out.
+        # Such an entry cannot be passed as an argument.
         accepted = inspect.signature(optimizer_class).parameters
-        arguments = {name: tupled(value) for name, value in options.items() if name in accepted}
+        parameters, options = groups[0]
+        arguments = {name: restored_option(value) for name, value in options.items() if name in accepted}
         self._is_fused = (
             is_elementwise(optimizer_class)
             and "fused" in accepted
@@ -89,19 +90,26 @@ class FusedOptimizer:
         )
         if self._is_fused:
             arguments["fused"] = True
-        self.optimizer = optimizer_class(parameters, **arguments)
+        whole: Any = parameters
+        if not is_elementwise(optimizer_class):
+            # The constructor may need entries of the groups that are not arguments, such as `use_muon`.
+            whole = [
+                {"params": held, **{name: restored_option(value) for name, value in values.items()}}
+                for held, values in groups
+            ]
+        self.optimizer = optimizer_class(whole, **arguments)
 
-    def step(self, gradients: Sequence[tuple[nn.Parameter, Tensor]], options: Mapping[str, Any]) -> None:
+    def step(self, gradients: Sequence[tuple[nn.Parameter, Tensor]], options: Sequence[Mapping[str, Any]]) -> None:
         """Make one optimizer step for the parameters that have a gradient.
 
         Args:
             gradients: Pairs of a parameter and its gradient.
-            options: The group's current hyperparameters.
+            options: The current hyperparameters of each group.
         """
-        group = self.optimizer.param_groups[0]
-        group.update((name, tupled(option)) for name, option in options.items())
+        for group, values in zip(self.optimizer.param_groups, options, strict=True):
+            group.update((name, restored_option(option)) for name, option in values.items())
         if self._is_fused:
-            group["fused"] = True
+            self.optimizer.param_groups[0]["fused"] = True
             # In a fused step of SGD, either all parameters or no parameters must have a momentum buffer. Parameters
             # that have a gradient for the first time do not have a buffer yet, so they are updated separately.
             state = self.optimizer.state
@@ -120,9 +128,21 @@ class FusedOptimizer:
             parameter.grad = None
 
 
-def tupled(option: Any) -> Any:
-    """Return a list as a tuple, and any other hyperparameter unchanged.
+def restored_option(option: Any) -> Any:
+    """Return a hyperparameter as the optimizer had it before :func:`.specification.hyperparameters` made it plain.
 
     This restores tuples such as ``betas``, which JSON has turned into lists.
     """
-    return tuple(option) if isinstance(option, list) else option
+    match option:
+        case list():
+            return tuple(map(restored_option, option))
+        case {"list": entries}:
+            return list(map(restored_option, entries))
+        case {"dict": entries}:
+            return {key: restored_option(entry) for key, entry in entries.items()}
+        case {"value": value, "dtype": dtype}:
+            return torch.tensor(value, dtype=DTYPES[dtype])
+        case {"dtype": dtype}:
+            return DTYPES[dtype]
+        case _:
+            return option

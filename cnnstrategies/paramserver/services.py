@@ -16,19 +16,22 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import zmq
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
-from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.core.view import RunEnded, ViewSource
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService, JournalFile
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.runtime.helper_processes import blocked_start
 from cnnstrategies.runtime.processes import end_with_parent, name_process
 from cnnstrategies.runtime.stop_signals import BLOCKED, acting_on
+
+if TYPE_CHECKING:
+    from cnnstrategies.paramserver.drivers.sockets import Listener
 
 StartMethod = Literal["fork", "program"]
 
@@ -147,9 +150,7 @@ class ServerProcess:
         # program, and the coordinator does not need torch.
         import torch
 
-        from cnnstrategies.paramserver.drivers.server import ServerService
         from cnnstrategies.paramserver.drivers.sockets import Listener
-        from cnnstrategies.paramserver.specification import Specification
 
         torch.set_num_threads(1)
         run_keys = load_keys(self.key_file)
@@ -162,11 +163,8 @@ class ServerProcess:
         try:
             with passed_on_termination(membership):
                 membership.wait_registered()
-                (text,) = membership.ask("get", {}).frames
-                specification = Specification.from_json(bytes(text).decode())
-                server = ServerService(specification, views, self.address.id, listener, membership.keys, self.insecure)
-                membership.report_figures(server.figures)
-                server.run()
+                while self._serve(membership, views, listener):
+                    pass  # Parameters were added to the optimizer, so the server begins again without values.
         except RunEnded as ended:
             if not ended.clean:
                 raise
@@ -179,6 +177,18 @@ class ServerProcess:
         finally:
             listener.close()
             membership.close()
+
+    def _serve(self, membership: Membership, views: ViewSource, listener: "Listener") -> bool:
+        """Serve with the newest specification. Return whether another specification has replaced it meanwhile."""
+        from cnnstrategies.paramserver.drivers.server import ServerService
+        from cnnstrategies.paramserver.specification import Specification
+
+        specification = Specification.from_json(membership.specification(views.current().specification))
+        server = ServerService(specification, views, self.address.id, listener, membership.keys, self.insecure)
+        membership.report_figures(server.figures)
+        server.run()
+        membership.report_figures(dict)  # The next server needs the memory of this one.
+        return server.is_outdated
 
 
 def load_keys(path: str | None) -> KeyPair | None:

@@ -88,7 +88,8 @@ def cut(specification: Specification) -> tuple[Slice, ...]:
     """Cut all parameters into slices, and distribute the slices among the servers.
 
     The slices are distributed in the order of their sizes, the largest first. Each slice gets as its primary the server
-    whose slices have the fewest bytes so far. Parameters are not cut if the optimizer does not work element by element.
+    whose slices have the fewest bytes so far. If the optimizer makes the steps of all parameters together, server 0
+    gets all slices. Parameters are not cut if the optimizer does not work element by element.
 
     Returns the slices in the order of their keys, which is the order of the parameters.
     """
@@ -100,7 +101,7 @@ def cut(specification: Specification) -> tuple[Slice, ...]:
     for key in sorted(range(len(contents)), key=lambda key: (-sizes[key], key)):
         least_loaded = min(range(specification.servers), key=lambda server: (load[server], server))
         load[least_loaded] += sizes[key]
-        primary[key] = least_loaded
+        primary[key] = 0 if specification.is_joint else least_loaded
     return tuple(
         Slice(
             key,

@@ -152,9 +152,13 @@ class Specification(RunOptions):
             to the mean gradient, and in the other modes to each worker's gradient.
         clip_value: Largest allowed absolute value of an element of the gradient; None for no clipping. In mode sync
             this limit applies to the mean gradient, and in the other modes to each worker's gradient.
+        is_joint: Whether the optimizer's step of a parameter depends on other parameters. One server then holds all
+            parameters, and makes the steps of all of them together.
         slice_bytes: Largest size of a slice in bytes. Larger parameters are cut into several slices. If the optimizer
             needs whole tensors, parameters are not cut, and slices may be larger.
         session: Random number that identifies the run. Messages with a different number are dropped.
+        number: Number of the specification: 0 at the start of the run, and 1 more each time that parameters were added
+            to the optimizer.
         per_node: Number of worker processes on each node, if one of these processes pushes the mean of the node's
             gradients; 1 if every worker process pushes its own gradients.
     """
@@ -167,9 +171,19 @@ class Specification(RunOptions):
     pipelined: bool = False
     clip_norm: float | None = None
     clip_value: float | None = None
+    is_joint: bool = False
     slice_bytes: int = 1 << 21
     session: int = field(default_factory=lambda: secrets.randbits(63))
     per_node: int = 1
+    number: int = 0
+
+    @property
+    def held_names(self) -> list[str]:
+        """Names of the parameters in the order in which the optimizer holds them.
+
+        In an optimizer's state dict, the keys of the states are positions in this order.
+        """
+        return [self.parameters[index].name for group in self.groups for index in group.parameters]
 
     @property
     def itemsize(self) -> int:
@@ -263,6 +277,11 @@ class Specification(RunOptions):
                 "pipelined=True works only with mode='sync' and without clip_norm, because otherwise the update of a "
                 "slice depends on other slices: remove pipelined"
             )
+        if self.is_joint and (not self.aggregates or self.mode == "local" or self.pipelined or self.replication > 1):
+            yield (
+                "is_joint=True works only with mode='sync', replication=1 and without pipelined, because one server "
+                "makes the steps of all parameters together: remove is_joint"
+            )
         if self.pipelined and may_be_lossy(self.pull_compression):
             yield (
                 f"pipelined=True does not work with pull_compression={self.pull_compression!r}, because with "
@@ -321,26 +340,41 @@ def too_small(options: object, least: Mapping[str, int]) -> Iterator[str]:
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the hyperparameters of each parameter group by name, as values that JSON can represent.
 
+    A tuple becomes a list, and a list, dictionary or dtype becomes a dictionary with one key. A number that the
+    optimizer's own steps keep in a group, such as the number of steps, may be a tensor. It becomes a dictionary with
+    the value and the dtype. :func:`.optimizers.restored_option` is the inverse.
+
     Raises:
-        ConfigurationError: The type of a hyperparameter is not allowed. Numbers, strings, None, and lists of these
-            values are allowed.
+        ConfigurationError: The type of a hyperparameter is not allowed. Numbers, strings, dtypes, None, and lists and
+            dictionaries of these values are allowed.
     """
     return [
-        {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
+        {
+            name: _plain(name, value, keeps_tensors=name not in optimizer.defaults)
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
         for group in optimizer.param_groups
     ]
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: Any, keeps_tensors: bool = False) -> Any:
+    if keeps_tensors and isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point():
+        return {"value": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, tuple | list):
-        return [_plain(name, entry) for entry in value]
+        entries = [_plain(name, entry) for entry in value]
+        return entries if isinstance(value, tuple) else {"list": entries}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _plain(name, entry) for key, entry in value.items()}}
+    if isinstance(value, torch.dtype) and value in DTYPES.values():
+        return {"dtype": str(value).removeprefix("torch.")}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ConfigurationError(
-        f"the optimizer's hyperparameter {name}={value!r} cannot be sent to the servers: use a number, a string or a "
-        "list of these"
+        f"the optimizer's hyperparameter {name}={value!r} cannot be sent to the servers: use a number, a string, a "
+        "dtype or a list of these"
     )
 
 

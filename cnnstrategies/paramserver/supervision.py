@@ -23,7 +23,10 @@ COORDINATOR = "coordinator"
 POLL = 0.02  # seconds between two checks of the supervised processes
 ASK_EVERY = 1.0  # seconds between two requests to the coordinator for the run's status
 ANSWER_SECONDS = 0.5  # longest time, in seconds, to wait for a reply from the coordinator
-GRACE = 5.0  # seconds within which a process may end by itself before it is killed
+GRACE = 5.0  # seconds within which a coordinator or a server may end by itself before it is killed
+# Seconds within which a worker may end by itself after the time-out. The end of an interpreter that has imported torch
+# takes about two seconds of CPU time, and the worker first waits for the end of the worker that has failed.
+WORKER_GRACE = 10.0
 
 
 @dataclass
@@ -159,9 +162,9 @@ class Supervision:
             self._asked_at = time.monotonic()
         if self._end_by is not None and now > self._end_by:
             for child in self._running(WORKER):
-                self.deaths.append(f"{child} did not end by itself")
+                child.reason = child.reason or "did not end by itself, and is ended"
                 child.handle.send_signal(signal.SIGKILL)
-            self._end_by = now + self.coordinator.timeout + GRACE
+            self._end_by = now + self.coordinator.timeout + WORKER_GRACE
 
     def send_signal(self, signum: int) -> None:
         """Send a signal to all running workers. After SIGINT, SIGTERM or SIGKILL, no process is started again."""
@@ -284,7 +287,7 @@ class Supervision:
             seconds: Longest time in seconds that the workers may take, if this is longer than the time-out.
         """
         if self._end_by is None:
-            self._end_by = time.monotonic() + max(seconds, self.coordinator.timeout) + GRACE
+            self._end_by = time.monotonic() + max(seconds, self.coordinator.timeout) + WORKER_GRACE
 
     def end_the_stopped(self, now: float) -> None:
         """Kill processes that have been stopped, for example by SIGSTOP, for longer than the time-out.

@@ -60,9 +60,12 @@ class MeanLoss:
         mean = self.loss(outputs, targets)
         if self.weight is None:
             return mean * (self._batch.split.sizes[microbatch] / self._batch.split.samples)
-        share = self.weight(targets) / self._whole
+        # If nothing in the whole batch counts, no microbatch has a gradient, as on one device.
+        nothing = not isinstance(self._whole, Tensor) and not self._whole
+        share = 0 if nothing else self.weight(targets) / self._whole
         # A microbatch that counts for nothing may have no mean.
         if isinstance(share, Tensor):
+            share = share.nan_to_num()
             return torch.where(share > 0, mean, _nothing(outputs)) * share.to(mean.dtype)
         return mean * share if share else _nothing(outputs)
 

@@ -8,13 +8,16 @@ import json
 import select
 import socket
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from cnnstrategies.runtime.records import parsed, printable, record
+
 POLL = 0.1  # Seconds between two checks of the store.
 LONGEST = 1000  # Largest number of characters of an error message in a report.
+LARGEST = 2**32  # First number in a report that is too large.
 # Keys of the store. FIRST: report of the rank that has failed first. DECISION: whether the failed ranks work together.
 # LEFT: exists after a failed rank has left its trainer. FINISHED: number of ranks that no longer use the store.
 FIRST, DECISION, LEFT, FINISHED = "first", "decision", "left", "finished"
@@ -40,11 +43,11 @@ class RankFailure:
     code: int
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host} has failed: {self.error}"
+        return f"rank {self.rank} on {self.host} has failed:\n{self.error}"
 
     def encode(self) -> str:
         """Return the report as JSON. An error message that is too long is cut."""
-        return json.dumps({**asdict(self), "error": self.error[:LONGEST]})
+        return json.dumps({**asdict(self), "error": printable(self.error, LONGEST)})
 
     @classmethod
     def decode(cls, text: bytes) -> Self:
@@ -53,11 +56,7 @@ class RankFailure:
         Raises:
             ValueError: The text is not a report.
         """
-        values = json.loads(text)
-        types = {field.name: field.type for field in fields(cls)}
-        if not isinstance(values, dict) or {name: type(value) for name, value in values.items()} != types:
-            raise ValueError(f"this is not the report of a failed rank: {text[:100]!r}")
-        return cls(**values)
+        return record(cls, parsed(text), LONGEST, LARGEST)
 
 
 class LostStoreError(RuntimeError):

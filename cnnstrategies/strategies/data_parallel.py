@@ -13,6 +13,7 @@ from cnnstrategies.quantities import as_timedelta
 from cnnstrategies.strategies.exact_means import ExactMeans
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.protocol import StrategyFacts
+from cnnstrategies.strategies.sample_weights import weigh_samples
 from cnnstrategies.strategies.unfreezing import WrapsAgain
 
 if TYPE_CHECKING:
@@ -76,7 +77,9 @@ class CompressedDDPStrategy(StrategyFacts, ExactMeans, WrapsAgain, FailingTogeth
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.lightning_module is not None
-        keep_batches(self.lightning_module.trainer)
+        trainer = self.lightning_module.trainer
+        keep_batches(trainer)
+        weigh_samples(trainer)
 
     @override
     def configure_ddp(self) -> None:

@@ -11,6 +11,10 @@ OWN_MEANS = (
     "a loss that is not a mean over images (class weights, ignore_index, Dice, pairs of images) is computed over each "
     "process's own images"
 )
+OWN_OTHER_LOSSES = (
+    "a loss that is neither a mean over images nor a mean with a known divisor (Dice, pairs of images) is computed "
+    "over each process's own images"
+)
 RANDOM_DRAWS = "random draws (as in dropout) are each process's own"
 
 
@@ -28,7 +32,9 @@ def has_mean_loss(module: nn.Module) -> bool:
     return False
 
 
-def differences_of_replicas(network: nn.Module, processes: int, batch_size: int | None, statistics: str) -> list[str]:
+def differences_of_replicas(
+    network: nn.Module, processes: int, batch_size: int | None, statistics: str, weighted: bool = False
+) -> list[str]:
     """Return one line of text for each way in which data parallelism differs from a run on one device.
 
     Args:
@@ -36,10 +42,12 @@ def differences_of_replicas(network: nn.Module, processes: int, batch_size: int 
         processes: Number of processes. Each process trains the whole network on its part of the global batch.
         batch_size: Number of samples in a batch of one process; None if the number is not known.
         statistics: End of the sentence "BatchNorm's running statistics are ...", such as `RANK_ZERO`.
+        weighted: Whether ``SampleWeights`` weights the means in a loss by their divisors.
     """
     if processes == 1:
         return []
-    rest = [OWN_MEANS] if isinstance(network, LightningModule) and not has_mean_loss(network) else []
+    own_loss = isinstance(network, LightningModule) and not has_mean_loss(network)
+    rest = [OWN_OTHER_LOSSES if weighted else OWN_MEANS] if own_loss else []
     rest.append(RANDOM_DRAWS)
     updated = updated_buffers(network)
     if updated:

@@ -69,7 +69,10 @@ class FailTogether(Callback):
         """Begin to watch the other ranks. All ranks must call this after the process group was created."""
         self._is_rank = True
         self.cause = None
-        if self._watch is None and trainer.world_size > 1 and dist.is_initialized():
+        if self._watch is not None or trainer.world_size == 1 or not dist.is_initialized():
+            return
+        # The coordinator of the parameter servers watches its workers itself, and their process group has no store.
+        if not facts_of(trainer.strategy).connects_hosts:
             store = FailureStore(default_store(), next(_calls), trainer.world_size)
             self._watch = FailureWatch(store, trainer.global_rank, partial(self._end, trainer))
 
@@ -96,7 +99,7 @@ class FailTogether(Callback):
         self.cause = self.cause or exception
         if self._watch is not None:
             place = trainer.global_rank, socket.gethostname(), os.getpid()
-            self._watch.report(exception, RankFailure(*place, _in_one_line(exception), self._exit_code(exception)))
+            self._watch.report(exception, RankFailure(*place, last_line(exception), self._exit_code(exception)))
 
     def skip_savers(self, trainer: Trainer, exception: BaseException) -> None:
         """Make the trainer skip callbacks that save a checkpoint after an exception, if this rank cannot save it."""
@@ -147,7 +150,7 @@ class FailTogether(Callback):
 
     def _exit_code(self, exception: BaseException) -> int:
         if isinstance(exception, SystemExit):
-            return exception.code if isinstance(exception.code, int) else int(exception.code is not None)
+            return exception.code & 0xFF if isinstance(exception.code, int) else int(exception.code is not None)
         if isinstance(exception, KeyboardInterrupt):
             return 128 + signal.SIGINT
         return 1 if self._line(exception) is None else 2
@@ -213,11 +216,11 @@ def report_from_ranks(launcher: Any, callback: FailTogether) -> None:
 
 def print_second(error: BaseException) -> None:
     """Print an exception that was raised by a hook after the exception that ends the run. That exception follows it."""
-    print(f"After the exception below, the run has also had {_in_one_line(error)}", file=sys.stderr, flush=True)
+    print(f"After the exception below, the run has also had {last_line(error)}", file=sys.stderr, flush=True)
 
 
 def ends_because(rank: int, first: RankFailure) -> str:
-    """Return a line of output for a rank that ends because another rank has failed."""
+    """Return the output of a rank that ends because another rank has failed. The last line is the exception."""
     return f"rank {rank} on {socket.gethostname()} ends, because {first}"
 
 
@@ -260,7 +263,8 @@ class FailingTogetherDDPStrategy(MeetingDDPStrategy):
         self._fails_together = None
 
 
-def _in_one_line(exception: BaseException) -> str:
+def last_line(exception: BaseException) -> str:
+    """Return the last line of an exception's traceback: the exception's class and its message."""
     return " ".join(traceback.format_exception_only(exception)[0].split())
 
 

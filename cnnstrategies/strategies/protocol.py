@@ -97,7 +97,7 @@ class StrategyFacts:
             return []
         processes = strategy.world_size if isinstance(strategy, ParallelStrategy) else 1
         statistics = RANK_ZERO if isinstance(strategy, DDPStrategy) else "each process's own"
-        return differences_of_replicas(module, processes, batch_size, statistics)
+        return differences_of_replicas(module, processes, batch_size, statistics, weighted=strategy is self)
 
     # Processes and hosts of the run
 
@@ -124,6 +124,11 @@ class StrategyFacts:
     def host_count(self) -> int:
         """Number of hosts of the run. If the number is 1, the cluster code makes torch listen on loopback only."""
         return int(getattr(self._described, "num_nodes", 1))
+
+    @property
+    def only_starts_ranks(self) -> bool:
+        """Whether this process is not a rank, and starts all ranks of its host by running the same program again."""
+        return False
 
     @property
     def connects_hosts(self) -> bool:
@@ -201,6 +206,14 @@ class StrategyFacts:
         The value is None if all ranks get equal shares.
         """
         return None
+
+    @property
+    def divides_by_shares(self) -> bool:
+        """Whether the strategy's options let ranks get different numbers of samples of a batch.
+
+        If so, the callback ``SampleWeights`` refuses losses for which unequal shares are wrong.
+        """
+        return False
 
     @property
     def gradient_weighting(self) -> GradientWeighting:

@@ -6,7 +6,6 @@ Lightning's callback BaseFinetuning. Therefore the module is wrapped again befor
 parameters has changed.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,34 +42,13 @@ class WrapsAgain(DDPStrategy):
 def follow_unfreezing(trainer: Trainer) -> None:
     """Make Lightning's own DDP strategy wrap the module again if parameters were frozen or unfrozen.
 
-    The strategy object's methods are replaced. Spawned ranks get the strategy as a pickle, with the replacements. Other
-    strategies are not changed.
+    The strategy object's class is replaced by :class:`WrapsAgain`. Other strategies are not changed.
 
     Args:
         trainer: The trainer, which may have any strategy.
     """
-    strategy = trainer.strategy
-    if type(strategy) is DDPStrategy:
-        for replacement in (configure_ddp, on_train_batch_start, post_backward):
-            vars(strategy)[replacement.__name__] = partial(replacement, strategy)
-
-
-def configure_ddp(strategy: DDPStrategy) -> None:
-    """Wrap the module, as Lightning's method does, and record which parameters are trainable."""
-    DDPStrategy.configure_ddp(strategy)
-    record_trainable(strategy)
-
-
-def on_train_batch_start(strategy: DDPStrategy, batch: Any, batch_idx: int) -> None:
-    """Wrap the module again before a batch, if the set of trainable parameters has changed."""
-    DDPStrategy.on_train_batch_start(strategy, batch, batch_idx)
-    wrap_if_changed(strategy)
-
-
-def post_backward(strategy: DDPStrategy, closure_loss: Tensor) -> None:
-    """Check after a backward pass that DDP has averaged all gradients."""
-    DDPStrategy.post_backward(strategy, closure_loss)
-    check_gradients(strategy)
+    if type(trainer.strategy) is DDPStrategy:
+        trainer.strategy.__class__ = WrapsAgain
 
 
 def record_trainable(strategy: DDPStrategy) -> None:

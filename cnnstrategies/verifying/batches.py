@@ -65,16 +65,19 @@ class GlobalBatches:
         return self._length
 
 
-def samples(folder: Path) -> tuple[int, set[bytes]]:
+def samples(folder: Path, batches: int | None = None) -> tuple[int, set[bytes]]:
     """Return the number of samples that a rank has loaded, and the set of distinct samples among them.
 
     In the set, a sample is represented by the bytes of its row in the batch's first tensor.
 
     Args:
         folder: Folder of the rank's batches.
+        batches: Number of the rank's first batches that are counted; None for all batches.
     """
     count, seen = 0, set()
     for file in folder.glob("*.pt"):
+        if batches is not None and int(file.stem) >= batches:
+            continue
         for sample in next(tensors_in(torch.load(file, weights_only=False)), torch.empty(0)):
             count += 1
             seen.add(sample.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -2,34 +2,38 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import own_values
 from cnnstrategies.callbacks.start_panel import differences
-from cnnstrategies.data.division import samplers_of
-from cnnstrategies.data.sampling import DealtBatches
+from cnnstrategies.data.division import has_map, samplers_of
+from cnnstrategies.data.sampling import DealtBatches, OrderedBatches
 from cnnstrategies.divided_batches import DividedBatches
-from cnnstrategies.models.samples import samples_of
-from cnnstrategies.verifying.batches import BatchKeeper, GlobalBatches
+from cnnstrategies.models.samples import count_samples, samples_of
+from cnnstrategies.verifying.batches import BatchKeeper, GlobalBatches, samples
 
 DROPPING = ("drop", "stochasticdepth")  # Parts of the class names of dropout layers, in lower case.
 DROPS = ("p", "drop_prob", "dropout")  # Attributes of dropout layers that may hold the dropout probability.
 # Attributes that may hold the dropout probability in modules that call a function instead of a dropout layer.
 RATES = ("drop_rate", "dropout_rate", "dropout_p")
-END, NOTES, DRAWN = "end.ckpt", "notes.json", "drawn.json"
+END, NOTES, LOADED = "end.ckpt", "notes.json", "loaded.json"
+MOST_COUNTED = 1 << 16  # Largest number of batches of a stream that are counted.
 
 
 @dataclass(frozen=True)
@@ -58,17 +62,27 @@ class RunRole:
         file = self.folder / NOTES
         return dict(json.loads(file.read_text())) if file.exists() else {}
 
-    def left_out(self) -> tuple[int, int] | None:
-        """Return the number of samples that no rank draws in an epoch, and the number of samples in the data set.
+    def left_out(self, whole: int | None) -> tuple[int, int] | None:
+        """Return the number of samples that no rank loads in an epoch, and the number of samples in the data set.
 
-        The result is None if the ranks have not recorded which samples they draw.
+        The result is None if these numbers are not known.
+
+        Args:
+            whole: Number of samples that one process loads in an epoch; None if the number is not known.
         """
-        records = [json.loads(file.read_text()) for file in self.folder.glob(f"*/{DRAWN}")]
-        if not records:
+        records = [json.loads(file.read_text()) for file in self.folder.glob(f"*/{LOADED}")]
+        if drawn := [record["drawn"] for record in records if record["drawn"]]:
+            size = drawn[0]["size"]
+            missing = size - len(set().union(*(record["indices"] for record in drawn)))
+            if missing > drawn[0]["allowed"]:
+                return missing, size
+        ends = self.notes["ends"]
+        counts = [record["count"] for record in records]
+        if None in counts and ends:
+            counts = [samples(file.parent, ends[0])[0] for file in self.folder.glob("*/0.pt")]
+        if whole is None or None in counts:
             return None
-        size, allowed = records[0]["size"], records[0]["allowed"]
-        missing = size - len(set().union(*(record["indices"] for record in records)))
-        return (missing if missing > allowed else 0), size
+        return (0 if drawn and drawn[0]["allowed"] else max(0, whole - sum(counts))), whole
 
     def batches(self) -> GlobalBatches:
         """Return the loader of global batches for the run on one device."""
@@ -93,6 +107,41 @@ def drawn_samples(loader: Any) -> dict[str, Any] | None:
     return {"indices": list(sampler), "size": len(sampler.dataset), "allowed": allowed}  # type: ignore[arg-type]
 
 
+def epoch_samples(loader: Any) -> int | None:
+    """Return the number of samples that a loader with indices loads in an epoch, before incomplete batches are dropped.
+
+    The result is None if the number is not known, or if this package's own samplers divide the data.
+    """
+    package_samplers = (DealtBatches, DividedBatches, OrderedBatches)
+    if not has_map(loader) or any(isinstance(sampler, package_samplers) for sampler in samplers_of(loader)):
+        return None
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        return None
+    return sized_len(loader.sampler)
+
+
+def whole_epoch(make: Callable[[], Any], reads: bool) -> int | None:
+    """Return the number of samples that a user's training loader loads in an epoch in a run of one process.
+
+    Args:
+        make: Function that returns the loader.
+        reads: Whether to read a whole stream to count its samples.
+
+    Returns:
+        The number. None if it is not known, for example because the loader needs a process group.
+    """
+    try:
+        # Making and reading the loader must not change the random numbers of the run.
+        with isolate_rng(include_cuda=False):
+            loader = make()
+            count = epoch_samples(loader)
+            if count is None and reads and isinstance(getattr(loader, "dataset", None), IterableDataset):
+                count = sum(count_samples(batch) for batch in islice(iter(loader), MOST_COUNTED))
+    except Exception:
+        return None
+    return count
+
+
 class Recorder(Checkpoint):
     """Callback that saves the batches, the checkpoints and the logged values of a run.
 
@@ -101,10 +150,12 @@ class Recorder(Checkpoint):
     Args:
         role: The run to record.
         turned_off: Result of :func:`settle`: lines that describe the changed layers.
+        make: Function that returns the user's training loader.
     """
 
-    def __init__(self, role: RunRole, turned_off: Sequence[str]) -> None:
+    def __init__(self, role: RunRole, turned_off: Sequence[str], make: Callable[[], Any]) -> None:
         self._role = role
+        self._make = make
         self._notes: dict[str, Any] = {"ends": [], "draws": False, "turned off": turned_off}
         self._step = 0
 
@@ -119,8 +170,12 @@ class Recorder(Checkpoint):
         if self._role.of is None:
             folder = _keeper(trainer).folder = self._role.folder / str(trainer.global_rank)
             folder.mkdir(parents=True)
-            if getattr(trainer.train_dataloader, "loads", True) and (drawn := drawn_samples(trainer.train_dataloader)):
-                (folder / DRAWN).write_text(json.dumps(drawn))
+            loader = trainer.train_dataloader
+            if getattr(loader, "loads", True):
+                loaded = {"drawn": drawn_samples(loader), "count": epoch_samples(getattr(loader, "loader", loader))}
+                (folder / LOADED).write_text(json.dumps(loaded))
+        else:
+            self._notes["whole"] = whole_epoch(self._make, reads=bool(RunRole(self._role.of).notes["ends"]))
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

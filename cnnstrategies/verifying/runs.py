@@ -96,6 +96,7 @@ def verify(
         turned_off = settle(module)
         batches = role.batches() if alone else data
         fit_arguments: dict[str, Any] = {"train_dataloaders": batches}
+        make = data.train_dataloader if isinstance(data, LightningDataModule) else lambda: data
         if isinstance(data, LightningDataModule):
             fit_arguments = {"datamodule": data}
             if alone:
@@ -116,7 +117,7 @@ def verify(
             settings |= {"devices": devices, "strategy": strategy}
         kept_callbacks = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
         keeper = BatchKeeper() if role.single else DoubleBatchKeeper()
-        recorder = Recorder(role, turned_off)
+        recorder = Recorder(role, turned_off, make)
         fitting = Trainer(plugins=[*plugins, keeper], callbacks=[*kept_callbacks, recorder], **settings)
         if not alone and fitting.strategy.launcher is not None and not ranks_are_children(fitting.strategy.launcher):
             kind = type(fitting.strategy)
@@ -228,9 +229,9 @@ def _steps(reference: dict[str, Any], tested: dict[str, Any], run: RunRole) -> C
     count, different = sum(count for count, _ in loaded), len(set().union(*(seen for _, seen in loaded)))
     text = f"{tested['steps']} on {count} samples, {different} of them different, loaded by {len(loaded)} of "
     text += f"{tested['devices']} processes; {reference['changed']} weights have changed"
-    missing, size = run.left_out() or (0, 0)
+    missing, size = run.left_out(reference["whole"]) or (0, 0)
     if missing:
-        text += f"; an epoch leaves out {missing} of {size} samples, because the sampler gives them to other processes"
+        text += f"; an epoch leaves out {missing} of {size} samples, because the loader gives them to other processes"
     if reference["steps"] != tested["steps"]:
         text += f"; one device has made {reference['steps']} steps on them"
     equal = reference["steps"] == tested["steps"] and reference["changed"] > 0 and not missing

@@ -12,6 +12,8 @@ import pytest
 import torch
 from cluster.hosts import Network, missing, two_hosts
 from cluster.processes_of import PYTHON, Program, environment, fit
+from conftest import ROOT
+from fault_injection import fault_arguments
 
 pytestmark = pytest.mark.cluster
 
@@ -93,3 +95,15 @@ def test_mpirun_passes_a_signal_on(tmp_path: Path, signum: int, code: int) -> No
     step = re.search(rf"Stopped by {name} after step (\d+); ", program.output())[1]
     assert torch.load(last, weights_only=True)["global_step"] == int(step)
     assert "Traceback" not in program.output()
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="apt-get install openmpi-bin")
+def test_an_exception_on_all_ranks_ends_mpirun(tmp_path: Path) -> None:
+    """The exception's own line is the last line, before mpirun's own report."""
+    fault = fault_arguments(victim="nobody", rank="null", step=2)
+    arguments = fit("--trainer.strategy=parameter_server", "--trainer.limit_val_batches=1", *fault)
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests/strategies'}"
+    program = Program([*MPIRUN, "-n", "2", PYTHON, *arguments], tmp_path / "log", PYTHONPATH=path)
+    assert program.wait() == 1, program.output()
+    ours, _, _ = program.output().partition("-----")
+    assert ours.strip().splitlines()[-1] == "AssertionError: no process nobody", program.output()

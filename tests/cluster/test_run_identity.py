@@ -67,5 +67,5 @@ def test_the_secret_is_not_part_of_the_identity() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, Identity("a\nb").text(), Identity("a" * 257).text()])
 def test_an_identity_from_elsewhere_is_checked(text: str) -> None:
-    with pytest.raises(ValueError, match="not an identity"):
+    with pytest.raises(ValueError):  # noqa: PT011
         Identity.read(text)

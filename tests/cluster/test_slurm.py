@@ -11,6 +11,7 @@ import pytest
 import torch
 from cluster.processes_of import PYTHON, fit, process_with, wait_until
 from conftest import ROOT
+from fault_injection import fault_arguments
 from ports import free_port
 from slurm_cluster import CPUS, Slurm, missing, slurm_cluster
 
@@ -170,13 +171,11 @@ echo $? > second.code
 scancel --signal=TERM $SLURM_JOB_ID.0
 wait $!
 echo $? > first.code
-srun -n2 --exact --output=third.log {fit} --run_name=digits --trainer.max_epochs=1000 --trainer.max_time=00:00:00:01
-echo $? > third.code
 """
 
 
 def test_a_step_with_the_name_of_a_running_step_is_refused_as_a_whole(slurm: Slurm, tmp_path: Path) -> None:
-    """Rank 0 prints the reason, and rank 1 does not wait for rank 0. The run continues when its owner has ended."""
+    """Rank 0 prints the reason, and rank 1 does not wait for rank 0."""
     few = ("--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1")
     script = ONE_NAME.format(folder=tmp_path, root=ROOT, fit=shlex.join([PYTHON, *fit(*few)]))
     (tmp_path / "steps.sh").write_text(script)
@@ -184,9 +183,36 @@ def test_a_step_with_the_name_of_a_running_step_is_refused_as_a_whole(slurm: Slu
     job = slurm.run("sbatch", *options, "steps.sh").strip()
     logs = lambda: "\n".join(f"{path.name}: {path.read_text()}" for path in sorted(tmp_path.glob("*.log")))  # noqa: E731
     wait_until(lambda: slurm.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), logs, 240)
-    codes = {name: (tmp_path / f"{name}.code").read_text().strip() for name in ("first", "second", "third")}
-    assert codes == {"first": "143", "second": "2", "third": "0"}, logs()
+    codes = {name: (tmp_path / f"{name}.code").read_text().strip() for name in ("first", "second")}
+    assert codes == {"first": "143", "second": "2"}, logs()
     refused = (tmp_path / "second.log").read_text()
     assert refused.count("error: the run digits is already running: ") == 1, refused
     assert f"SLURM step {job}.0) since 20" in refused, refused
-    assert "Continuing from " in (tmp_path / "third.log").read_text()
+
+
+EXCEPTIONS = """#!/bin/bash
+cd {folder}
+export PYTHONPATH={root}:{root}/tests/strategies OMP_NUM_THREADS=1
+for strategy in {strategies}; do
+    {{ srun -n2 --exact --output=$strategy.log {fit} --trainer.strategy=$strategy; echo $? > $strategy.code; }} &
+done
+wait
+"""
+
+
+def test_an_exception_on_one_rank_ends_a_step(slurm: Slurm, tmp_path: Path) -> None:
+    """`srun` does not end the other ranks. The last line of each log is the exception's own line."""
+    strategies = ("ddp", "hybrid_pipeline", "parameter_server")
+    arguments = fit("--trainer.limit_val_batches=1", *fault_arguments(victim="nobody", step=2))
+    program = shlex.join([PYTHON, *arguments])
+    script = EXCEPTIONS.format(folder=tmp_path, root=ROOT, strategies=" ".join(strategies), fit=program)
+    (tmp_path / "steps.sh").write_text(script)
+    options = ("--parsable", "--nodes=1", "--ntasks=6", f"--output={tmp_path}/job.log")
+    job = slurm.run("sbatch", *options, "steps.sh").strip()
+    logs = lambda: "\n".join(f"{path.name}: {path.read_text()}" for path in sorted(tmp_path.glob("*.log")))  # noqa: E731
+    wait_until(lambda: slurm.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), logs, 200)
+    for strategy in strategies:
+        assert (tmp_path / f"{strategy}.code").read_text().strip() == "1", logs()
+        log = (tmp_path / f"{strategy}.log").read_text()
+        assert log.splitlines()[-1].endswith("AssertionError: no process nobody"), log
+        assert log.count("Traceback") == 1, log

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster.processes_of import PYTHON, Program, fit, process_with
+from cluster.processes_of import PYTHON, Program, fit
 from fault_injection import fault_arguments
 from ports import free_port
 
@@ -56,15 +56,16 @@ def test_two_torchruns_with_one_endpoint_train_apart(tmp_path: Path) -> None:
     endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     last = tmp_path / "runs/quickstart/second/checkpoints/last.ckpt"
     torchrun = (PYTHON, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--rdzv-backend=c10d")
-    late = f'while [[ $RANK = 0 && $0 = first && ! -e {last} ]]; do sleep 0.1; done; exec "$@"'
+    awaited = {"first": last, "second": tmp_path}
 
     def start(name: str, epochs: int) -> Program:
-        arguments = fit(f"--run_name={name}", f"--trainer.max_epochs={epochs}", *BATCHES)
-        words = [*torchrun, endpoint, f"--rdzv-id={name}", "--no-python", "bash", "-c", late, name, PYTHON, *arguments]
+        _, _, *arguments = fit(f"--run_name={name}", f"--trainer.max_epochs={epochs}", *BATCHES)
+        program = ("-m", "cluster.late_start", str(awaited[name]), *arguments)
+        words = [*torchrun, endpoint, f"--rdzv-id={name}", *program]
         return Program(words, tmp_path / name, PYTHONPATH=os.pathsep.join(sys.path))
 
     first = start("first", 2)
-    first.wait_until(lambda: process_with(TORCHELASTIC_RUN_ID="first", RANK="1"))
+    first.wait_until((tmp_path / "started-first-1").exists)
     second = start("second", 1)
     for name, epochs, program in (("second", 1, second), ("first", 2, first)):
         assert program.wait() == 0, first.output() + second.output()

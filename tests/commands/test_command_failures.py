@@ -230,6 +230,10 @@ ENDED = [
         (kind(WHY), 1, f"The run cannot continue: {WHY}\n")
         for kind in (ServersUnreachableError, RemovedError, RunEnded)
     ),
+    (
+        RunEnded("worker 1 failed: ValueError: bad: a.png"),
+        *(1, "The run cannot continue: worker 1 failed\nValueError: bad: a.png\n"),
+    ),
     (RunEnded("every worker has left", clean=True), 0, "Nothing is left to do: every worker has left\n"),
 ]
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, quiet_trainer
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
@@ -20,6 +21,7 @@ from cnnstrategies.commands.run.ownership import StillOwner, own_version, owns_f
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.runtime.loggers import KeptCSVLogger
+from cnnstrategies.strategies import ParameterServerStrategy
 
 light = pytest.mark.light
 RUN = Path("runs/quickstart/digits")
@@ -35,6 +37,7 @@ def trainer(*loggers: Logger, dirpath: str | None = None, rank: int = 0, fast_de
         fast_dev_run=fast_dev_run,
         default_root_dir="root",
         is_global_zero=rank == 0,
+        strategy=None,
     )
 
 
@@ -64,6 +67,19 @@ def test_two_runs_without_a_name_get_two_folders() -> None:
         assert [first.version, second.version] == [0, 1]
         Path(second.log_dir, "events").touch()
     assert os.listdir("runs/quickstart") == ["version_1"], "a folder without files is removed"
+
+
+STARTS = [("popen", False, 0), ("popen", True, 1), ("fork", False, 1)]  # Start method, other launcher, next version.
+
+
+@pytest.mark.parametrize(("start_method", "external", "number"), STARTS)
+def test_ranks_that_start_the_program_again_choose_the_next_version(start_method, external, number, monkeypatch):
+    """The process that starts them must not take this version. Forked ranks inherit the process's logger."""
+    monkeypatch.setattr(LightningEnvironment, "creates_processes_externally", external)
+    made = trainer(CSVLogger("runs", "quickstart"), dirpath="saved")
+    made.strategy = quiet_trainer(ParameterServerStrategy(start_method=start_method), 2).strategy
+    with owns_folders(made, "fit", None):
+        assert CSVLogger("runs", "quickstart").version == number
 
 
 def other_run(folder: Path) -> Owner:

@@ -4,8 +4,10 @@ from math import inf
 
 import test_balanced
 import test_balancing
+import test_bets
 import test_data_parallel
 import test_first_batch
+import test_loss_means
 import test_parameter_server_own_code
 import test_sampling
 import test_unfreezing
@@ -16,7 +18,10 @@ from cnnstrategies.callbacks.first_batch import check_lengths
 from cnnstrategies.data.sampling import DealtBatches
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies import CompressedDDPStrategy
-from cnnstrategies.strategies.balancing import propose
+from cnnstrategies.strategies.balancing import Balance, propose
+from cnnstrategies.strategies.bets import Bets, Decision, bound
+from cnnstrategies.strategies.loss_comparison import LossComparison, compare_with_parts
+from cnnstrategies.strategies.mean_terms import MeanTerm
 from cnnstrategies.strategies.parameter_server.step import Stepper
 from cnnstrategies.strategies.unfreezing import wrap_if_changed
 
@@ -61,6 +66,43 @@ removes(
     Deals.change,
     "a slow rank keeps its share",
     killed_by=test_balanced.test_no_rank_gets_more_samples_than_fit_into_its_memory,
+)
+removes(
+    MeanTerm.scale,
+    "each rank divides by its own number of valid pixels",
+    killed_by=test_loss_means.test_each_mean_of_a_loss_has_its_own_divisor,
+    strategy=test_loss_means.served,
+    accumulated=1,
+)
+removes(
+    compare_with_parts,
+    "a sum counts as a mean",
+    killed_by=test_loss_means.test_a_sum_is_the_sum_over_the_global_batch,
+    gives=LossComparison("mean"),
+    strategy=test_loss_means.served,
+)
+removes(
+    Balance.stay,
+    "measured shares change although the loss compares samples",
+    killed_by=test_loss_means.test_measured_shares_stay_equal_for_such_a_loss,
+)
+
+
+@replaces(bound, killed_by=test_bets.test_a_gain_below_the_noise_is_no_reason_for_a_bet)
+def a_gain_below_the_noise_is_a_reason_for_a_bet(original, degrees):
+    return 0.0
+
+
+@replaces(Bets.decide, killed_by=test_bets.test_a_bet_without_a_measurable_gain_is_lost)
+def a_change_that_does_not_help_is_kept(original, self, block, shares, propose):
+    decision = original(self, block, shares, propose)
+    return decision if decision.gain is None or decision.won else Decision(gain=decision.gain, won=True)
+
+
+removes(
+    Bets.load_state_dict,
+    "a resumed run has lost no bet",
+    killed_by=test_bets.test_after_two_lost_bets_the_shares_stay_also_in_a_resumed_run,
 )
 
 

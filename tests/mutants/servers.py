@@ -10,6 +10,7 @@ import test_simulation
 import test_sync
 from mutants.faulty import removes, replaces
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.optimizer_trial import mixes_parameters
 from cnnstrategies.paramserver.messages import Kind
 from cnnstrategies.paramserver.server.clocks import StaleClock, SyncClock
@@ -68,6 +69,7 @@ removes(
 removes(
     mixes_parameters,
     "a norm of all parameters is taken of each parameter",
-    killed_by=test_optimizer_check.test_optimizers_that_servers_cannot_run_are_refused_by_name,
+    killed_by=test_optimizer_check.test_an_optimizer_that_mixes_parameters_has_all_of_them_on_one_server,
+    noticed_by=(ConfigurationError,),
     gives=False,
 )

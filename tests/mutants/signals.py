@@ -3,12 +3,13 @@
 import contextlib
 import signal
 
+import test_helper_processes
 import test_stop_signals
 import test_supervision
 from mutants.faulty import removes, replaces
 
 from cnnstrategies.paramserver.supervision import Supervision
-from cnnstrategies.runtime.stop_signals import Repeated, _SignalThread, passing_on
+from cnnstrategies.runtime.stop_signals import Repeated, _SignalThread, leave_to_helpers, passing_on
 
 LIMITED = test_supervision.test_workers_that_stop_after_a_signal_have_the_time_that_they_limit_themselves
 
@@ -26,6 +27,12 @@ def a_signal_that_arrives_twice_within_a_second_kills_the_run(original, self, si
 
 
 removes(
+    leave_to_helpers,
+    "a signal directly after the fork ends a loader worker",
+    killed_by=test_helper_processes.test_a_helper_ends_only_by_its_rank,
+    method="fork",
+)
+removes(
     passing_on,
     "a process that has started ranks keeps its signals",
     killed_by=test_stop_signals.test_a_process_that_has_started_ranks_passes_signals_on,
@@ -36,10 +43,10 @@ removes(
     "a supervision process keeps its signals",
     killed_by=LIMITED,
     stop_seconds=0.0,
-    limit=65.0,
+    limit=70.0,
 )
 
 
-@replaces(Supervision.expect_end, killed_by=LIMITED, stop_seconds=100.0, limit=105.0)
+@replaces(Supervision.expect_end, killed_by=LIMITED, stop_seconds=100.0, limit=110.0)
 def a_worker_that_saves_its_last_checkpoint_is_killed(original, self, seconds=0.0):
     original(self)

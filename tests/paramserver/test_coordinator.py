@@ -91,6 +91,23 @@ def test_a_living_server_that_does_not_follow_views_is_lost(set_up: bool, copies
     assert ended is None or ended.reason.startswith(how)
 
 
+def test_workers_get_a_later_specification_after_all_servers_have_seen_the_change() -> None:
+    run, (first, second) = trained(2, 2)
+    for number, text in (0, b"six parameters"), (0, b"ignored"), (1, b"eight parameters"), (1, b"ignored"):
+        run.call(first, "put", text, number=number)
+    blind = run.member("server", 1, incarnation=1, sees=0)
+    run.call(first, "put", b"ten parameters", number=2)
+    asked = [run.call(peer, "get", number=2) for peer in (first, second, run.world.processes["server", 0].peer)]
+    assert [answer.value is None for answer in asked] == [True, True, False], "server 1 has not seen the change"
+    roster = run.coordinator.roster
+    assert roster.view_message.fields["view"]["specification"] == 2
+    assert roster.view_message.fields["view"]["begun"] > 2, "no server holds values, so all servers are equally old"
+    run.report_death(blind, replaced=True)
+    run.member("server", 1, incarnation=2)
+    run.passes(2.0)
+    assert [bytes(*answer.value.frames) for answer in asked] == [b"ten parameters"] * 3  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_stopped_worker_misses_the_coordinator_a_time_out_after_going_on(comes: bool) -> None:
     """Check that the worker waits a whole time-out after it goes on, also if a message arrived during the stop."""

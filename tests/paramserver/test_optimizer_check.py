@@ -1,5 +1,6 @@
 """Optimizers that would make different steps on servers are refused by name, and all others make equal steps."""
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.optimizer_check import check_on_servers
 from cnnstrategies.paramserver.slicing import cut, largest_payload
-from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.specification import Specification, hyperparameters
+from cnnstrategies.strategies import ParameterServerStrategy
+from cnnstrategies.strategies.parameter_server.checks import check_optimizers
+from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
 
 class Own(torch.optim.Optimizer):
@@ -126,7 +130,6 @@ class WholeTensors(Own):
 
 
 REFUSED = {
-    NormOfAll: "NormOfAll changes a parameter depending on other parameters",
     Drawing: "Drawing draws random numbers",
     CommonState: "CommonState .*",
     WithoutGradients: "WithoutGradients changes parameters that have no gradient",
@@ -155,6 +158,57 @@ def test_optimizers_that_servers_cannot_run_are_refused_by_name() -> None:
         assert all(map(torch.equal, after, before)), "the optimizer itself is not changed"
         assert not optimizer.state
         assert torch.equal(torch.get_rng_state(), drawn)
+
+
+class Counting(Own):
+    """Like many published optimizers, which count steps in their parameter groups, as a number or a tensor."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["corrected"] = group.get("corrected", torch.zeros(())) + 1
+        super().step(closure)
+
+    def change(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        return gradient / self.param_groups[0]["step"] / self.param_groups[0]["corrected"]
+
+
+def test_an_optimizer_that_mixes_parameters_has_all_of_them_on_one_server() -> None:
+    module = network()
+    optimizer = NormOfAll(module.parameters())
+    assert check_on_servers(optimizer).is_joint
+    specification = Specification.of(module.named_parameters(), optimizer, 1, servers=3, is_joint=True)
+    assert {slice_.servers for slice_ in cut(specification)} == {(0,)}
+    with pytest.raises(ConfigurationError, match="is_joint=True works only with mode='sync', replication=1"):
+        Specification.of(module.named_parameters(), optimizer, 1, servers=3, is_joint=True, replication=2)
+
+
+def options_of(**options: Any) -> ParameterServerOptions:
+    return ParameterServerStrategy(**options).options
+
+
+@pytest.mark.parametrize("mode", ["async", "replication"])
+def test_an_optimizer_that_mixes_parameters_needs_common_steps_and_one_copy(mode: str) -> None:
+    options = {
+        "async": options_of(mode="async"),
+        "replication": options_of(replication=2, servers_per_node=2),
+    }
+    message = {"async": "`mode: async`: use `mode: sync`", "replication": "`replication: 2`: use `replication: 1`"}
+    with pytest.raises(ConfigurationError, match=f"NormOfAll changes a parameter depending on .* {message[mode]}"):
+        check_optimizers([NormOfAll(network().parameters())], options[mode])
+
+
+def test_counts_of_steps_are_sent_so_that_parameters_without_gradients_have_the_right_count() -> None:
+    module = network()
+    optimizer = Counting(module.parameters())
+    served = check_optimizers([optimizer], options_of())
+    assert dict(served.counters) == {"step": 0, "corrected": torch.zeros(())}
+    served.add_counters(optimizer)
+    optimizer.step(lambda: None)
+    assert json.loads(json.dumps(hyperparameters(optimizer)))[0] == {
+        "lr": 0.1, "step": 1, "corrected": {"value": 1.0, "dtype": "float32"},
+    }  # fmt: skip
+    assert not check_optimizers([optimizer], options_of(mode="async")).counters
 
 
 def test_an_optimizer_that_needs_whole_tensors_keeps_each_parameter_on_one_server() -> None:

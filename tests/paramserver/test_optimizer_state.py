@@ -78,14 +78,14 @@ def test_slices_are_updated_as_whole_parameters_are(name: str, options: dict[str
 def shared(name: str, **options: Any) -> tuple[FusedOptimizer, list[nn.Parameter]]:
     """Return an optimizer of two parameters, and the parameters."""
     parameters = [nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2)]
-    return FusedOptimizer(getattr(torch.optim, name), parameters, {"lr": 0.5, **options}), parameters
+    return FusedOptimizer(getattr(torch.optim, name), [(parameters, {"lr": 0.5, **options})]), parameters
 
 
 def test_fused_optimizers_are_used_unless_the_user_chooses() -> None:
     for name in ("SGD", "Adam", "AdamW", "Adagrad"):
         for options, expected in (({}, True), ({"fused": None, "foreach": None}, True), ({"fused": False}, False)):
             optimizer, (parameter, _) = shared(name, **options)
-            optimizer.step([(parameter, torch.ones(3, dtype=torch.float64))], {"lr": 0.5, **options})
+            optimizer.step([(parameter, torch.ones(3, dtype=torch.float64))], [{"lr": 0.5, **options}])
             assert (optimizer.optimizer.param_groups[0]["fused"] is True) == expected, (name, options)
 
 
@@ -94,7 +94,7 @@ def test_first_and_later_gradients_may_come_together() -> None:
     together, expected = shared("SGD", momentum=0.9), shared("SGD", momentum=0.9, foreach=False)
     gradient = torch.arange(3.0, dtype=torch.float64)
     for optimizer, (first, second) in (together, expected):
-        optimizer.step([(first, gradient)], {})
-        optimizer.step([(first, gradient), (second, gradient + 1)], {})
+        optimizer.step([(first, gradient)], [{}])
+        optimizer.step([(first, gradient), (second, gradient + 1)], [{}])
     for got, value in zip(together[1], expected[1], strict=True):
         torch.testing.assert_close(got, value, rtol=1e-14, atol=0)

@@ -70,7 +70,7 @@ def test_a_large_journal_is_rewritten_when_it_has_doubled(monkeypatch: pytest.Mo
     store, sizes = toys.MemoryJournal(), []
     role = with_epochs(store, count=2)
     for number in range(2, 60):
-        fields, text = {"session": 0, "floor": number}, bytes(1 << (14 if number == 2 else 13))
+        fields, text = {"session": 0, "floor": number, "number": 0}, bytes(1 << (14 if number == 2 else 13))
         role.on_message(9.0, Peer("worker", 0), Message("put", fields, (text,), number))
         sizes.append(len(store.read()))
     assert max(sizes) < 2 * (len(pickle.dumps(role.coordinator)) + (1 << 14)) + (1 << 12)

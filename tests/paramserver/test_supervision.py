@@ -12,6 +12,7 @@ from cnnstrategies.paramserver import supervision
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.core.requests import DONE
+from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched
 from cnnstrategies.runtime.processes import ENDS_WITH
 from cnnstrategies.strategies.parameter_server import launcher
@@ -152,7 +153,7 @@ def test_a_stopped_coordinator_is_reported_even_if_the_workers_have_ended_before
 @pytest.mark.parametrize("first", [True, False])
 def test_workers_are_restarted_only_in_the_first_session(first, capsys, monkeypatch):
     """Check also that other workers end without the first worker, which starts the services of later sessions."""
-    monkeypatch.setattr(supervision, "GRACE", 0.0)
+    monkeypatch.setattr(supervision, "WORKER_GRACE", 0.0)
     node, other = Node(goes_on=0), Process()
     watched = Watched("worker", 0, lambda incarnation: other)
     if not first:
@@ -166,8 +167,10 @@ def test_workers_are_restarted_only_in_the_first_session(first, capsys, monkeypa
     assert other.signals == [signal.SIGKILL] * first
 
 
-@pytest.mark.parametrize(("stop_seconds", "limit"), [(0.0, 65.0), (100.0, 105.0)])
-def test_workers_that_stop_after_a_signal_have_the_time_that_they_limit_themselves(stop_seconds, limit, monkeypatch):
+@pytest.mark.parametrize(("stop_seconds", "limit"), [(0.0, 70.0), (100.0, 110.0)])
+def test_workers_that_stop_after_a_signal_have_the_time_that_they_limit_themselves(
+    stop_seconds, limit, monkeypatch, capsys
+):
     """Workers that needed longer than the time-out for their last checkpoint were once killed while they saved it."""
     now = time.monotonic()
     monkeypatch.setattr(supervision.time, "monotonic", lambda: now)
@@ -184,6 +187,8 @@ def test_workers_that_stop_after_a_signal_have_the_time_that_they_limit_themselv
     node.look()
     assert worker.signals[2:] == [signal.SIGKILL]
     assert node.stop_signal == signal.SIGTERM
+    node.look()
+    assert "did not end by itself, and is ended" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -209,6 +214,17 @@ def test_a_stopped_run_ends_with_the_signals_code_even_if_ranks_were_killed(code
     with pytest.raises(SystemExit) as end:
         RankReports().result(node, max(codes))
     assert end.value.code == code
+
+
+@pytest.mark.parametrize(("codes", "ends"), [([0, 0], SystemExit), ([0, -9], RunEnded)])
+def test_ranks_that_all_end_with_code_0_end_the_run_although_they_return_nothing(codes, ends):
+    """The user's code has called ``sys.exit(0)`` on all ranks. A killed rank is an error, because it has no result."""
+    node = Node()
+    for code in codes:
+        node.look_at("worker", code, restarts=0)
+    with pytest.raises(ends) as end:
+        RankReports().result(node, 0)
+    assert ends is RunEnded or end.value.code == 0
 
 
 def test_each_rank_program_ends_with_its_supervision_process(monkeypatch):

@@ -14,7 +14,7 @@ from cnnstrategies import ImageClassifier
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
-from cnnstrategies.strategies.differences import OWN_MEANS, RANK_ZERO, differences_of_replicas
+from cnnstrategies.strategies.differences import OWN_MEANS, OWN_OTHER_LOSSES, RANK_ZERO, differences_of_replicas
 from cnnstrategies.strategies.hybrid_pipeline.layout import differences_of_pipeline, warn_of_small_microbatches
 
 NORMALISED = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
@@ -27,6 +27,7 @@ def test_replicas_report_separate_batch_norm_unless_it_is_synchronised():
     assert differences_of_replicas(PlainCNN(), 2, 32, RANK_ZERO) == [RANDOM]
     assert differences_of_replicas(ImageClassifier(PlainCNN(), 10), 2, 32, RANK_ZERO) == [RANDOM]
     assert differences_of_replicas(LightningModule(), 2, 32, RANK_ZERO) == [OWN_MEANS, RANDOM]
+    assert differences_of_replicas(LightningModule(), 2, 32, RANK_ZERO, weighted=True) == [OWN_OTHER_LOSSES, RANDOM]
     assert differences_of_replicas(LightningModule(), 1, 32, RANK_ZERO) == []
     assert differences_of_replicas(copy.deepcopy(NORMALISED).eval(), 2, 32, RANK_ZERO) == [RANDOM], (
         "frozen layers use running statistics"

@@ -298,6 +298,6 @@ def test_a_hook_that_waits_for_other_ranks_does_not_keep_a_failed_run_alive(monk
 def test_a_rank_on_another_machine_says_why_it_ends(monkeypatch):
     monkeypatch.setattr(failing, "TOGETHER", 0.0)
     _, output = run_forked(lambda: train(lambda: "ddp", Fails([1], hosts=True)), timeout=100)
-    line = "rank 0 on host-0 ends, because rank 1 on host-1 has failed: {}"
-    assert line.format("cnnstrategies.errors.ConfigurationError: broken image a.png") in output.splitlines(), output
+    reason = "rank 0 on host-0 ends, because rank 1 on host-1 has failed:\n"
+    assert f"\n{reason}cnnstrategies.errors.ConfigurationError: broken image a.png\n" in output, output
     assert output.count("Traceback") == 1, output

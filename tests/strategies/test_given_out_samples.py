@@ -12,15 +12,16 @@ import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, Subset, SubsetRandomSampler
 
+from cnnstrategies.data.division import describe_loader
 from cnnstrategies.data.sampling import ShuffledBatches, items_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.parameter_server.checks import check_dispatch
-from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, check_order
+from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, check_data, check_order
 
 CHOSEN = range(5, 38)  # An odd number of samples, which two workers cannot share equally.
 
@@ -108,9 +109,21 @@ def test_a_sampler_without_a_common_order_is_refused():
 
 
 @pytest.mark.light
+def test_a_data_set_that_differs_from_worker_to_worker_is_refused():
+    data: Any = torch.arange(12)
+    first, second = (Subset(data, range(rank, 12, 2)) for rank in range(2))
+    row = describe_loader(DataLoader(first))
+    group: Any = SimpleNamespace(gather=lambda value, name: {0: row, 1: value})
+    check_data(Subset(data, range(0, 12, 2)), group)
+    with pytest.raises(ConfigurationError, match=r"each worker has a different data set, .* `data_dispatch: static`"):
+        check_data(second, group)
+
+
+@pytest.mark.light
 def test_one_loader_is_distributed_and_several_are_refused():
     data: Any = range(8)
-    dispatch = BatchDispatch(SimpleNamespace(rank=0))  # type: ignore[arg-type]
+    strategy: Any = SimpleNamespace(rank=0, gather=lambda value, name: {0: value})
+    dispatch = BatchDispatch(strategy)
     trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(epoch_progress=None))
     loader = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))
     dispatch.loader(loader, trainer)

@@ -49,6 +49,7 @@ ENDS: dict[str, tuple[dict, dict, bool, list[str]]] = {
     "rank 0": ({"rank": 0}, {}, False, ["worker 0 (process", "Rank 1 ends: worker 0 (process"]),
     "a server": ({"victim": "ps-server-0"}, {}, False, LOST),
     "an error": ({"victim": "nobody"}, {}, False, [WRONG, f"ends: worker 1 failed: {WRONG}"]),
+    "an error in mode local": ({"victim": "nobody"}, {"mode": "local"}, False, [f"ends: worker 1 failed: {WRONG}"]),
 }
 
 

@@ -103,8 +103,8 @@ USES: dict[str, Callable[[], Any]] = {
     "WithModes keeps separate weights .* `mode: local`": lambda: check_optimizers(
         [WithModes(Module().parameters(), 0.1)], servers(mode="async")
     ),
-    r"loss.sinkhorn_gather_distributed=True would gather nothing.* or use strategy ddp": lambda: check_module(
-        GATHERS, servers()
+    r"loss.sinkhorn_gather_distributed=True gathers .* in `mode: async` .* use `mode: sync` or strategy ddp": lambda: (
+        check_module(GATHERS, servers(mode="async"))
     ),
     "Module sets automatic_optimization=False, .* set it to True": lambda: check_module(BY_HAND, servers()),
     r"words is Embedding\(sparse=True\).* use sparse=False": lambda: check_module(SPARSE, servers()),
@@ -141,6 +141,7 @@ def test_mode_local_allows_what_each_worker_does_separately() -> None:
     for optimizer in (with_option(math.inf), WithModes(Module().parameters(), 0.1)):
         check_optimizers([optimizer], local)
     check_optimizers([with_option(2.0)], servers())
+    check_module(GATHERS, servers())
 
 
 def test_a_mode_without_options_has_useful_defaults() -> None:

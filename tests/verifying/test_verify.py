@@ -1,6 +1,8 @@
 """Tests of `verify` from Python and as a command: equal runs, unequal runs with the first difference, refusals."""
 
+import json
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,14 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset
 from torchmetrics import MeanMetric
 
 import cnnstrategies
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.hybrid_pipeline.placeholders import NotHereError
 from cnnstrategies.verifying import runs
+from cnnstrategies.verifying.recorder import RunRole
 from cnnstrategies.verifying.runs import TrainingError
 
 
@@ -87,10 +90,62 @@ class Divided(Data):
 def test_a_run_that_leaves_out_samples_of_an_epoch_is_not_equal() -> None:
     verdict = cnnstrategies.verify(Module(), Divided(4), "ddp", steps=3)
     assert not verdict.equal
-    assert "an epoch leaves out 12 of 24 samples, because the sampler gives them to other processes" in str(verdict)
+    assert "an epoch leaves out 12 of 24 samples, because the loader gives them to other processes" in str(verdict)
     verdict = cnnstrategies.verify(Module(), Divided(2), "hybrid_pipeline", steps=3)
     assert verdict.equal, verdict
     assert "3 on 24 samples, 24 of them different, loaded by 1 of 2 processes" in str(verdict)
+
+
+class Stream(IterableDataset[Any]):
+    """Stream of every k-th sample of a data set, beginning with the sample of this rank."""
+
+    def __init__(self, dataset: Any, rank: int, step: int) -> None:
+        self.samples = Subset(dataset, range(rank, len(dataset), step))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.samples[index] for index in range(len(self.samples))])
+
+
+class Streamed(Data):
+    """Data that is a stream. In a run of several processes, the stream skips the samples of two more processes."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        assert self.trainer is not None
+        rank, world = self.trainer.global_rank, self.trainer.world_size
+        return DataLoader(Stream(super().train_dataloader().dataset, rank, world if world == 1 else world + 2), 4)
+
+
+def test_a_run_that_leaves_out_a_part_of_a_stream_is_not_equal() -> None:
+    verdict = cnnstrategies.verify(Module(), Streamed(), "ddp", steps=3)
+    assert not verdict.equal
+    assert "an epoch leaves out 12 of 24 samples" in str(verdict)
+
+
+@pytest.mark.light
+def test_samples_that_no_rank_loads_are_counted(tmp_path: Path) -> None:
+    run = RunRole(tmp_path)
+    (tmp_path / "notes.json").write_text(json.dumps({"ends": [2, 4]}))
+
+    def load(rank: int, count: int | None, drawn: Any = None) -> None:
+        (tmp_path / str(rank)).mkdir(exist_ok=True)
+        (tmp_path / str(rank) / "loaded.json").write_text(json.dumps({"count": count, "drawn": drawn}))
+        for batch in range(3):
+            torch.save(torch.full((4, 2), batch), tmp_path / str(rank) / f"{batch}.pt")
+
+    for rank in range(2):
+        load(rank, 12)
+    assert run.left_out(48) == (24, 48)
+    assert run.left_out(24) == (0, 24)
+    assert run.left_out(None) is None, "the number in one process is not known"
+    # Lightning's own sampler over a part of the data has drawn all samples of the part.
+    load(0, 12, {"indices": list(range(12)), "size": 12, "allowed": 0})
+    assert run.left_out(48) == (24, 48)
+    # A stream's samples are those of the first epoch's two batches.
+    for rank in range(2):
+        load(rank, None)
+    assert run.left_out(20) == (4, 20)
+    (tmp_path / "notes.json").write_text(json.dumps({"ends": []}))
+    assert run.left_out(20) is None, "no epoch has ended"
 
 
 @pytest.mark.light

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cnnstrategies import ConfigurationError, verify
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, ordered_nodes, trace
 from cnnstrategies.strategies import HybridPipelineStrategy
-from cnnstrategies.strategies.differences import OWN_MEANS
+from cnnstrategies.strategies.differences import OWN_MEANS, OWN_OTHER_LOSSES
 
 RESULTS = Path(os.environ.get("CNNSTRATEGIES_ZOO", ROOT / "build/zoo"))
 CLASSES = 5
@@ -69,9 +69,9 @@ def try_all(
             batch = next(iter(data()))
             images = batch["image"] if isinstance(batch, dict) else batch[0]
             verdict = verify(module, data(), chosen(module, images), devices=devices, steps=2)
-            announced = not is_mean and OWN_MEANS in str(verdict)
+            announced = [text for text in (OWN_MEANS, OWN_OTHER_LOSSES) if not is_mean and text in str(verdict)]
             results[strategy] = (
-                "equal" if verdict.equal else f"said: {OWN_MEANS}" if announced else f"DIFFERENT: {verdict}"
+                "equal" if verdict.equal else f"said: {announced[0]}" if announced else f"DIFFERENT: {verdict}"
             )
         except ConfigurationError as error:
             results[strategy] = f"refused: {error}"

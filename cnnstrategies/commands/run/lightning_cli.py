@@ -378,10 +378,11 @@ def main(args: Sequence[str], kind: Callable[[], CLI] = CLI) -> None:
             sys.exit(0)
         if getattr(ended, "stranger", False):
             raise StrangerError(str(ended)) from ended
-        text = str(ended)
+        text, *cause = ended.lines if isinstance(ended, RunEnded) else [str(ended)]
         if isinstance(ended, ProcessExitedException) and ended.signal_name is not None:
             text = ended_by(ended.error_index, ended.exit_code)
-        print(f"The run cannot continue: {_with_notes(ended, text)}", file=sys.stderr)
+        # The ranks may share a log, so that one call prints all lines.
+        print("\n".join((f"The run cannot continue: {_with_notes(ended, text)}", *cause)), file=sys.stderr)
         sys.exit(1)
     except Exception as error:
         if shows_tracebacks() or isinstance(error, ConfigurationError):

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -79,6 +79,7 @@ def ends_together(trainer: Trainer, interconnect: Interconnect) -> Iterator[None
             end_group_at_exit()
         except BaseException as error:
             wait_if_ending()
+            callback.close()  # Gives the other ranks time to leave the trainer, before they are killed.
             failure = _end_after(_cause(error, callback), trainer, callback.first)
         finally:
             callback.close()
@@ -188,12 +189,21 @@ class FirstToFail(FailTogether):
     report the failure.
     """
 
+    _in_trainer = False
+
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        self._in_trainer = True
         ranks = end_observation(trainer.strategy.launcher)
         if ranks:
-            threading.Thread(target=end_all_after_one, args=(ranks,), name="patient-observer", daemon=True).start()
+            args = (ranks, lambda: self._in_trainer)
+            threading.Thread(target=end_all_after_one, args=args, name="patient-observer", daemon=True).start()
+
+    @override
+    def close(self) -> None:
+        self._in_trainer = False
+        super().close()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -203,7 +213,7 @@ class FirstToFail(FailTogether):
         self.skip_savers(trainer, exception)
 
 
-def end_all_after_one(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def end_all_after_one(ranks: Sequence[subprocess.Popen[bytes]], in_trainer: Callable[[], bool]) -> None:
     """Wait until a rank fails, and `PATIENCE` seconds later kill all ranks and this process.
 
     A thread runs this function. The main thread usually notices the failure and ends the process earlier. The main
@@ -212,12 +222,18 @@ def end_all_after_one(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
     Args:
         ranks: The processes of the ranks that this process has started.
+        in_trainer: Whether the main thread runs a function of the trainer. After that, this process ends by itself, and
+            may have killed the ranks.
     """
     while not any(rank.poll() for rank in ranks):
         if all(rank.returncode == 0 for rank in ranks):
             return
         time.sleep(0.5)
-    time.sleep(PATIENCE)
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        if not in_trainer():
+            return
+        time.sleep(0.05)
     for number, rank in enumerate(ranks, start=1):
         if rank.poll() == -signal.SIGKILL:
             text = f"The run cannot continue: {ended_by(number, rank.returncode)}"

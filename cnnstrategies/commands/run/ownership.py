@@ -17,15 +17,16 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import choose_next_version, chooses_version
+from cnnstrategies.cluster.environment import REPORT_SECONDS
 from cnnstrategies.cluster.lease import TOKEN, WAIT, HeldError, Lease, holding, is_unused, newest
 from cnnstrategies.cluster.run_identity import launch_of
 from cnnstrategies.cluster.run_owner import SILENCE, Observation, Owner, State
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.strategies.protocol import facts_of
 
 REFUSED = 2  # Exit code of a rank whose rank 0 is refused because of another owner.
 LOOK = 1.0  # Seconds between two readings of the owner's record by a rank other than rank 0.
-REPORT_SECONDS = 5.0  # Time in which rank 0 prints the refusal, before the other ranks end.
 
 
 @contextlib.contextmanager
@@ -62,7 +63,8 @@ def owns_folders(trainer: Trainer, command: str, name: str | None) -> Iterator[N
             raise ConfigurationError(refusal(held, command, name)) from None
         if command == "fit":
             trainer.callbacks.insert(0, StillOwner(leases, unused))  # type: ignore[attr-defined]
-        for logger in _loggers_with_folders(trainer):
+        # Rank 0 chooses the version itself, unless it inherits this process's logger.
+        for logger in () if facts_of(trainer.strategy).only_starts_ranks else _loggers_with_folders(trainer):
             if chooses_version(logger):
                 stack.enter_context(own_version(logger))
         yield

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from cnnstrategies.models.samples import count_samples
+from cnnstrategies.paramserver.process_group import BACKEND
 
 # Largest size in bytes of a measured all-reduce, because a larger one would take seconds on a slow network. For larger
 # gradients, the measured time is multiplied by the ratio of the sizes.
@@ -32,12 +33,12 @@ def sum_alone(module: nn.Module, accumulated: int) -> dict[str, Any]:
 
     Returns:
         A dictionary with two keys. ``seconds`` is the duration of the all-reduce divided by `accumulated`, or None
-        without a process group. ``bytes`` is the size of the gradients divided by `accumulated`.
+        without a process group that sums gradients. ``bytes`` is the size of the gradients divided by `accumulated`.
     """
     size = sum(
         parameter.numel() * parameter.element_size() for parameter in module.parameters() if parameter.requires_grad
     )
-    if not dist.is_initialized() or not size:
+    if not dist.is_initialized() or dist.get_backend() == BACKEND or not size:
         return {"seconds": None, "bytes": size / accumulated}
     device = next(parameter.device for parameter in module.parameters() if parameter.requires_grad)
     summed = torch.zeros(max(1, min(size, SUMMED) // 4), device=device)

@@ -49,6 +49,8 @@ class Coordinator:
         signal: Number of the first signal that a member has received, after which all members must stop; 0 if no member
             has received a signal.
         specification: The run's specification, as JSON in one frame; None before the first worker has sent it.
+        specification_number: Number of this specification. It is above 0 if a later specification has replaced the
+            first one, because parameters were added to the optimizer.
     """
 
     def __init__(self, settings: CoordinatorSettings) -> None:
@@ -64,8 +66,11 @@ class Coordinator:
         self.ended: Message | None = None
         self.signal = 0
         self.specification: Sequence[Buffer] | None = None
-        # By member that waits for the specification: number of its request.
-        self._awaiting_specification: dict[Peer, int] = {}
+        self.specification_number = 0
+        # Number of the first view with the specification, if it has replaced an earlier one; otherwise 0.
+        self._specification_view = 0
+        # By member that waits for a specification: number of its request, and lowest number of the specification.
+        self._awaiting_specification: dict[Peer, tuple[int, int]] = {}
         self._deadlock: list[CollectiveWait] = []
         self._deadlock_since = 0.0
         # Number of the view that all servers must see before a collective's result can be sent, and the time since
@@ -227,6 +232,7 @@ class Coordinator:
             if late or not self.roster.missing():
                 self._effects.append(End("a supervision process requested the end", clean=True))
         if self.ended is None:
+            self._give_specification()
             self.rounds.go_on()
             if (reason := self.rounds.over) is not None:
                 self._finish(reason)
@@ -325,21 +331,34 @@ class Coordinator:
     def _put(self, now: float, member: Member, message: Message) -> Fields:
         """Store the specification that the message contains, unless another message has already brought it.
 
-        Then send the stored specification to the members that wait for it.
+        Then send the stored specification to the members that wait for it. If it replaces an earlier specification, all
+        servers begin again with it.
         """
-        if self.specification is None:
-            self.specification = message.frames
-        for peer, request in self._awaiting_specification.items():
-            self._answer(peer, Message(DONE, {}, self.specification, request))
-        self._awaiting_specification.clear()
+        number = message.integer("number")
+        if self.specification is None or number > self.specification_number:
+            if self.specification is not None:
+                self.roster.respecify(number)
+                self._specification_view = self.roster.number
+            self.specification, self.specification_number = message.frames, number
         return {}
 
     def _get(self, now: float, member: Member, message: Message) -> Fields:
-        if self.specification is None:
-            self._awaiting_specification[member.peer] = message.request
-        else:
-            self._answer(member.peer, Message(DONE, {}, self.specification, message.request))
+        self._awaiting_specification[member.peer] = message.request, message.integer("number")
         return None
+
+    def _give_specification(self) -> None:
+        """Send the specification to the members that wait for it.
+
+        If the specification has replaced an earlier one, workers get it after all servers have seen the replacement,
+        because the servers would drop the workers' messages before.
+        """
+        if self.specification is None:
+            return
+        unseen = self._specification_view and self.roster.not_seen(self._specification_view)
+        for peer, (request, least) in list(self._awaiting_specification.items()):
+            if self.specification_number >= least and not (unseen and peer.role == WORKER):
+                del self._awaiting_specification[peer]
+                self._answer(peer, Message(DONE, {}, self.specification, request))
 
     def _epoch(self, now: float, member: Member, message: Message) -> Fields:
         number = message.integer("epoch")

@@ -9,7 +9,7 @@ After every change of the membership, the coordinator sends a view with the next
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cnnstrategies.identity import Identity
 from cnnstrategies.paramserver.coordinator.settings import SERVER, WORKER, CoordinatorSettings
@@ -489,6 +489,15 @@ class Roster:
     def _has_copies(self) -> bool:
         return len(self.lost_servers) <= self._settings.survivable
 
+    def respecify(self, number: int) -> None:
+        """Send a new view, with which all servers begin again without values.
+
+        Args:
+            number: Number of the run's new specification.
+        """
+        self._view = replace(self._view, begun=0, specification=number)
+        self.publish()
+
     def publish(self) -> None:
         """Send a new view with the current members to all members."""
         members = self.members
@@ -500,6 +509,7 @@ class Roster:
             tuple(WorkerInfo(m.peer.id, m.peer.incarnation, m.public_key) for m in workers),
             tuple(sorted(self.lost_servers)) if self._has_copies else (),
             self._view.begun or (self.number + 1 if self.sealed else 0),
+            self._view.specification,
         )
         self.view_message = self._make_view_message()
         self.tell_all(self.view_message)

@@ -1,10 +1,14 @@
 """Views (numbered lists of a run's members), the interface of a source of views, and errors that end a process."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 from cnnstrategies.paramserver.core.node import Message
+
+# Beginning of an error message that ends with the class and the message of the exception that has ended the run.
+_FAILED = re.compile(r"^(the coordinator failed|(?:server|worker) \d+ failed): ")
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,9 @@ class View:
         workers: The live workers, in the order of their ids; empty before training begins.
         lost: Ids of the dead servers, if live servers hold all their slices; otherwise empty.
         begun: Number of the view with which training began; 0 before training begins. All servers of that view count
-            as equally old, because none of them held values earlier.
+            as equally old, because none of them held values earlier. If the run's specification changes, this is the
+            number of the first view with the new specification, with which the servers begin without values.
+        specification: Number of the run's specification, which is above 0 after parameters were added to the optimizer.
     """
 
     number: int
@@ -61,6 +67,7 @@ class View:
     workers: tuple[WorkerInfo, ...]
     lost: tuple[int, ...] = ()
     begun: int = 0
+    specification: int = 0
 
     def age(self, server: ServerInfo) -> int:
         """Return the number of the first view in which a server may hold values.
@@ -77,7 +84,8 @@ class View:
     def as_dict(self) -> dict[str, Any]:
         """Return this view as a dictionary that JSON can represent."""
         rows = {name: [list(astuple(entry)) for entry in getattr(self, name)] for name in ("servers", "workers")}
-        return {"number": self.number, **rows, "lost": list(self.lost), "begun": self.begun}
+        numbers = {"number": self.number, "begun": self.begun, "specification": self.specification}
+        return {**numbers, **rows, "lost": list(self.lost)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "View":
@@ -89,7 +97,8 @@ class View:
         view = Message("view", values)
         servers = tuple(ServerInfo(*row) for row in view.table("servers", int, str, str, int))
         workers = tuple(WorkerInfo(*row) for row in view.table("workers", int, int, str))
-        return cls(view.integer("number"), servers, workers, tuple(view.integers("lost")), view.integer("begun"))
+        number, begun, specification = (view.integer(name) for name in ("number", "begun", "specification"))
+        return cls(number, servers, workers, tuple(view.integers("lost")), begun, specification)
 
 
 class RunEnded(RuntimeError):  # noqa: N818 - a planned end is not an error
@@ -105,6 +114,11 @@ class RunEnded(RuntimeError):  # noqa: N818 - a planned end is not an error
         super().__init__(message)
         self.clean = clean
         self.stranger = stranger
+
+    @property
+    def lines(self) -> list[str]:
+        """The error message as lines. If a process has failed, its exception is the last line, as in a traceback."""
+        return _FAILED.sub("\\1\n", str(self)).split("\n")
 
 
 class ViewSource(Protocol):

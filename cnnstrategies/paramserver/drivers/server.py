@@ -59,13 +59,14 @@ class ServerService:
         id: This server's id, from 0 to `specification.servers` - 1.
         endpoint: Endpoint to bind: ``ipc://path`` or ``tcp://address:port``, with ``*`` as the port for any free port.
             Pass a :class:`~cnnstrategies.paramserver.drivers.sockets.Listener` instead if the endpoint must be bound
-            before the specification is known.
+            before the specification is known, or is used again. The caller then closes the listener.
         keys: CURVE keys; None for no encryption.
         insecure: Whether an endpoint with TCP may be used without encryption.
 
     Attributes:
         role: The server's state machine.
         bounds: Limits of the messages that the server accepts.
+        is_outdated: Whether :meth:`run` has returned because another specification has replaced this one.
         endpoint: Endpoint to which the socket is bound, with the actual port. The caller can register this endpoint
             with the coordinator before it calls :meth:`run`.
 
@@ -86,6 +87,8 @@ class ServerService:
         keep_freed_memory()
         allow_files(2 * specification.most_workers + 4 * specification.servers, f"server {id}")
         encrypted = keys is not None
+        self.is_outdated = False
+        self._owns_listener = isinstance(endpoint, str)
         self._listener = Listener(endpoint, encrypted, insecure) if isinstance(endpoint, str) else endpoint
         self.endpoint = self._listener.endpoint
         self._specification = specification
@@ -107,7 +110,7 @@ class ServerService:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def run(self) -> None:
-        """Serve until :meth:`stop` is called.
+        """Serve until :meth:`stop` is called, or until another specification replaces the specification.
 
         Raises:
             RunEnded: The run has ended or failed, or a new view no longer contains this server.
@@ -120,6 +123,7 @@ class ServerService:
         descriptor, role = self._views.fileno(), self.role
         poller.register(descriptor, zmq.POLLIN)
         try:
+            self._follow(self._views.current())  # The source may have told an earlier service of the newest view.
             while not self._stopping.is_set():
                 ready = dict(poller.poll(0 if role.busy else int(1000 * PING_SECONDS)))
                 # Handle new views before messages, because a message is dropped if its sender is not in the current
@@ -162,7 +166,8 @@ class ServerService:
             self._gatekeeper.close()
         self._context.term()
         os.close(self._wake)
-        self._listener.close()
+        if self._owns_listener:
+            self._listener.close()
 
     # Membership
 
@@ -177,6 +182,10 @@ class ServerService:
 
     def _follow(self, view: View) -> None:
         if view.number <= self.role.view.number:
+            return
+        if view.specification > self._specification.number:
+            self.is_outdated = True
+            self._stopping.set()
             return
         effects = self.role.follow(time.monotonic(), view)
         self._connect()
@@ -209,6 +218,8 @@ class ServerService:
                 self._handle(received)
 
     def _handle(self, received: Received) -> None:
+        if self.is_outdated:
+            return
         try:
             self._received += HEADER_BYTES + len(received.payload)
             header = unpack(received.header, len(received.payload), self._specification.session, self.bounds)

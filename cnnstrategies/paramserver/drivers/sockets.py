@@ -4,6 +4,7 @@ Large payloads are sent without a copy. This module also checks the operating sy
 files and of threads. Each connection needs an open file.
 """
 
+import os
 import resource
 import socket
 import threading
@@ -50,12 +51,12 @@ class Listener:
             self._socket = socket.create_server((host, 0 if port == "*" else int(port)), backlog=128)
             self.endpoint = f"tcp://{host}:{self._socket.getsockname()[1]}"
 
-    def detach(self) -> int:
-        """Return the listening socket's file descriptor. The caller owns the descriptor and must close it."""
-        return self._socket.detach()
+    def share(self) -> int:
+        """Return another file descriptor of the listening socket. The caller owns the descriptor and must close it."""
+        return os.dup(self._socket.fileno())
 
     def close(self) -> None:
-        """Close the socket, unless it was detached, and remove the file of an ``ipc://`` endpoint."""
+        """Close the socket, and remove the file of an ``ipc://`` endpoint."""
         self._socket.close()
         if self.endpoint.startswith("ipc://"):
             Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -91,7 +92,7 @@ def server_socket(context: Context, listener: Listener, keys: KeyPair | None, la
 
     Args:
         context: libzmq's context.
-        listener: The bound, listening socket; the ROUTER takes it over.
+        listener: The bound, listening socket. Another ROUTER can use it later.
         keys: CURVE keys of this process; None for no encryption.
         largest: Size of the largest frame, in bytes. libzmq disconnects a peer that announces a larger frame.
     """
@@ -102,7 +103,7 @@ def server_socket(context: Context, listener: Listener, keys: KeyPair | None, la
     router.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
     router.setsockopt(zmq.SNDHWM, 0)  # no limit on queued messages, because a ROUTER drops messages above a limit
     secure(router, keys)
-    router.setsockopt(zmq.USE_FD, listener.detach())
+    router.setsockopt(zmq.USE_FD, listener.share())
     router.bind(listener.endpoint)
     return router
 

@@ -132,7 +132,7 @@ class Asynchronous:
         gradient = None
         if header.encoding != Encoding.NOTHING:
             gradient = decode(payload, header.encoding, slice_.numel, slice_.dtype)
-        self._shard.update(key, gradient, begin.options, member, step, header.base)
+        self._shard.update({key: (gradient, header.base)}, begin.options, member, step)
         self.updates += 1
         return True
 

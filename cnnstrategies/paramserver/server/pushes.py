@@ -270,7 +270,8 @@ class Updater:
         self._may_choose = "auto" in (specification.compression, specification.pull_compression)
         self._shard = shard
         self._backlog = backlog
-        self._keeps_means = specification.clip_norm is not None
+        self._is_joint = specification.is_joint
+        self._keeps_means = specification.clip_norm is not None or specification.is_joint
         self._buffers: dict[int | torch.dtype, Tensor] = {}
         # Keys of the slices that are ready to be updated, because all pushes that the decided step needs have arrived.
         self._todo: deque[int] = deque()
@@ -325,26 +326,33 @@ class Updater:
     @property
     def busy(self) -> bool:
         """Whether at least one slice of the decided step is ready for :meth:`work`."""
-        return bool(self._todo)
+        return bool(self._todo) and not (self._is_joint and self._waiting)
 
     def work(self, decision: Decision) -> None:
-        """Compute the mean gradient of the next slice, and update the slice if the clipping factor is known."""
-        key = self._todo.popleft()
+        """Compute the mean gradient of the next slice, and update the slice if the clipping factor is known.
+
+        If the optimizer makes the steps of all parameters together, do so for all slices.
+        """
+        keys = list(self._todo) if self._is_joint else [self._todo[0]]
+        for _ in keys:
+            self._todo.popleft()
         pushes = self._backlog.pushes_of(decision.step)
-        mean = self._mean(pushes, key, self._members)
+        means = {key: self._mean(pushes, key, self._members) for key in sorted(keys)}
         if decision.scale is None:
             return
-        if mean is not None and self._clip_value is not None:
-            mean.clamp_(-self._clip_value, self._clip_value)
-        if mean is not None and decision.scale != 1.0:
-            mean.mul_(decision.scale)
-        absent = pushes.absent(key, self._members)
+        for mean in means.values():
+            if mean is not None and self._clip_value is not None:
+                mean.clamp_(-self._clip_value, self._clip_value)
+            if mean is not None and decision.scale != 1.0:
+                mean.mul_(decision.scale)
         chosen = (
             [pushes.begun[member] for member in decision.members if member in pushes.begun] if self._may_choose else []
         )
         pulls, level = frozenset(begin.pulls for begin in chosen), chosen[0].level if chosen else 0
-        self._shard.update(key, mean, decision.options, ALL_MEMBERS, decision.step, absent, pulls, level)
-        pushes.drop(key)
+        updates = {key: (mean, pushes.absent(key, self._members)) for key, mean in means.items()}
+        self._shard.update(updates, decision.options, ALL_MEMBERS, decision.step, pulls, level)
+        for key in keys:
+            pushes.drop(key)
         if not self._todo and not self._waiting:
             self.finished = self._backlog.lowest(decision.step)
             self._backlog.compare_versions()
@@ -367,7 +375,8 @@ class Updater:
 
         The pushes of one slice are added one after the other, because the mean then stays in the CPU's cache. All
         slices with the same dtype use the same buffer, one after the other. With clipping by the global norm each slice
-        has its own buffer, because the slice's mean is needed again once the clipping factor is known.
+        has its own buffer, because the slice's mean is needed again once the clipping factor is known. Slices that are
+        updated together also have their own buffers.
         """
         slice_ = self._shard.store.slices[key]
         buffer_key = key if self._keeps_means else slice_.dtype

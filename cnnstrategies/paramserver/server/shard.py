@@ -1,10 +1,8 @@
 """A server's slices as the workers see them: replies to pulls, updates and initial values."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-from torch import Tensor
 
 from cnnstrategies.paramserver.compression import PAYLOADS, from_bytes, payload_compression
 from cnnstrategies.paramserver.core.view import View
@@ -19,7 +17,7 @@ from cnnstrategies.paramserver.messages import (
 from cnnstrategies.paramserver.optimizer_state import pack_state, split_state
 from cnnstrategies.paramserver.server.copies import Copies
 from cnnstrategies.paramserver.server.senders import Outbox
-from cnnstrategies.paramserver.server.store import MemberKey, Store
+from cnnstrategies.paramserver.server.store import MemberKey, Store, Update
 from cnnstrategies.paramserver.specification import Options, Specification
 
 
@@ -186,35 +184,34 @@ class Shard:
 
     def update(
         self,
-        key: int,
-        gradient: Tensor | None,
+        updates: Mapping[int, Update],
         options: Options,
         member: MemberKey,
         step: int,
-        absent: int,
         pulls: Collection[int] = (),
         level: int = 0,
     ) -> None:
-        """Update a slice, send the update to the backups, and reply to the pulls that waited for the update.
+        """Update slices, send the updates to the backups, and reply to the pulls that waited for the updates.
 
         Args:
-            key: Key of the slice.
-            gradient: Gradient of the slice; None if the update raises the version but does not change the values.
+            updates: Updates of the slices by key: one slice, or all slices if the optimizer makes the steps of all
+                parameters together.
             options: Hyperparameters of the update.
             member: Id and incarnation of the worker that computed the gradient; `ALL_MEMBERS` for the mean gradient of
                 a common step.
             step: Step of the update.
-            absent: Bit i is set if part i of the slice has no gradient.
             pulls: Encodings in which the workers will pull the new values, if workers choose encodings.
             level: The `level` in the BEGIN message of the first worker in the step's decision; see
                 :attr:`~cnnstrategies.paramserver.messages.Header.level`.
         """
         self._level = level
-        self.store.apply(key, gradient, options, absent)
-        self.store.seen[key][member] = step
-        change = b"" if self.store.changes is None else self.store.changes.make(key, pulls)
-        self.copies.relay(key, gradient, options, member, step, change, absent)
-        self.answer(key)
+        self.store.apply_all(updates, options)
+        for key, (gradient, absent) in updates.items():
+            self.store.seen[key][member] = step
+            change = b"" if self.store.changes is None else self.store.changes.make(key, pulls)
+            self.copies.relay(key, gradient, options, member, step, change, absent)
+        for key in updates:
+            self.answer(key)
 
     def acknowledged(self, backup: int, key: int, version: int) -> None:
         """Record that a backup has applied all updates of a slice up to a version.

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from cnnstrategies.paramserver.compression import (
     AUTO,
@@ -237,6 +238,9 @@ class Changes:
         return self._rounded.get(key) if encoding == self._whole else None
 
 
+Update = tuple[Tensor | None, int]
+"""A slice's gradient, and bits that mark its parts without a gradient. The gradient is None if no part has one."""
+
 MemberKey = tuple[int, int]
 """The id and the incarnation of a worker, which together identify the worker's process."""
 
@@ -291,10 +295,25 @@ class Store:
             for key, slice_ in self.slices.items()
         }
         optimizer_class = load_optimizer(specification.optimizer)
+        self._joint = self._joint_optimizer(specification, optimizer_class) if specification.is_joint else None
         self._optimizers = {
-            key: FusedOptimizer(optimizer_class, parts, specification.groups[self._group[key]].options)
+            key: self._joint
+            or FusedOptimizer(optimizer_class, [(parts, specification.groups[self._group[key]].options)])
             for key, parts in self._parts.items()
         }
+
+    def _joint_optimizer(self, specification: Specification, optimizer_class: type[Optimizer]) -> FusedOptimizer | None:
+        """Return the optimizer of all parameters. Return None on a server that does not hold the parameters.
+
+        An optimizer that makes the steps of all parameters together needs whole tensors, so each parameter is a slice.
+        """
+        whole = {slice_.parts[0].parameter: self._parts[key][0] for key, slice_ in self.slices.items()}
+        if not whole:
+            return None
+        groups = specification.groups
+        return FusedOptimizer(
+            optimizer_class, [([whole[index] for index in group.parameters], group.options) for group in groups]
+        )
 
     def put(self, key: int, value: Tensor, version: int) -> None:
         """Replace a slice's values by its initial values or by the values in a COPY message, and set its version."""
@@ -317,7 +336,24 @@ class Store:
         if update is not None:
             parts = zip(self._parts[key], self.slices[key].views(update), strict=True)
             gradients = [pair for index, pair in enumerate(parts) if not absent >> index & 1]
-            self._optimizers[key].step(gradients, options[self._group[key]])
+            self._optimizers[key].step(gradients, [options[self._group[key]]])
+
+    def apply_all(self, updates: Mapping[int, Update], options: Options) -> None:
+        """Make a step of some slices, or one step of all slices if the optimizer makes their steps together.
+
+        Args:
+            updates: Updates by key; see :meth:`apply`.
+            options: Hyperparameters of each parameter group.
+        """
+        if self._joint is None:
+            for key, (update, absent) in updates.items():
+                self.apply(key, update, options, absent)
+            return
+        for key in updates:
+            self.versions[key] += 1
+        # Each parameter is a slice, so a parameter without a gradient has no update.
+        pairs = [(key, update) for key, (update, _) in updates.items() if update is not None]
+        self._joint.step([(self._parts[key][0], self.slices[key].views(u)[0]) for key, u in pairs], options)
 
     def state(self, key: int) -> SliceState:
         """Return the optimizer's state for each part of a slice, in the order of the parts."""

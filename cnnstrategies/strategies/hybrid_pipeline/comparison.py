@@ -18,13 +18,14 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.fixed import preserved
+from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.stage import IMAGES, Blueprint, divide
-from cnnstrategies.pipeline.tracing import mode, network_inputs
+from cnnstrategies.pipeline.tracing import mode
 from cnnstrategies.pipeline.transport import broadcast_value
 from cnnstrategies.strategies.hybrid_pipeline.batches import as_given
 from cnnstrategies.strategies.hybrid_pipeline.inputs import Inputs
-from cnnstrategies.strategies.hybrid_pipeline.shadow import copy_metrics, same_random_numbers, shadow_of
+from cnnstrategies.strategies.shadow import copy_metrics, same_random_numbers, shadow_of
 
 # How far two ways to add up the same numbers may be apart, in parts of the greatest of them. A GPU adds up in another
 # order each time, and the fewer values batch normalisation sees, the more it makes of that.

@@ -13,12 +13,17 @@ from cnnstrategies._lightning_private import is_compiled_whole
 from cnnstrategies._torch_private import is_compiled, put_module
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import WHOLE, has_own_forward, network_at, own_forward
-from cnnstrategies.optimizer_trial import attribute_with_tensors, mixes_parameters, values_after_steps
+from cnnstrategies.optimizer_trial import (
+    attribute_with_tensors,
+    draws_random_numbers,
+    mixes_parameters,
+    values_after_steps,
+)
 from cnnstrategies.pipeline.losses import ADVICE
 from cnnstrategies.pipeline.stage import check_backend
 from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached
 from cnnstrategies.strategies.hybrid_pipeline.placeholders import COMPILE_STAGES
-from cnnstrategies.strategies.hybrid_pipeline.shadow import same_random_numbers
+from cnnstrategies.strategies.shadow import same_random_numbers
 
 _REMEDY = (
     "with strategy hybrid_pipeline each stage's optimizer has its own ones alone; use SGD, AdamW or another one that "
@@ -160,9 +165,9 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
             )
         if isinstance(callback, BaseFinetuning):
             raise ConfigurationError(
-                f"{type(callback).__name__} gives parameters of the whole network to the optimizer: with strategy "
-                "hybrid_pipeline give it all from the beginning, and freeze and unfreeze them in on_train_epoch_start "
-                "(requires_grad_)"
+                f"{type(callback).__name__} adds parameters to the optimizer during training, which does not work with "
+                "strategy hybrid_pipeline: pass all parameters to the optimizer in configure_optimizers, and freeze "
+                "and unfreeze them with requires_grad_ in on_train_epoch_start, or use ddp or parameter_server"
             )
 
 
@@ -201,7 +206,9 @@ def try_optimizer(optimizer: Optimizer, device: torch.device) -> None:
         raise ConfigurationError(f"{name} keeps tensors of all parameters in {kept}, beside its state: {_REMEDY}")
     try:
         with same_random_numbers(device):
-            mixes = mixes_parameters(optimizer, values_after_steps(optimizer, device), device)
+            whole = values_after_steps(optimizer, device)
+            mixes = mixes_parameters(optimizer, whole, device)
+            draws = draws_random_numbers(optimizer, whole, device)
     except Exception as error:
         rank_zero_warn(f"{name} was not tried with made-up parameters, as it fails on them: {error!r}")
         return
@@ -209,4 +216,8 @@ def try_optimizer(optimizer: Optimizer, device: torch.device) -> None:
         raise ConfigurationError(
             f"{name} changes a parameter by what others and their gradients are, as where it has a norm or a step "
             f"size of all: {_REMEDY}"
+        )
+    if draws:
+        raise ConfigurationError(
+            f"{name} draws random numbers in its steps, and each stage would draw different ones: {_REMEDY}"
         )

@@ -25,7 +25,7 @@ from cnnstrategies.pipeline.fixed import known
 from cnnstrategies.pipeline.stage import divide
 from cnnstrategies.pipeline.transport import cpu_group
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
-from cnnstrategies.strategies.hybrid_pipeline.shadow import copy_of_module, same_random_numbers
+from cnnstrategies.strategies.shadow import copy_of_module, same_random_numbers
 
 _OVERWRITES = ("zero_", "fill_")  # Beside those that draw.
 

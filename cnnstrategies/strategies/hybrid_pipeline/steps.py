@@ -31,7 +31,7 @@ from cnnstrategies.strategies.hybrid_pipeline.hooks import HookWatch
 from cnnstrategies.strategies.hybrid_pipeline.inputs import Inputs
 from cnnstrategies.strategies.hybrid_pipeline.layout import warn_of_small_microbatches
 from cnnstrategies.strategies.hybrid_pipeline.placeholders import NetworkStandIn
-from cnnstrategies.strategies.hybrid_pipeline.shadow import NoCollectives, copy_metrics, same_random_numbers, shadow_of
+from cnnstrategies.strategies.shadow import NoCollectives, copy_metrics, same_random_numbers, shadow_of
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""The base class of ``parameter_server``: ranks register with a coordinator, and use no torch process group."""
+"""The base class of ``parameter_server``: ranks register with a coordinator, which carries out their collectives."""
 
 import os
 import threading
@@ -17,6 +17,7 @@ from torch.distributed import ReduceOp
 from torchmetrics import Metric
 from typing_extensions import override
 
+from cnnstrategies._lightning_private import note_sigterm_alone
 from cnnstrategies.cluster.addresses import free_port, main_port_of
 from cnnstrategies.cluster.claimed_processes import check_processes
 from cnnstrategies.cluster.rendezvous import Party, is_under_torchrun, take_part
@@ -27,11 +28,12 @@ from cnnstrategies.paramserver.collectives import REDUCTIONS, Collectives
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.view import RemovedError, RunEnded, ServersUnreachableError
 from cnnstrategies.paramserver.membership import Membership
+from cnnstrategies.paramserver.optimizer_check import ServedOptimizer
 from cnnstrategies.paramserver.places import RunAddress
 from cnnstrategies.paramserver.services import load_keys
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.strategies.exact_means import widened
-from cnnstrategies.strategies.failing import watch_failures
+from cnnstrategies.strategies.failing import last_line, watch_failures
 from cnnstrategies.strategies.parameter_server.launcher import WatchingProcessLauncher, WatchingScriptLauncher
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 from cnnstrategies.strategies.parameter_server.run import (
@@ -42,6 +44,7 @@ from cnnstrategies.strategies.parameter_server.run import (
     open_supervision,
     worker_address,
 )
+from cnnstrategies.strategies.parameter_server.torch_group import close_worker_group, open_worker_group
 from cnnstrategies.strategies.protocol import GradientWeighting, StrategyFacts
 from cnnstrategies.strategies.without_ddp import (
     check_keywords,
@@ -61,6 +64,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         membership: This worker's membership; None unless a session is open.
         options: The strategy's options.
         configuration: Digest of the run's configuration; empty before :meth:`register`, and in a script.
+        served: How the servers run the module's optimizer.
     """
 
     # The servers weight each worker's gradient by the worker's number of samples in the step.
@@ -69,6 +73,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
     connects_hosts = True
     membership: Membership | None = None
     configuration = ""
+    served = ServedOptimizer()
 
     def __init__(
         self, options: ParameterServerOptions, start_method: Literal["popen", "spawn", "fork"], **kwargs: Any
@@ -85,6 +90,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
         self._host_timeout = WAIT
         self._collectives: Collectives | None = None
         self._alone = False
+        self._has_group = False  # Whether this strategy has opened the process group of torch.distributed.
         self._metrics: list[tuple[Metric, Any, Any]] = []
 
     def __deepcopy__(self, memo: Any) -> Self:
@@ -105,6 +111,13 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
             self._launcher = WatchingScriptLauncher(self)
         else:
             self._launcher = WatchingProcessLauncher(self, self._start)
+
+    @property
+    @override
+    def only_starts_ranks(self) -> bool:
+        environment = self.cluster_environment
+        started = environment is not None and environment.creates_processes_externally
+        return isinstance(self._launcher, WatchingScriptLauncher) and not started
 
     def layout(self) -> NodeLayout:
         """Return the run's nodes and processes, from Lightning's cluster environment."""
@@ -147,13 +160,15 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        """Register with the coordinator, instead of opening a torch process group."""
+        """Register with the coordinator, and open a process group of torch whose collectives it carries out."""
         assert self.lightning_module is not None
         reset_seed()
         self.set_world_ranks()
         own_metric_states(self.lightning_module)
         if self.membership is None:
             self.open_session()
+        self._has_group = self._has_group or open_worker_group(self)
+        note_sigterm_alone(self.lightning_module.trainer)
         watch_failures(self.lightning_module.trainer)
 
     def open_session(self) -> None:
@@ -240,8 +255,7 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
 
     def _report(self, exception: BaseException) -> None:
         if self.membership is not None:
-            reason = f"{type(exception).__name__}: {exception}"
-            self.membership.end(f"worker {self.global_rank} failed: {reason}")
+            self.membership.end(f"worker {self.global_rank} failed: {last_line(exception)}")
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -272,6 +286,9 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
             RunAddress.remove(self._folder)
         self._folder = None
         self.unregister()
+        if self._has_group:
+            close_worker_group()
+        self._has_group = False
         for metric, sync, available in self._metrics:
             metric.dist_sync_fn, metric.distributed_available_fn = sync, available
         self._metrics.clear()
@@ -292,6 +309,19 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
             membership.close(done=done)
 
     # Collectives among the workers
+
+    @property
+    def alone(self) -> bool:
+        """Whether collectives do not wait for other workers, but return the result for this worker's own value."""
+        return self._alone or self._collectives is None
+
+    @property
+    def is_in_batch(self) -> bool:
+        """Whether this worker is between the start and the end of a training batch."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        return trainer.training and progress.ready > progress.completed
 
     def gather(self, value: Any, operation: str) -> dict[int, Any]:
         """Send a value to all workers, and return the values of all living workers by rank.
@@ -333,12 +363,13 @@ class CoordinatedStrategy(StrategyFacts, DDPStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Return the tensors of all living workers, stacked along a new first dimension. All workers must call this."""
+        """Return the tensors of all living workers, stacked along a new first dimension. All workers must call this.
+
+        With `sync_grads`, backward passes the gradients of all workers to the worker of each tensor. All workers must
+        be alive then.
+        """
         if sync_grads:
-            raise ConfigurationError(
-                "all_gather(sync_grads=True): with strategy parameter_server, backward cannot pass gradients to other "
-                "workers; leave sync_grads out, or use strategy ddp"
-            )
+            return super().all_gather(tensor, group, sync_grads)
         values = self.gather(tensor, "all_gather")
         return torch.stack([values[rank] for rank in sorted(values)]).to(tensor.device)
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from cnnstrategies._lightning_private import acts_within_epochs
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.optimizer_check import check_on_servers
+from cnnstrategies.paramserver.optimizer_check import ServedOptimizer, check_on_servers
 from cnnstrategies.paramserver.specification import hyperparameters
 from cnnstrategies.strategies.observer_hooks import TO_PYTHON, HookContexts, TensorOrigins, tensors_in
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
@@ -42,11 +43,12 @@ def check_module(module: LightningModule, options: ParameterServerOptions) -> No
                 "sparse=False, `mode: local`, or strategy ddp"
             )
         for attribute in (key for key, value in vars(child).items() if value is True and key.endswith(GATHERS)):
-            raise ConfigurationError(
-                f"{name}.{attribute}=True would gather nothing, because strategy parameter_server does not use a "
-                f"process group of torch.distributed: set {attribute} to False, so that only the images of the same "
-                "process are compared, or use strategy ddp"
-            )
+            if not options.aggregates:
+                raise ConfigurationError(
+                    f"{name}.{attribute}=True gathers tensors of all workers in each step, but in `mode: "
+                    f"{options.mode}` each worker makes its own steps: set {attribute} to False, so that only the "
+                    "images of the same process are compared, or use `mode: sync` or strategy ddp"
+                )
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> None:
@@ -64,8 +66,8 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
             )
 
 
-def check_optimizers(optimizers: list[Optimizer], options: ParameterServerOptions) -> None:
-    """Raise a ConfigurationError for optimizers that parameter servers cannot run."""
+def check_optimizers(optimizers: list[Optimizer], options: ParameterServerOptions) -> ServedOptimizer:
+    """Return how the servers run the optimizer. Raise a ConfigurationError if they cannot run it."""
     if len(optimizers) != 1:
         raise ConfigurationError(
             f"configure_optimizers returned {len(optimizers)} optimizers, but the servers run exactly one: return one "
@@ -77,8 +79,23 @@ def check_optimizers(optimizers: list[Optimizer], options: ParameterServerOption
             "optimizer that needs one gradient in each step, or strategy ddp"
         )
     # In mode local each worker runs the optimizer itself, so the servers need not support it.
-    if options.mode != "local":
-        _check_served(optimizers[0])
+    if options.mode == "local":
+        return ServedOptimizer()
+    served = _check_served(optimizers[0])
+    if not options.aggregates:  # The servers count the updates, because each worker counts only its own steps.
+        served = replace(served, counters={})
+    if served.is_joint and (not options.aggregates or options.replication > 1):
+        setting, remedy = (
+            (f"replication: {options.replication}", "replication: 1")
+            if options.aggregates
+            else (f"mode: {options.mode}", "mode: sync")
+        )
+        raise ConfigurationError(
+            f"{type(optimizers[0]).__name__} changes a parameter depending on other parameters or their gradients, so "
+            f"one server makes the steps of all parameters together, which does not work with `{setting}`: use "
+            f"`{remedy}`, an optimizer that treats each parameter by itself, or strategy ddp"
+        )
+    return served
 
 
 def check_importable(optimizer: Optimizer, options: ParameterServerOptions, forked: bool) -> None:
@@ -101,7 +118,7 @@ def check_importable(optimizer: Optimizer, options: ParameterServerOptions, fork
         )
 
 
-def _check_served(optimizer: Optimizer) -> None:
+def _check_served(optimizer: Optimizer) -> ServedOptimizer:
     name = type(optimizer).__name__
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise ConfigurationError(
@@ -115,7 +132,7 @@ def _check_served(optimizer: Optimizer) -> None:
                     f"{name} has {option}={value} in parameter group {number}, but the servers accept finite numbers "
                     "only: set a finite value, or use `mode: local` or strategy ddp"
                 )
-    check_on_servers(optimizer)
+    return check_on_servers(optimizer)
 
 
 def check_dispatch(trainer: Trainer, options: ParameterServerOptions) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from cnnstrategies._lightning_private import leave_signals
+from cnnstrategies._lightning_private import ask_of_sigterm, leave_signals
 from cnnstrategies.cluster.run_identity import run_identity
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
@@ -311,6 +311,7 @@ class JoiningStrategy(ParameterServerStrategy):
     @override
     def on_train_start(self) -> None:
         """Prepare the epoch. The connection to the servers exists already, because it was made during set-up."""
+        ask_of_sigterm(self.trainer, False)
         for config in self.trainer.lr_scheduler_configs:
             # A joiner does not validate, so a schedule may not find the value that it monitors. If `strict` were true,
             # Lightning would raise an error.

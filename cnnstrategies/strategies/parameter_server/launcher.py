@@ -306,7 +306,7 @@ class RankReports:
         Raises:
             ProcessRaisedException: A rank has raised an error. If several ranks have raised errors, a
                 ConfigurationError is preferred.
-            SystemExit: The ranks were stopped by a signal.
+            SystemExit: The ranks were stopped by a signal, or the user's code has ended all ranks with exit code 0.
             RunEnded: The run could not continue.
         """
         failed = [(rank, text) for kind, rank, text in self.received if kind == "failed"]
@@ -324,6 +324,8 @@ class RankReports:
         for kind, _, value in self.received:
             if kind == "ended":
                 raise RunEnded(value)
+        if all(worker.code == 0 for worker in supervision.workers):
+            sys.exit(0)
         raise RunEnded(
             "; ".join(supervision.deaths) or f"the ranks ended with exit code {code}, and returned no result"
         )

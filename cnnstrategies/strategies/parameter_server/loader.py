@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from cnnstrategies._lightning_private import wrapped_sampler
+from cnnstrategies.data.division import describe_loader, same_loaders
 from cnnstrategies.data.sampling import items_of, options_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.dispatch import Chunk
@@ -86,8 +87,8 @@ class BatchDispatch:
             trainer: The trainer that trains with the loader.
 
         Raises:
-            ConfigurationError: This is a second training loader, or the loader's class, its sampler or the order of its
-                samples does not work with ``data_dispatch: dynamic``.
+            ConfigurationError: This is a second training loader, or the loader's class, its sampler, its data set or
+                the order of its samples does not work with ``data_dispatch: dynamic``.
         """
         if self.has_loader:
             raise ConfigurationError(
@@ -96,6 +97,7 @@ class BatchDispatch:
             )
         self.has_loader = True
         dispatched = DispatchedLoader(dataloader, self, trainer)
+        check_data(dispatched.dataset, self._strategy)
         check_order(dispatched.chunks.sampler, self._strategy)
         return dispatched
 
@@ -199,6 +201,21 @@ class DispatchedLoader(DataLoader[Any]):
             if isinstance(batch, ConfigurationError):
                 raise ConfigurationError(str(batch))
             yield batch
+
+
+def check_data(dataset: Any, strategy: CoordinatedStrategy) -> None:
+    """Refuse a data set that differs from worker to worker. All workers must call this.
+
+    Raises:
+        ConfigurationError: The data sets have different sizes, or their first or last items differ.
+    """
+    rows = list(strategy.gather(describe_loader(DataLoader(dataset)), "data set").values())
+    if not all(same_loaders(rows[0], row) for row in rows):
+        raise ConfigurationError(
+            "each worker has a different data set, for example a Subset by rank, but `data_dispatch: dynamic` assigns "
+            "the samples of one data set that all workers have: pass the whole data set to each worker, or use "
+            "`data_dispatch: static`"
+        )
 
 
 def check_order(sampler: Any, strategy: CoordinatedStrategy) -> None:

@@ -232,7 +232,7 @@ class ParameterServerOptions(RunOptions):
         # Pipelining is used only with dedicated servers. If servers ran on the workers' nodes, pulled values and pushed
         # gradients would compete for the nodes' links.
         dedicated = bool(self.endpoints) and self.mode == "sync" and not may_be_lossy(self.pull_compression)
-        if dedicated and "clip_norm" not in changes:
+        if dedicated and "clip_norm" not in changes and not changes.get("is_joint"):
             options = {"pipelined": True, "slice_bytes": PIPELINED_BYTES, **options}
         together = workers // nodes if self.combines(workers // nodes) else 1
         options["per_node"] = together
@@ -245,13 +245,20 @@ class ParameterServerOptions(RunOptions):
 
     # Texts for the start panel
 
-    def describe(self, nodes: int) -> list[tuple[str, str]]:
-        """Return the start panel's rows about the mode and the servers, as pairs of a name and a text."""
+    def describe(self, nodes: int, joint: str = "") -> list[tuple[str, str]]:
+        """Return the start panel's rows about the mode and the servers, as pairs of a name and a text.
+
+        Args:
+            nodes: Number of nodes.
+            joint: Name of the optimizer, if it makes the steps of all parameters together; otherwise empty.
+        """
         if self.endpoints:
             places = "dedicated"
         else:
             places = f"{self.servers_per_node} on each of {nodes} nodes" if nodes > 1 else "on this node"
         text = f"{self.server_count(nodes)} ({places})"
+        if joint:
+            text += f"; server 0 holds all parameters, because {joint} makes the steps of all parameters together"
         if self.replication > 1:
             text += f"; each slice of the parameters is on {self.replication} servers"
         mode = self.mode + (f", staleness {self.staleness}" if self.mode == "ssp" else "")
@@ -290,7 +297,8 @@ class ParameterServerOptions(RunOptions):
             lines.append(f"gradients are sent after {', '.join(sees_gradients)}")
             if workers > 1:
                 lines[-1] += ", which sees the gradients of one worker's images, not the mean over the workers"
-        return lines + differences_of_replicas(module, workers, batch_size, "the workers' mean")
+        weighted = self.aggregates and self.mode != "local"
+        return lines + differences_of_replicas(module, workers, batch_size, "the workers' mean", weighted)
 
     def _different_steps(self, batch_size: int | None, accumulated: int) -> Iterator[str]:
         if self.mode == "local":

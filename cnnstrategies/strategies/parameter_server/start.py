@@ -15,11 +15,13 @@ from torchmetrics import Metric
 
 from cnnstrategies._lightning_private import set_batches_that_stepped
 from cnnstrategies.codec import CodecError, encode
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.shared_state import SharedMemory, SharedState, open_shared, size_of
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.membership import Membership
+from cnnstrategies.paramserver.optimizers import restored_option
 from cnnstrategies.paramserver.specification import Mode, Specification, hyperparameters
 from cnnstrategies.paramserver.worker.codecs import ladder
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
@@ -55,14 +57,19 @@ def join_servers(
     """
     options, run, trainer = strategy.options, strategy.collectives, module.trainer
     if strategy.global_rank == 0:
-        clipping = _clipping(trainer, options.mode)
-        whole = options.specification(module, optimizer, strategy.num_nodes, strategy.world_size, **clipping)
-        run.put(whole.to_json())
-    specification = agreed_specification(strategy)
-    parameters = value_tensors(module, specification)
+        run.put(specification_of(strategy, module, optimizer).to_json())
     # After this call the servers know this worker and accept its keys. With dynamic dispatch, a restarted worker may
     # join in the middle of an epoch.
     started = run.start(midway=options.data_dispatch == "dynamic" and not options.aggregates)
+    specification = agreed_specification(strategy)
+    if started.joined and specification.number:
+        if options.mode == "local":
+            raise ConfigurationError(
+                f"rank {strategy.global_rank} was restarted after parameters were added to the optimizer, which does "
+                "not work with `mode: local`: start the run from its last checkpoint, or use `mode: sync`"
+            )
+        take_groups(optimizer, module, specification)
+    parameters = value_tensors(module, specification)
     connect = partial(connection, run.membership, specification, parameters)
     worker: Worker | CombinedWorker
     if options.combines(strategy.num_processes):
@@ -89,6 +96,36 @@ def join_servers(
     if options.mode != "local":
         optimizer.state.clear()  # The servers hold the optimizer's state now, so this copy is not needed.
     return worker, specification, own_steps
+
+
+def take_groups(optimizer: Optimizer, module: LightningModule, specification: Specification) -> None:
+    """Give the optimizer of a restarted worker the parameters that the other workers have added to their optimizers."""
+    named = dict(module.named_parameters())
+    for number, group in enumerate(specification.groups):
+        members = [named[specification.parameters[index].name] for index in group.parameters]
+        if number < len(optimizer.param_groups):
+            optimizer.param_groups[number]["params"] = members
+        else:
+            for parameter in members:
+                parameter.requires_grad_(True)
+            options = {name: restored_option(value) for name, value in group.options.items()}
+            optimizer.add_param_group({"params": members, **options})
+
+
+def specification_of(
+    strategy: CoordinatedStrategy, module: LightningModule, optimizer: Optimizer, number: int = 0
+) -> Specification:
+    """Return the specification for the optimizer's current parameter groups.
+
+    Args:
+        strategy: The strategy.
+        module: The module that is trained.
+        optimizer: The module's optimizer.
+        number: Number of the specification.
+    """
+    options = strategy.options
+    changes = {"is_joint": strategy.served.is_joint, "number": number, **_clipping(module.trainer, options.mode)}
+    return options.specification(module, optimizer, strategy.num_nodes, strategy.world_size, **changes)
 
 
 def agreed_specification(strategy: CoordinatedStrategy) -> Specification:
@@ -264,9 +301,10 @@ def restore_trainer(trainer: Trainer, optimizer: Optimizer, state: dict[str, Any
     set_batches_that_stepped(trainer, int(state["global_step"]))
     for config, values in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
         config.scheduler.load_state_dict(values)
-    for group, options in zip(optimizer.param_groups, state["options"], strict=True):
+    # The other workers may have just added a parameter group, which this worker's own hooks add as well.
+    for group, options in zip(optimizer.param_groups, state["options"], strict=False):
         for name, value in options.items():
-            group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
+            group[name] = restored_option(value)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if callback.state_key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][callback.state_key])

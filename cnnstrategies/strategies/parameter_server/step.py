@@ -57,6 +57,7 @@ class Stepper:
         accumulating: Whether the next backward only accumulates gradients, which are not pushed yet.
         eager: Whether each step waits for all parameters at its end.
         parameters: The trained parameters, in the order of the specification.
+        specification: The run's specification.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class Stepper:
         self.accumulating = False
         self._samples = self._batches = 0  # Numbers of samples and of batches in the current step so far.
         self._left_out = 0  # Number of steps that this worker must skip, including the current step.
+        self._groups = _members(optimizer)
+        self.specification = specification
         named = dict(module.named_parameters())
         self.parameters: list[nn.Parameter] = [named[info.name] for info in specification.parameters]
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
@@ -136,6 +139,20 @@ class Stepper:
         if self.optimizer.state is self._state:
             self.optimizer.state = defaultdict(dict)
 
+    @property
+    def groups_changed(self) -> bool:
+        """Whether parameters were added to the optimizer, or moved, since this object was created."""
+        return _members(self.optimizer) != self._groups
+
+    @property
+    def unfinished(self) -> tuple[int, int, int]:
+        """Numbers of samples and batches in the current step so far, and number of steps that this worker must skip."""
+        return self._samples, self._batches, self._left_out
+
+    @unfinished.setter
+    def unfinished(self, numbers: tuple[int, int, int]) -> None:
+        self._samples, self._batches, self._left_out = numbers
+
     def leaves_out(self) -> bool:
         """Return whether the next batch must be skipped, because the other nodes have already made the batch's step.
 
@@ -166,7 +183,6 @@ class Stepper:
         On entry the context waits for the parameters that code may read outside of their own modules.
         """
         if not self._sync_every:
-            self._check_held()
             self._follow_unfreezing()
         if self._sync_every or self._noted >= NOTED_STEPS:
             for index in () if self._sync_every else self._readers.indices:
@@ -178,14 +194,12 @@ class Stepper:
             yield
 
     def _check_held(self) -> None:
-        """Refuse parameters that were added to the optimizer, because the servers do not hold these parameters."""
-        held = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        if held != len(self.parameters):
+        """Refuse parameters that were added to the optimizer during a batch, which the servers do not hold yet."""
+        if self.groups_changed:
             raise ConfigurationError(
-                f"the optimizer has {held} parameters, but had {len(self.parameters)} parameters when training began, "
-                "and the servers hold only these: pass all parameters to the optimizer in configure_optimizers, and "
-                "freeze and unfreeze them with requires_grad_ (as BaseFinetuning.make_trainable does), or use "
-                "`mode: local` or strategy ddp"
+                f"the optimizer had {len(self.parameters)} parameters when the batch began, and has "
+                f"{sum(map(len, _members(self.optimizer)))} now: add parameters in on_train_batch_start, in "
+                "on_train_epoch_start or in another hook that runs before the batch"
             )
 
     def _follow_unfreezing(self) -> None:
@@ -270,6 +284,7 @@ class Stepper:
 
     def _begin(self) -> None:
         if not self._in_step:
+            self._check_held()
             self.worker.begin_step(hyperparameters(self.optimizer), self._samples)
             self._in_step = True
             self._pushed.clear()
@@ -404,6 +419,11 @@ class Stepper:
         # Each read of a result waits for the device, so the results for all parameters are read at once.
         different: list[bool] = torch.stack([(value != received).any() for value, received in pairs]).tolist()
         return different
+
+
+def _members(optimizer: Optimizer) -> list[list[int]]:
+    """Return the parameters in each parameter group of an optimizer, as values of ``id()``."""
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
 class Readers(TorchFunctionMode):

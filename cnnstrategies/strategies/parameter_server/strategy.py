@@ -12,20 +12,25 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from cnnstrategies._lightning_private import ask_of_sigterm
+from cnnstrategies.data.division import describe_loader, same_loaders
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
+from cnnstrategies.paramserver.optimizer_state import renumber_state
 from cnnstrategies.paramserver.specification import Mode, PullCompression, PushCompression, Specification
 from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.dealing import Dealing
 from cnnstrategies.strategies.observer_hooks import HookContexts, gradient_observers, weight_observers
+from cnnstrategies.strategies.parameter_server.added_groups import check_added, follow_groups
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 from cnnstrategies.strategies.parameter_server.checks import (
     check_importable,
@@ -60,8 +65,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     The design follows Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014. Workers
     push gradients while backward still runs. The forward of each layer waits only for the parameters of this layer. The
-    strategy does not use a torch process group: if a worker dies, the run continues without this worker. A restarted
-    worker joins again when the next epoch begins, or earlier with ``data_dispatch: dynamic``.
+    process group of ``torch.distributed`` uses the run's coordinator: if a worker dies, the run continues without this
+    worker. A restarted worker joins again when the next epoch begins, or earlier with ``data_dispatch: dynamic``.
 
     Each worker computes BatchNorm's running statistics from its own batches. Before each validation, test and
     checkpoint, the statistics are averaged over the workers.
@@ -177,6 +182,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._dealing = Dealing(self, shares, initial=initial_shares)
         self._dispatch = BatchDispatch(self)
         self._has_left = False
+        # The loader that was compared last, and whether its data differ from worker to worker.
+        self._examined: tuple[DataLoader[Any], bool] | None = None
         self._buffers_are_equal = True
         self._outer_state: dict[str, Any] | None = None
         self._watch: HookContexts | None = None
@@ -220,17 +227,15 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def setup_distributed(self) -> None:
         super().setup_distributed()
-        self._dealing.begin(lambda: self._gather_times, self._waited)
+        self._dealing.begin(lambda: self._gather_times)
 
     def _gather_times(self, row: list[float]) -> list[list[float]]:
         return list(self.gather(row, "times").values())
 
-    def _waited(self) -> float:
-        return 0.0 if self.traffic is None else self.traffic.seconds_waited
-
     @override
     def open_session(self) -> None:
         super().open_session()
+        self._examined = None
         self.joined_late = self._has_left = False
         self._buffers_are_equal = True
 
@@ -245,7 +250,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
             self.setup_optimizers(trainer)
             self._outer_state = None
             self._dispatch.has_loader = False
-            check_optimizers(self.optimizers, self.options)
+            self.served = check_optimizers(self.optimizers, self.options)
+            self.served.add_counters(self.optimizers[0])
             check_importable(self.optimizers[0], self.options, self._start == "fork")
         self.setup_precision_plugin()
         if getattr(self.precision_plugin, "scaler", None) is not None:
@@ -266,6 +272,21 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def batch_shares(self) -> Deals:
         return self._dealing.deals
 
+    @property
+    @override
+    def divides_by_shares(self) -> bool:
+        return self.options.shares != "equal"
+
+    @override
+    def keeps_sampler(self, loader: DataLoader[Any]) -> bool:
+        """Whether the user's code has divided a loader's data among the workers. All workers must call this."""
+        if self.alone or self.world_size == 1 or self.options.data_dispatch == "dynamic":
+            return False
+        if self._examined is None or self._examined[0] is not loader:
+            rows = list(self.gather(describe_loader(loader), "data of a loader").values())
+            self._examined = loader, not all(same_loaders(rows[0], row) for row in rows)
+        return self._examined[1]
+
     @override
     def process_dataloader(self, dataloader: object) -> object:
         if self.options.shares != "equal":
@@ -279,6 +300,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def on_train_start(self) -> None:
         """Connect to the servers. A restarted worker waits here until the run admits it."""
+        ask_of_sigterm(self.trainer, False)  # The broadcast would make all workers wait for each other in each step.
         self.leave_address(self.trainer)
         worker, specification, own_steps = join_servers(self, self.module, self.optimizers[0], self._outer_state)
         if self.options.mode == "sync" and self.world_size > 1:
@@ -322,9 +344,32 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Admit restarted workers at the first batch of an epoch."""
-        if batch_idx > 0 or self._stepper is None:
+        """Admit restarted workers at the first batch of an epoch, and follow changes of the parameter groups."""
+        if self._stepper is None:
             return
+        if batch_idx == 0:
+            self._admit()
+        if self._stepper.groups_changed:
+            self._follow_groups(batch_idx)
+
+    def _follow_groups(self, batch: int) -> None:
+        """Give the servers the parameters that were added to the optimizer. All workers must call this.
+
+        Args:
+            batch: Index of the batch that begins.
+        """
+        before = self._stepper
+        assert before is not None
+        check_added(self, before, batch)
+        self._take_values()
+        worker = follow_groups(self, self.module, before)
+        self.collectives.membership.report_figures(lambda: self._figures(worker))
+        self._stepper = self._stepper_of(worker, worker.specification, 0)
+        self._stepper.unfinished = before.unfinished
+        self._has_left = False
+
+    def _admit(self) -> None:
+        assert self._stepper is not None
         if self.joined_late:
             # This worker took part in this epoch's admission when it joined, so it does not take part again.
             self.joined_late = False
@@ -349,8 +394,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._stepper.count(self._samples_in(args[0] if args else next(iter(kwargs.values()))))
         self._buffers_are_equal = False
         self._dispatch.seen += 1
-        if self._dealing.stopwatch is not None:
-            self._dealing.stopwatch.begin()
         with self._stepper.forward():
             return super().training_step(*args, **kwargs)
 
@@ -364,11 +407,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._stepper is not None:
             self._stepper.before_backward()
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        if self._dealing.stopwatch is not None:
-            self._dealing.stopwatch.end()
 
     @contextmanager
     @override
@@ -421,6 +459,15 @@ class ParameterServerStrategy(CoordinatedStrategy):
         """
         if self._stepper is None:
             return
+        self._dispatch.processed = self._dispatch.seen
+        if not self._buffers_are_equal:
+            average_buffers(self.module, self)
+            self._buffers_are_equal = True
+        self._take_values(refresh)
+
+    def _take_values(self, refresh: bool = True) -> None:
+        """Load the servers' parameters into the module. All workers must call this. See :meth:`_settle`."""
+        assert self._stepper is not None
         worker = self._stepper.worker
         worker.interrupt()
         if self.options.mode == "local":
@@ -429,10 +476,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
             # from the times by which `auto` chooses the encodings.
             worker.interrupt()
         worker.wait_all()
-        self._dispatch.processed = self._dispatch.seen
-        if not self._buffers_are_equal:
-            average_buffers(self.module, self)
-            self._buffers_are_equal = True
         if refresh and (self.options.mode in ("async", "ssp") or self.options.pull_compression != "none"):
             self.barrier("refresh")
             worker.refresh()
@@ -492,7 +535,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
             state = optimizer.state_dict()
         served = self._servers_state()
         if served is not None:
-            state["state"] = served["state"]
+            names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+            held = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+            state["state"] = renumber_state(served["state"], self._stepper.specification.held_names, held)
         return state
 
     def _servers_state(self) -> dict[str, Any] | None:
@@ -559,7 +604,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if self.trainer.state.fn != TrainerFn.FITTING:
             return []
         shares = [self._dealing.panel_row()] * (self.options.shares != "equal")
-        return self.options.describe(self.num_nodes) + shares
+        joint = type(self.optimizers[0]).__name__ if self.served.is_joint else ""
+        return self.options.describe(self.num_nodes, joint) + shares
 
     @override
     def differences(self, batch_size: int | None) -> list[str]:

@@ -53,7 +53,7 @@ class Joiners:
         """Program of a joiner: wait to be let in, then work until the epoch has no more chunks."""
         yield Sleep(self._seconds(0.0, 0.1))
         yield from newer_view(participant, -1)
-        yield Ask("get")
+        yield Ask("get", {"number": 0})
         started = yield from self._toys.collect(participant, "start", seal=True)
         epoch = first_value(started)[2]
         self._world.faults.counts["join" + " after a boundary" * (MIDWAY in started.fields)] += 1

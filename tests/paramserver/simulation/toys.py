@@ -146,7 +146,7 @@ class Toys:
 
     def _serve(self, participant: Participant) -> Program:
         yield from newer_view(participant, -1)
-        yield Ask("get")
+        yield Ask("get", {"number": 0})
         seen = View(0, (), ())
         while True:
             seen = yield from newer_view(participant, seen.number)
@@ -157,7 +157,7 @@ class Toys:
         yield Sleep(self._seconds(0.0, 0.3))
         yield from newer_view(participant, -1)
         if participant.peer.id == 0:
-            yield Ask("put", {}, (b"text",))
+            yield Ask("put", {"number": 0}, (b"text",))
         for _ in range(SETUP):
             yield from self.collect(participant, "gather")
         first = (yield from self._load(0)) if self.plan.eager else None

@@ -1,9 +1,10 @@
-"""A LightningModule whose steps leave no trace: what they log, count, store and draw belongs to it alone."""
+"""Copies of a LightningModule whose steps leave no trace in the module: they log, count and store nothing there."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FunctionType, MethodType, ModuleType
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from cnnstrategies._torch_private import OperationMode
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import PLACE, WHOLE
 
-FEW = 100  # Lists of more things are copied, and what is in them is not.
-# Objects that a step uses and does not count with; to copy them would take time or break them.
+FEW = 100  # If a list or dictionary has more entries than this, it is copied, but its entries are not.
+# Classes of objects that a copy shares with the original module, because copying them would take time or break them.
 _SHARED = (
     *(type, FunctionType, ModuleType, torch.device, torch.dtype, torch.Generator),
     *(nn.Module, Optimizer, Dataset, DataLoader, Trainer, LightningDataModule),
@@ -28,7 +29,7 @@ _SHARED = (
 
 
 class MutedTrainer:
-    """A trainer that is read alone: it has no loggers, and what is set on it is forgotten."""
+    """View of a trainer through which its attributes can be read. It has no loggers, and keeps what is set on it."""
 
     def __init__(self, trainer: Any) -> None:
         self._real = trainer
@@ -42,7 +43,7 @@ class MutedTrainer:
 
 
 def copy_metrics(module: nn.Module) -> dict[int, nn.Module]:
-    """Copies of a module's metrics, by the identity of those."""
+    """Return a copy of each metric in a module. The keys are the original metrics' ``id()``."""
     copies: dict[int, nn.Module] = {}
     for metric in module.modules():
         if isinstance(metric, Metric | MetricCollection):
@@ -53,41 +54,102 @@ def copy_metrics(module: nn.Module) -> dict[int, nn.Module]:
 def shadow_of(
     module: LightningModule, path: str, network: nn.Module, metrics: Mapping[int, nn.Module]
 ) -> LightningModule:
-    """A copy of a module as it is now, whose steps do not change it, with another network and other metrics.
+    """Return a copy of a module, with a different network and different metrics, whose steps do not change the module.
 
-    Its buffers, lists, numbers and small objects of the user's own classes are copies; parameters and data
-    are the module's.
+    Buffers, lists, numbers and small objects of the user's own classes are copied. The copy shares the module's
+    parameters and data.
+
+    Args:
+        module: The module, as it is now.
+        path: Path of the submodule that the copy replaces.
+        network: The network that takes the submodule's place.
+        metrics: The copy's metrics, by the ``id()`` of the module's metrics.
     """
     standing = dict(module.named_children()).get(PLACE) if path == WHOLE else module.get_submodule(path)
     made: dict[int, Any] = {**metrics, id(standing): network}
     shadow = _copied_module(module, made)
     if standing is None:
         vars(shadow)["forward"] = network
-    shadow.trainer = MutedTrainer(module.trainer)
-    for name in ("log", "log_dict", "print"):
-        vars(shadow)[name] = _say_nothing
+    _mute(shadow, module)
     result: LightningModule = shadow
     return result
 
 
+def trial_of(module: LightningModule) -> LightningModule:
+    """Return a copy of a module in which steps, and their backward passes, do not change the module.
+
+    Parameters and buffers are copied as well. Hooks that the user has registered on submodules run in the copy, with
+    copies of the objects that they use. Hooks of this package, and hooks on parameters, do not run.
+    """
+    made: dict[int, Any] = dict(copy_metrics(module))
+    for parameter in module.parameters():
+        made[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+    shadow = _copied_module(module, made)
+    for child in shadow.modules():
+        parameters = vars(child)["_parameters"]
+        parameters.update({name: made[id(value)] for name, value in parameters.items() if value is not None})
+        for name, hooks in vars(child).items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):
+                kept = {number: _bound(hook, made) for number, hook in hooks.items() if not _is_ours(hook)}
+                hooks.clear()
+                hooks.update(kept)
+    _mute(shadow, module)
+    result: LightningModule = shadow
+    return result
+
+
+def _mute(shadow: Any, module: LightningModule) -> None:
+    """Let a copy of a module log and print nothing."""
+    shadow.trainer = MutedTrainer(module.trainer)
+    for name in ("log", "log_dict", "print"):
+        vars(shadow)[name] = _say_nothing
+
+
+def _is_ours(hook: Any) -> bool:
+    """Return whether a hook belongs to this package."""
+    function = hook.func if isinstance(hook, partial) else hook
+    return str(getattr(function, "__module__", "")).startswith("cnnstrategies.")
+
+
+def _bound(hook: Any, made: dict[int, Any]) -> Any:
+    """Return a hook that uses copies of the objects that the original hook uses.
+
+    Args:
+        hook: The original hook.
+        made: Copies of a module's objects, by the ``id()`` of the originals.
+    """
+    if not isinstance(hook, FunctionType) or hook.__closure__ is None:
+        return hook
+    cells = tuple(CellType(_copied(cell.cell_contents, made)) for cell in hook.__closure__)
+    bound = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, cells)
+    bound.__kwdefaults__ = hook.__kwdefaults__
+    return bound
+
+
 def copy_of_module(module: LightningModule) -> LightningModule:
-    """A copy of a module as it is now, of which all but parameters and data are copies, for hooks that change it."""
+    """Return a copy of a module that hooks may change. The copy shares the module's parameters and data."""
     result: LightningModule = _copied_module(module, {})
     return result
 
 
 @contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Put the random numbers back afterwards as they were."""
+    """Restore the states of all random number generators when the context ends."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), isolate_rng(include_cuda=False):
         yield
 
 
 class NoCollectives(OperationMode):  # type: ignore[no-untyped-call]
-    """Refuses collectives of the user's own in a step that some of the ranks run alone: the others would never answer.
+    """Mode that refuses collectives of the user in a step that only some ranks run, as other ranks would never answer.
 
-    What was raised is its ``refusal``, too, for those who catch what steps raise.
+    Attributes:
+        refusal: The error that was raised; None if no collective was called. The caller reads it because a user's code
+            may catch the error.
+
+    Args:
+        module: The module of the step.
+        step: Name of the step's method.
     """
 
     def __init__(self, module: LightningModule, step: str) -> None:
@@ -98,7 +160,7 @@ class NoCollectives(OperationMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation that is no collective."""
+        """Run an operation, unless it is a collective."""
         if func.namespace == "c10d":
             name = func.name().partition("::")[2].strip("_")
             self.refusal = ConfigurationError(
@@ -137,15 +199,15 @@ def _copied(value: Any, made: dict[int, Any], depth: int = 3) -> Any:
     if isinstance(value, (list, set, dict)):
         result: Any = copy.copy(value)
         if len(value) <= FEW and isinstance(value, list):
-            result[:] = [_copied(one, made, depth - 1) for one in value]
+            result[:] = [_copied(entry, made, depth - 1) for entry in value]
         elif len(value) <= FEW and isinstance(value, dict):
-            result.update({key: _copied(one, made, depth - 1) for key, one in value.items()})
+            result.update({key: _copied(entry, made, depth - 1) for key, entry in value.items()})
         return result
     if not hasattr(value, "__dict__") or type(value).__module__.partition(".")[0] in ("torch", "lightning"):
         return value
     try:
         result = copy.copy(value)
-        vars(result).update({name: _copied(one, made, depth - 1) for name, one in vars(value).items()})
+        vars(result).update({name: _copied(entry, made, depth - 1) for name, entry in vars(value).items()})
     except Exception:
         return value
     return result
