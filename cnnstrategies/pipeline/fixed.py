@@ -4,57 +4,24 @@ A network is refused if its forward may run different operations in different st
 of its images, the graph checks these shapes in every step.
 """
 
-import inspect
-import random
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, fx, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.errors import ConfigurationError
 
-# Attributes with values of these types must not change while a forward runs. bool is included as a subclass of int.
-_PLAIN = (int, float, str, bytes, type(None))
 SHAPE_METHODS = ("size", "dim", "numel", "is_contiguous")
 SHAPE_ATTRIBUTES = ("shape", "ndim", "dtype", "device", "is_cuda")
 # A number that a forward derives from shapes is determined twice: with this number of samples, and with one sample
 # less. If the two results differ, the number depends on the number of samples, and the network is refused.
 SAMPLES = 3
-
-
-def check_contexts(began: Mapping[str, Any], where: str) -> None:
-    """Refuse a traced operation if grad mode, inference mode or autocast have changed since the start of the trace.
-
-    A graph cannot contain a change of these modes, so the stages would run the operation in the wrong mode. A graph
-    cannot contain ``torch.utils.checkpoint`` either, so an operation under it is also refused.
-
-    Args:
-        began: Result of :func:`contexts` at the start of the trace.
-        where: Name of the module whose forward contains the operation, for the error message.
-
-    Raises:
-        ConfigurationError: The operation is refused.
-    """
-    for name, state in contexts().items():
-        if state != began[name]:
-            raise ConfigurationError(
-                f"{where} computes under {name}, which has no effect when the network is cut into stages: use "
-                ".detach() on the values, set the precision for the whole run, or use strategy ddp"
-            )
-    callers = traceback.walk_stack(inspect.currentframe())
-    if any(frame.f_code.co_filename == torch.utils.checkpoint.__file__ for frame, _ in callers):
-        raise ConfigurationError(
-            f"{where} runs under torch.utils.checkpoint, which has no effect when the network is cut into stages: "
-            "remove it (set_grad_checkpointing(False) in timm) and set the pipeline's activation_checkpointing"
-        )
 
 
 def contexts() -> dict[str, Any]:
@@ -72,32 +39,6 @@ def contexts() -> dict[str, Any]:
             torch.get_autocast_dtype("cuda"),
         ),
     }
-
-
-@contextmanager
-def same_each_time(network: nn.Module) -> Iterator[None]:
-    """Check that a network's forward runs the same operations in every step. Run the forward inside this context.
-
-    Raises:
-        ConfigurationError: The forward draws random numbers outside of leaf modules, or changes an attribute that is a
-            number, a string or None.
-    """
-    name = type(network).__name__
-    states, attributes = _random_states(), _attributes(network)
-    yield
-    for library, state in _random_states().items():
-        if state != states[library]:
-            raise ConfigurationError(
-                f"{name}.forward draws random numbers with {library} to choose what it computes: when the network is "
-                "cut into stages, it makes the same choice in every step; draw the numbers in a layer such as "
-                "nn.Dropout or torchvision.ops.StochasticDepth, or use strategy ddp"
-            )
-    for path, value in _attributes(network).items():
-        if attributes.get(path, network) != value:
-            raise ConfigurationError(
-                f"{name}.forward changes the attribute {path!r}: when the network is cut into stages, the change would "
-                "have no effect; make the attribute a buffer and change it by a tensor operation, or use strategy ddp"
-            )
 
 
 class TracedModule(nn.Module):
@@ -121,29 +62,6 @@ class TracedModule(nn.Module):
         super().__setattr__(name, value)
 
 
-def _random_states() -> dict[str, Any]:
-    """Return the states of the random number generators on the CPU. Keys are the names of their libraries."""
-    numpy: Any = np.random.get_state()
-    return {
-        "random": random.getstate(),
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "numpy.random": (numpy[1].tobytes(), numpy[2:]),
-    }
-
-
-def _attributes(network: nn.Module) -> dict[str, Any]:
-    """Return all attributes of the network's modules whose value is a number, a string or None.
-
-    Keys are the attributes' dotted paths.
-    """
-    return {
-        f"{path}.{name}".lstrip("."): value
-        for path, module in network.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, _PLAIN) and name != "training"
-    }
-
-
 @dataclass(frozen=True)
 class Decided:
     """Numbers that a forward derives from the shapes of its images.
@@ -163,12 +81,14 @@ class UndecidedError(Exception):
     Attributes:
         graph: The graph that was traced before the number was needed.
         node: Node of the graph that computes the number.
+        constants: Tensors that the graph reads, and that are not attributes of the network, by their names.
     """
 
-    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
+    def __init__(self, graph: fx.Graph, node: fx.Node, constants: Mapping[str, Tensor]) -> None:
         super().__init__(f"its code branches on a shape ({node.name}), and no example images are available")
         self.graph = graph
         self.node = node
+        self.constants = constants
 
 
 # Numbers that networks' forwards derive from shapes. Keys are the network, and then the mode (True for training). Each
@@ -200,17 +120,57 @@ def number(network: nn.Module, undecided: UndecidedError, images: Any) -> Any:
     copies: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(undecided.graph, copies)
     graph.output(copies[undecided.node])
-    run = fx.GraphModule(network, graph)
+    run = graph_module(network, graph, undecided.constants)
     results = []
     for samples in (SAMPLES, SAMPLES - 1):
-        with preserved(network), torch.no_grad():
-            results.append(run(tree_map(lambda tensor, samples=samples: tensor[:samples], images)))
+        part = tree_map(lambda tensor, samples=samples: tensor[:samples], images)
+        try:
+            if _reads_device(undecided.node):
+                raise ValueError("the meta device is a different device")
+            results.append(_run_on_meta(run, part))
+        except Exception:  # A layer may read values, which tensors on the meta device do not have.
+            with preserved(network), torch.no_grad():
+                results.append(run(part))
     if results[0] != results[1]:
         raise ConfigurationError(
             f"{type(network).__name__}.forward branches on the number of images ({undecided.node.name}), which differs "
             "between a microbatch and the batch: rewrite this code, or use strategy ddp"
         )
     return results[0]
+
+
+def _reads_device(node: fx.Node) -> bool:
+    """Whether a number, which depends only on shapes, dtypes and devices of tensors, depends on a device."""
+    if node.op == "call_function" and node.target is getattr and node.args[1] in ("device", "is_cuda"):
+        return True
+    return is_of_shapes(node) and any(map(_reads_device, node.all_input_nodes))
+
+
+@torch.no_grad()
+def _run_on_meta(run: fx.GraphModule, images: Any) -> Any:
+    """Run a graph with tensors that have shapes and no values, which takes a small part of the time."""
+    tensors = (*run.named_parameters(), *run.named_buffers())
+    state = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
+    return functional_call(run, state, (tree_map(lambda tensor: tensor.to("meta"), images),))
+
+
+def graph_module(
+    network: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor], name: str = "GraphModule"
+) -> fx.GraphModule:
+    """Return a module that runs a graph with the parameters, buffers and submodules of a network.
+
+    Args:
+        network: The network.
+        graph: The graph.
+        constants: Tensors that the graph reads, and that are not attributes of the network, by their names.
+        name: Name of the new module's class.
+    """
+    vars(network).update(constants)  # torch.fx copies attributes from the network alone.
+    try:
+        return fx.GraphModule(network, graph, name)
+    finally:
+        for constant in constants:
+            del vars(network)[constant]
 
 
 def sample_shapes(images: Any) -> tuple[tuple[int, ...], ...]:

@@ -1,6 +1,6 @@
 """Divide a traced network into stages. A stage has the parameters of its layers, with their names in the network."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,12 +49,14 @@ class Blueprint:
             the same graphs unless the network's own code depends on the mode.
         state: For each stage, the names that its parameters and buffers have in the network.
         used: Names of the parameters and buffers that the network uses in training.
+        constants: Tensors that the graphs read, and that are not attributes of the network, by their names.
     """
 
     network: nn.Module
     stages: dict[bool, tuple[StageGraph, ...]]
     state: tuple[tuple[str, ...], ...]
     used: frozenset[str]
+    constants: Mapping[str, Tensor]
 
     def of(self, network: nn.Module) -> "Blueprint":
         """Return the same division for a different network, which must have the same structure."""
@@ -82,10 +84,12 @@ class StageModule(TracedModule):
         for graph in graphs.values():
             for node in graph.nodes:
                 if node.op == "call_module":
-                    _put_module(self, str(node.target), network.get_submodule(str(node.target)))
+                    put_module_at(self, str(node.target), network.get_submodule(str(node.target)))
         names = set(blueprint.state[stage])
         for graph in graphs.values():
             names |= {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+        for name in sorted(names & blueprint.constants.keys()):
+            self.register_buffer(name, blueprint.constants[name], persistent=False)
         present = {name for name, _ in (*self.named_parameters(), *self.named_buffers())}
         for name in sorted(names - present):
             _put_attribute(self, network, name)
@@ -122,32 +126,49 @@ def divide(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
     """
     stages = len(cuts) + 1
     training = trace(network, True)
-    positions = [cut if isinstance(cut, int) else find_cut(training, cut) for cut in cuts]
-    if sorted(set(positions)) != positions:
-        raise ConfigurationError(
-            f"cuts={list(cuts)}: list each cut once, in the order in which the network runs the modules"
-        )
+    positions = check_cuts(training, cuts)
     evaluation = trace(network, False)
     stage_of: dict[fx.Node, int] = {}
     owner: dict[str, int] = {}
     for index, node in enumerate(ordered_nodes(training)):
         stage_of[node] = sum(cut <= index for cut in positions)
         owner |= dict.fromkeys(state_names(training, node), stage_of[node])
-    first = _divide_graph(training, stage_of, stages)
+    first = divide_graph(training, stage_of, stages)
     used = frozenset(owner)
     if training.code == evaluation.code:
         second = first
     else:
-        second = _divide_graph(evaluation, _stages_by_state(evaluation, owner), stages)
+        second = divide_graph(evaluation, stages_by_state(evaluation, owner), stages)
     # Stage 0 also gets the parameters and buffers that no node uses, so that the stages together have all of them.
     names = [name for name, _ in (*network.named_parameters(), *network.named_buffers())]
+    constants = {**constants_of(training, network), **constants_of(evaluation, network)}
     state: list[list[str]] = [[] for _ in range(stages)]
     for name in names:
         state[owner.get(name, 0)].append(name)
-    return Blueprint(network, {True: first, False: second}, tuple(map(tuple, state)), used)
+    return Blueprint(network, {True: first, False: second}, tuple(map(tuple, state)), used, constants)
 
 
-def _stages_by_state(traced: fx.GraphModule, owner: dict[str, int]) -> dict[fx.Node, int]:
+def check_cuts(traced: fx.GraphModule, cuts: Sequence[str | int]) -> list[int]:
+    """Return the positions of cuts in a traced network; see :func:`divide`.
+
+    Raises:
+        ConfigurationError: A cut is not possible.
+    """
+    positions = [cut if isinstance(cut, int) else find_cut(traced, cut) for cut in cuts]
+    if sorted(set(positions)) != positions:
+        raise ConfigurationError(
+            f"cuts={list(cuts)}: list each cut once, in the order in which the network runs the modules"
+        )
+    return positions
+
+
+def constants_of(traced: fx.GraphModule, network: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a traced network's graph reads and that are not attributes of the network."""
+    names = {name for name, _ in network.named_buffers(recurse=False)}
+    return {name: tensor for name, tensor in traced.named_buffers(recurse=False) if name not in names}
+
+
+def stages_by_state(traced: fx.GraphModule, owner: dict[str, int]) -> dict[fx.Node, int]:
     """Return the stage of each node of the evaluation graph.
 
     A node with parameters or buffers belongs to the stage that owns them. Any other node belongs to the same stage as
@@ -177,25 +198,46 @@ def _stages_by_state(traced: fx.GraphModule, owner: dict[str, int]) -> dict[fx.N
     return stage_of
 
 
-def _divide_graph(traced: fx.GraphModule, stage_of: dict[fx.Node, int], stages: int) -> tuple[StageGraph, ...]:
+def divide_graph(
+    traced: fx.GraphModule,
+    stage_of: Mapping[fx.Node, int],
+    stages: int,
+    changed: Mapping[int, Collection[fx.Node]] | None = None,
+) -> tuple[StageGraph, ...]:
     """Divide a traced network's graph, and return one graph for each stage.
 
     Args:
         traced: The traced network.
         stage_of: Stage of each node that computes something.
         stages: Number of stages.
+        changed: For each stage, nodes whose values the stage changes in place; by default the nodes that
+            :func:`changed_values` finds.
     """
+    changed = changed_values(traced, stage_of) if changed is None else changed
     placeholder = next(node for node in traced.graph.nodes if node.op == "placeholder")
     output = next(node for node in traced.graph.nodes if node.op == "output")
     place = {placeholder: 0, **stage_of, output: stages - 1}
     # Keys are the nodes in the order of computation. Values are the stages that must receive the node's result from the
     # stage that computes it.
     users = {node: {place[user] for user in node.users if user in place} - {place[node]} for node in place}
-    return tuple(_stage_graph(traced, place, users, stage) for stage in range(stages))
+    return tuple(_stage_graph(place, users, stage, changed.get(stage, ())) for stage in range(stages))
+
+
+def changed_values(traced: fx.GraphModule, stage_of: Mapping[fx.Node, int]) -> dict[int, set[fx.Node]]:
+    """Return, for each stage, the nodes whose values the stage's operations may change in place.
+
+    Args:
+        traced: The traced network.
+        stage_of: Stage of each node that computes something.
+    """
+    changed: dict[int, set[fx.Node]] = {}
+    for node, stage in stage_of.items():
+        changed.setdefault(stage, set()).update(_origins(traced, changed_in_place(traced, node)))
+    return changed
 
 
 def _stage_graph(
-    traced: fx.GraphModule, place: dict[fx.Node, int], users: dict[fx.Node, set[int]], stage: int
+    place: dict[fx.Node, int], users: dict[fx.Node, set[int]], stage: int, changed: Collection[fx.Node]
 ) -> StageGraph:
     last = max(place.values())
     graph = fx.Graph()
@@ -206,7 +248,6 @@ def _stage_graph(
     inputs = tuple(map(_name, received)) if stage else (IMAGES,)
     outputs = tuple(map(_name, sent))
     stage_nodes = [node for node in place if place[node] == stage and node.op not in ("placeholder", "output")]
-    changed = {origin for node in stage_nodes for origin in _origins(traced, changed_in_place(traced, node))}
     for name, argument in [(name, graph.placeholder(name)) for name in inputs]:
         node = by_name[name]
         # Received tensors are autograd leaves, which cannot be changed in place. If the stage changes a received tensor
@@ -269,7 +310,7 @@ def _origins(traced: fx.GraphModule, node: fx.Node | None) -> Iterator[fx.Node]:
         node = first if isinstance(first, fx.Node) else None
 
 
-def _put_module(root: nn.Module, path: str, module: nn.Module) -> None:
+def put_module_at(root: nn.Module, path: str, module: nn.Module) -> None:
     """Add a module to a stage at a dotted path. Modules on the path that do not exist are created."""
     *parents, name = path.split(".")
     _submodule(root, parents).add_module(name, module)

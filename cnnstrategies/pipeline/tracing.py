@@ -1,14 +1,9 @@
 """Trace a network into a torch.fx graph, and find the positions at which the graph can be cut."""
 
-import inspect
-import linecache
-import math
-import sys
-import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+import gc
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -18,145 +13,127 @@ from cnnstrategies.pipeline.fixed import (
     SAMPLES,
     Decided,
     UndecidedError,
-    check_contexts,
-    contexts,
+    graph_module,
     hold_to,
-    is_of_shapes,
     known,
     number,
-    same_each_time,
     sample_shapes,
 )
+from cnnstrategies.pipeline.leaf_tracer import LeafTracer
+from cnnstrategies.pipeline.open_tracer import Attribute, OpenTracer
+from cnnstrategies.pipeline.seals import OUTSIDE, Seal, cannot_trace, drawn_from, draws, first_line, seal_changed, where
+from cnnstrategies.pipeline.untouched import Change, Untouched, random_states
 
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})
-
-
-class DependsOnValuesError(Exception):
-    """A network's code branches on values of tensors, so different microbatches might take different branches."""
-
-
-class TracedValue(fx.Proxy):
-    """A proxy for a value while torch.fx traces a network.
-
-    If the value follows from shapes, ``int()`` and ``float()`` return it as a number. Otherwise they raise an error.
-    """
-
-    tracer: "LeafTracer"
-
-    def __int__(self) -> int:
-        return int(self.tracer.number(self))
-
-    def __float__(self) -> float:
-        return float(self.tracer.number(self))
-
-    __index__ = __int__
-
-
-class LeafTracer(fx.Tracer):
-    """A tracer that makes one node of each torch.nn layer, without tracing into the layer.
-
-    Layers whose class is derived from a torch.nn layer, such as timm's ``BatchNormAct2d``, also become one node each.
-    The code of a layer is not traced because it may depend on ``self.training``: the graph would then contain the code
-    for only one mode.
-
-    Args:
-        whole: Other modules that also become one node each.
-        numbers: Known numbers that the network's own forward needs, in the order in which the forward needs them.
-    """
-
-    def __init__(self, whole: Collection[nn.Module], numbers: Sequence[Any]) -> None:
-        # Functions of einops become one node each. Their code cannot be traced, because it checks that the arguments
-        # are tensors, and proxies are not tensors.
-        super().__init__(autowrap_modules=(math, *([sys.modules["einops"]] if "einops" in sys.modules else [])))
-        self._contexts = contexts()
-        self._whole = whole
-        self._numbers = iter(numbers)
-
-    def create_args_for_root(
-        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
-    ) -> tuple[Callable[..., Any], list[Any]]:
-        """Create one input of the graph for all tensors that the network takes.
-
-        Other arguments of the network's forward have their default values. torch.fx calls this when a trace begins.
-        """
-        assert isinstance(self.root, nn.Module)
-        names = network_inputs(self.root)
-        if len(names) == 1:
-            return root_fn, [self.root, self.create_proxy("placeholder", names[0], (), {})]
-        inputs: Any = self.create_proxy("placeholder", "inputs", (), {})
-        return root_fn, [self.root, *(inputs[index] for index in range(len(names)))]
-
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Create a node, and check that grad mode, inference mode and autocast are as at the start of the trace."""
-        paths = [path for path, _ in self.module_stack.values()]
-        check_contexts(self._contexts, paths[-1] if paths else "the network's forward")
-        return super().create_node(*args, **kwargs)
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Return the proxy for a node's result. torch.fx calls this for each node."""
-        return TracedValue(node, self)
-
-    def to_bool(self, obj: fx.Proxy) -> bool:
-        """Return the value of a condition on which the network's code branches, such as the condition of an ``if``.
-
-        The method raises the same errors as :meth:`number`.
-        """
-        return bool(self.number(obj))
-
-    def number(self, value: fx.Proxy) -> Any:
-        """Return the number that a proxy stands for, because the network's code needs the number during the trace.
-
-        Args:
-            value: The proxy.
-
-        Raises:
-            DependsOnValuesError: The number does not follow from shapes.
-            UndecidedError: The number follows from shapes, but it is not known. Only numbers that the network's own
-                forward needs can be known, not numbers that the code of a submodule needs.
-        """
-        if not is_of_shapes(value.node):
-            raise DependsOnValuesError(f"its code branches on the value of a tensor ({value.node.name})")
-        for known_number in () if self.module_stack else self._numbers:
-            return known_number
-        raise UndecidedError(self.graph, value.node)
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module becomes one node of the graph. The module's code is then not traced."""
-        if m in self._whole:
-            return True
-        if isinstance(m, CONTAINERS):
-            return False
-        bases = type(m).__mro__[: type(m).__mro__.index(nn.Module)]
-        return any(base.__module__.startswith(("torch.nn", "torch.ao.nn")) for base in bases)
+# Keys of a traced network's metadata; see the attributes of `LeafTracer`.
+_SEALS, _STRUCTURES, _UNFOLDABLE = "seals", "structures", "unfoldable"
+MakeTracer = Callable[[dict[nn.Module, Seal], Sequence[Any]], LeafTracer]
 
 
 def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
+    """Trace a network, as :func:`trace_open` does, and refuse behaviour that depends on the batch or on earlier steps.
+
+    A module that branches on values of tensors, draws random numbers to choose what it computes, or counts its calls is
+    right under :func:`trace_open`, because it runs as a whole, but it does these things for each microbatch.
+
+    Raises:
+        ConfigurationError: The network cannot be traced, or has such behaviour.
+    """
+    traced = trace_open(network, training)
+    for module, seal in seals(traced).items():
+        name = type(module).__name__
+        if seal.kind == "values":
+            raise cannot_trace(seal.place, seal.reason)
+        if seal.kind == "random":
+            raise ConfigurationError(f"{name}: {seal.reason}; {_DRAWN}")
+        if seal.kind == "state":
+            raise ConfigurationError(
+                f"{name}: {seal.reason}: when the network is cut into stages, the change would have no effect, or "
+                "would happen for each microbatch; make the attribute a buffer and change it by a tensor operation, or "
+                "use strategy ddp"
+            )
+    return traced
+
+
+_DRAWN = (
+    "when the network is cut into stages, it makes a choice for each microbatch, or the same choice in every step; "
+    "draw the numbers in a layer such as nn.Dropout or torchvision.ops.StochasticDepth, or use strategy ddp"
+)
+
+
+def trace_open(network: nn.Module, training: bool | None = None) -> fx.GraphModule:
     """Trace a network into a graph module that has the network's own parameters and buffers, under their own names.
 
     If the network's own code depends on ``self.training``, the graph contains the code for the given mode. Leaf
-    modules, such as Dropout and BatchNorm, still depend on their current mode when they run. A submodule that cannot be
-    traced, for example because it branches on shapes or computes under ``torch.no_grad``, also becomes a leaf.
+    modules, such as Dropout and BatchNorm, still depend on their current mode when they run. A submodule that has
+    hooks, that cannot be traced, or whose code a graph could not repeat, also becomes a leaf; :func:`seals` returns
+    these submodules. The trace leaves the network unchanged.
 
     Args:
         network: The network.
-        training: Whether to trace the network in training mode; otherwise in evaluation mode.
+        training: Whether to trace the network in training mode; otherwise in evaluation mode. By default the network is
+            traced in its current mode, which may be a different one for each of its modules.
 
     Raises:
         ConfigurationError: The network cannot be traced.
     """
+    if training is None:
+        return _traced_as(network, network.training, {}, LeafTracer)
+    with mode(network, training):
+        return _traced_as(network, training, {}, LeafTracer)
+
+
+def trace_opened(
+    network: nn.Module, full: fx.GraphModule, opened: Collection[nn.Module]
+) -> tuple[fx.GraphModule, list[Attribute]]:
+    """Trace only the code of some containers of a network, in the network's current mode.
+
+    Args:
+        network: The network.
+        full: The result of :func:`trace_open` for the same mode.
+        opened: The containers, among them the network itself. All other modules become leaves.
+
+    Returns:
+        The traced network, and the attributes whose values the graph contains, see `OpenTracer.reads`.
+    """
+    reads: dict[Attribute, None] = {}
+
+    def tracer(sealed: dict[nn.Module, Seal], numbers: Sequence[Any]) -> LeafTracer:
+        return OpenTracer(opened, full.meta[_STRUCTURES], reads, sealed, numbers)
+
+    return _traced_as(network, network.training, dict(seals(full)), tracer), list(reads)
+
+
+def _traced_as(network: nn.Module, training: bool, sealed: dict[nn.Module, Seal], tracer: MakeTracer) -> fx.GraphModule:
+    """Trace a network in its current mode, with the known numbers for training or evaluation."""
     decided = known.get(network, {}).get(training)
     try:
-        graph = _trace(network, training, decided.numbers if decided else ())
+        traced = _trace(network, sealed, decided.numbers if decided else (), tracer)
     except UndecidedError as error:
         raise ConfigurationError(
-            f"torch.fx cannot trace {_where(network, error)[1]}: {error}; set self.example_input_array in the module, "
+            f"torch.fx cannot trace {where(network, error)}: {error}; set self.example_input_array in the module, "
             "or image_shape (C, H, W) in the data module"
         ) from error
     if decided:
-        hold_to(graph, decided, type(network).__name__)
-    graph.lint()
-    return fx.GraphModule(network, graph, type(network).__name__)
+        hold_to(traced.graph, decided, type(network).__name__)
+        traced.recompile()
+    traced.graph.lint()
+    return traced
+
+
+def seals(traced: fx.GraphModule) -> Mapping[nn.Module, Seal]:
+    """Return the network's modules that are leaves of a traced graph for a reason, with the reason.
+
+    The network itself is among them if its own forward changes attributes or stores tensors.
+    """
+    sealed: Mapping[nn.Module, Seal] = traced.meta[_SEALS]
+    return sealed
+
+
+def unfoldable(traced: fx.GraphModule) -> Collection[nn.Module]:
+    """Return the modules that cannot become leaves, because a graph cannot unpack what they return."""
+    modules: Collection[nn.Module] = traced.meta[_UNFOLDABLE]
+    return modules
 
 
 def decide_by_shapes(network: nn.Module, example: Callable[[int], Any]) -> bool:
@@ -194,67 +171,62 @@ def _undecided(network: nn.Module, training: bool, numbers: Sequence[Any]) -> Un
         The error that describes the next number; None if the forward needs only the known numbers.
     """
     try:
-        _trace(network, training, numbers)
+        with mode(network, training):
+            _trace(network, {}, numbers)
     except UndecidedError as error:
         return error
     return None
 
 
-def _trace(network: nn.Module, training: bool, numbers: Sequence[Any]) -> fx.Graph:
-    whole: set[nn.Module] = set()
-    while True:
-        with mode(network, training), same_each_time(network):
-            try:
-                return LeafTracer(whole, numbers).trace(network)
-            except Exception as error:
-                module, place = _where(network, error)
-                if module is not network and not isinstance(error, DependsOnValuesError):
-                    whole.add(module)
-                elif isinstance(error, ConfigurationError | UndecidedError):
-                    raise
-                else:
-                    raise ConfigurationError(
-                        f"torch.fx cannot trace {place}: {str(error).splitlines()[0] if str(error) else error!r}; a "
-                        "network that is cut into stages must not branch on values of tensors: rewrite this code, or "
-                        "use strategy ddp"
-                    ) from error
+def _trace(
+    network: nn.Module, sealed: dict[nn.Module, Seal], numbers: Sequence[Any], make: MakeTracer = LeafTracer
+) -> fx.GraphModule:
+    """Trace a network in its current mode, again and again until the trace finds no more modules to seal.
 
+    A trace that seals a module leaves gaps in the nodes' names, and what the module's code has changed until then does
+    not count. Only a trace without new seals shows what the remaining code changes.
 
-def network_inputs(network: nn.Module) -> list[str]:
-    """Return the names of the tensors that a network's forward takes.
-
-    The arguments without a default are assumed to be tensors. If all arguments have a default, only the first argument
-    is assumed to be a tensor.
-
-    Raises:
-        ConfigurationError: An argument without a default is keyword-only.
+    Args:
+        network: The network.
+        sealed: Modules that become leaves. The function adds modules.
+        numbers: Known numbers that the network's own forward needs.
+        make: Function that makes a tracer from ``sealed`` and ``numbers``.
     """
-    arguments = list(inspect.signature(network.forward).parameters.values())
-    needed = [
-        argument
-        for argument in arguments
-        if argument.default is argument.empty and argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
-    ]
-    if any(argument.kind is argument.KEYWORD_ONLY for argument in needed):
-        raise ConfigurationError(
-            f"{type(network).__name__}.forward takes the argument {needed[-1].name!r} by keyword only: a network that "
-            "is cut into stages takes its tensors by position; remove the * before the argument"
-        )
-    return [argument.name for argument in needed] or [argument.name for argument in arguments[:1]] or ["images"]
+    while True:
+        count = len(sealed)
+        tracer, untouched = make(sealed, numbers), Untouched(network)
+        try:
+            with untouched:
+                states = random_states()
+                graph = tracer.trace(network)
+                library = drawn_from(states)
+            changed = {**untouched.changed, **_leaks(network, tracer)}
+        except (ConfigurationError, UndecidedError):
+            raise
+        except Exception as error:
+            raise cannot_trace(where(network, error), first_line(error)) from error
+        finally:
+            untouched.restore_outside()
+        if len(sealed) > count:
+            continue
+        if library:
+            raise ConfigurationError(f"{type(network).__name__}: {draws(library)}; {_DRAWN}")
+        seal_changed(network, sealed, changed)
+        if len(sealed) == count:
+            traced = graph_module(network, graph, tracer.constants, type(network).__name__)
+            traced.meta |= {_SEALS: sealed, _STRUCTURES: tracer.structures, _UNFOLDABLE: tracer.unfoldable}
+            return traced
 
 
-def _where(network: nn.Module, error: Exception) -> tuple[nn.Module, str]:
-    """Return the innermost module whose code raised an error, and a text that names the module and the line of code."""
-    names = {module: name for name, module in network.named_modules()}
-    culprit, place = network, type(network).__name__
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and module in names:
-            file = frame.f_code.co_filename
-            culprit, name = module, ".".join(filter(None, (type(network).__name__, names[module])))
-            code = linecache.getline(file, line).strip()
-            place = f"{name} ({type(module).__name__}, {Path(file).name}:{line}: {code!r})"
-    return culprit, place
+def _leaks(network: nn.Module, tracer: LeafTracer) -> dict[nn.Module, dict[str, Change]]:
+    """Return the modules whose code has stored proxies outside of the network, in the form of `Untouched.changed`."""
+    if tracer.leaked():
+        gc.collect()
+    changed: dict[nn.Module, dict[str, Change]] = {}
+    for proxy in tracer.leaked():
+        path = [path for path, _ in (proxy.node.meta.get("nn_module_stack") or {}).values()]
+        changed[network.get_submodule(path[-1] if path else "")] = {OUTSIDE: "object"}
+    return changed
 
 
 def ordered_nodes(traced: fx.GraphModule) -> list[fx.Node]:
@@ -300,6 +272,12 @@ def find_cut(traced: fx.GraphModule, name: str) -> int:
         for index, node in enumerate(nodes)
         if node.name == name or any(path == name or path.startswith(name + ".") for path in module_paths(node))
     ]
+    for module, seal in seals(traced).items() if not inside else ():
+        if name.startswith(f"{seal.path}."):
+            raise ConfigurationError(
+                f"cuts: the network cannot be cut after {name!r}, inside of {seal.path} ({type(module).__name__}), "
+                f"which runs as a whole because {seal.reason}; cut before or after {seal.path}"
+            )
     if not inside:
         modules = [path for path, _ in traced.named_modules() if path]
         close = [path for path in modules if path.split(".")[0] == name.split(".")[0]] or modules

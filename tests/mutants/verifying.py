@@ -5,7 +5,7 @@ import test_verdict
 from mutants.faulty import removes, replaces
 
 from cnnstrategies.pipeline.fixed import UndecidedError, hold_to
-from cnnstrategies.pipeline.tracing import LeafTracer
+from cnnstrategies.pipeline.leaf_tracer import LeafTracer
 from cnnstrategies.verifying.batches import joined
 from cnnstrategies.verifying.verdict import differences
 
@@ -22,7 +22,7 @@ removes(differences, "nothing differs", killed_by=test_verdict.test_only_roundin
     LeafTracer.number, killed_by=test_stage.test_behaviour_that_a_trace_would_fix_is_refused, how="branch by value"
 )
 def each_microbatch_takes_its_own_branch_by_value(original, self, asked):
-    raise UndecidedError(self.graph, asked.node)
+    raise UndecidedError(self.graph, asked.node, {})
 
 
 removes(

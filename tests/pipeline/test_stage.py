@@ -147,12 +147,12 @@ class Changing(nn.Module):
 
 FIXED = {
     "no_grad": "block computes under torch.no_grad or torch.enable_grad, .* use .detach()",
-    "autocast": "block computes under torch.autocast",
+    "autocast": "the network's forward computes under torch.autocast",
     "checkpoint": "under torch.utils.checkpoint, which .* set the pipeline's activation_checkpointing",
-    "random": "Changing.forward draws random numbers with random to choose",
-    "numpy": "Changing.forward draws random numbers with numpy.random",
-    "torch": "Changing.forward draws random numbers with torch",
-    "attribute": "Changing.forward changes the attribute 'calls'",
+    "random": "Changing: its forward draws random numbers with random to choose",
+    "numpy": "Changing: its forward draws random numbers with numpy.random",
+    "torch": "Changing: its forward draws random numbers with torch",
+    "attribute": "Changing: its forward changes the attribute 'calls'",
     "branch by value": r"Sequential\.1 \(Changing, test_stage.py:\d+: 'x = self.block\(x\) if x.sum\(\) > 0",
     "loop by value": r"cannot trace Sequential\.1 \(Changing, test_stage.py:\d+: 'x = self.block\(x\) \* int\(",
 }

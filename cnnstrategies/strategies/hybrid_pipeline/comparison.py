@@ -18,9 +18,10 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.fixed import preserved
+from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.stage import IMAGES, Blueprint, divide
-from cnnstrategies.pipeline.tracing import mode, network_inputs
+from cnnstrategies.pipeline.tracing import mode
 from cnnstrategies.pipeline.transport import broadcast_value
 from cnnstrategies.strategies.hybrid_pipeline.batches import as_given
 from cnnstrategies.strategies.hybrid_pipeline.inputs import Inputs

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_unflatten
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.batch import Images
-from cnnstrategies.pipeline.tracing import network_inputs
+from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.strategies.hybrid_pipeline.batches import Form, as_given, flatten, take_apart
 from cnnstrategies.strategies.hybrid_pipeline.placeholders import OF_THE_BATCH, described, one_of
 from cnnstrategies.strategies.shadow import (

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import children_of
 from cnnstrategies.pipeline.fixed import TracedModule
+from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.stage import StageModule
-from cnnstrategies.pipeline.tracing import network_inputs
 
 # What changes neither the images' values nor which of them there are.
 _HARMLESS = frozenset({"to", "cpu", "cuda", "contiguous", "float", "double", "detach", "clone", "pin_memory"})

@@ -1,0 +1,337 @@
+"""The tracer that determines which modules of a network can be opened, and which run as a whole."""
+
+import inspect
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from cnnstrategies._torch_private import has_hooks
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.fixed import UndecidedError, contexts, is_of_shapes
+from cnnstrategies.pipeline.seals import (
+    DependsOnValuesError,
+    EntersContextError,
+    Seal,
+    drawn_from,
+    draws,
+    first_line,
+    in_context,
+    where,
+)
+from cnnstrategies.pipeline.untouched import random_states, restore_random
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+# Stands for a tensor in a nested result.
+VALUE = object()
+
+
+class TracedValue(fx.Proxy):
+    """A proxy for a value while torch.fx traces a network.
+
+    If the value follows from shapes, ``int()`` and ``float()`` return it as a number. Otherwise they raise an error.
+    """
+
+    tracer: "LeafTracer"
+
+    def __int__(self) -> int:
+        return int(self.tracer.number(self))
+
+    def __float__(self) -> float:
+        return float(self.tracer.number(self))
+
+    __index__ = __int__
+
+
+class LeafTracer(fx.Tracer):
+    """A tracer that makes one node of each torch.nn layer, without tracing into the layer.
+
+    Layers whose class is derived from a torch.nn layer, such as timm's ``BatchNormAct2d``, also become one node each.
+    The code of a layer is not traced because it may depend on ``self.training``: the graph would then contain the code
+    for only one mode.
+
+    A module that has hooks, or whose code cannot be traced, also becomes one node. The tracer finds such a module while
+    it traces, and adds it to ``seals``. The nodes that it has made of the module's code until then are removed.
+
+    Args:
+        seals: Modules that become one node each, with the reasons. The tracer adds modules.
+        numbers: Known numbers that the network's own forward needs, in the order in which the forward needs them.
+
+    Attributes:
+        constants: Tensors that the network's code has made or read during the trace, and that are not attributes of
+            the network. Keys are names of attributes that the graph reads.
+        structures: Results of calls of traced modules that are not a single tensor, with `VALUE` in the place of each
+            tensor. Keys are those of torch.fx, see `call_key`.
+        unfoldable: Modules that return an object that contains tensors and is not a list, a tuple or a dictionary.
+    """
+
+    def __init__(self, seals: dict[nn.Module, Seal], numbers: Sequence[Any]) -> None:
+        # Functions of einops become one node each. Their code cannot be traced, because it checks that the arguments
+        # are tensors, and proxies are not tensors.
+        super().__init__(autowrap_modules=(math, *([sys.modules["einops"]] if "einops" in sys.modules else [])))
+        self._contexts = contexts()
+        self._seals = seals
+        self._numbers = iter(numbers)
+        self.constants: dict[str, Tensor] = {}
+        self.structures: dict[str, Any] = {}
+        self.unfoldable: set[nn.Module] = set()
+        self._tensors: dict[int, str] = {}
+        self._tensor_proxies: dict[str, fx.Proxy] = {}
+        self._proxies: list[ReferenceType[fx.Proxy]] = []
+
+    def trace(self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """Trace a network into a graph."""
+        assert isinstance(root, nn.Module)
+        self._tensors = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
+        try:
+            with self._refused_contexts():
+                return super().trace(root, concrete_args)
+        finally:
+            self._tensor_proxies.clear()
+
+    def leaked(self) -> tuple[fx.Proxy, ...]:
+        """Return the proxies that still exist after the trace, because the network's code has stored them."""
+        return tuple(proxy for reference in self._proxies if (proxy := reference()) is not None)
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """Create one input of the graph for all tensors that the network takes.
+
+        Other arguments of the network's forward have their default values. torch.fx calls this when a trace begins.
+        """
+        assert isinstance(self.root, nn.Module)
+        names = network_inputs(self.root)
+        if len(names) == 1:
+            return root_fn, [self.root, self.create_proxy("placeholder", names[0], (), {})]
+        inputs: Any = self.create_proxy("placeholder", "inputs", (), {})
+        return root_fn, [self.root, *(inputs[index] for index in range(len(names)))]
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Create a node, and check that grad mode and inference mode are as at the start of the trace.
+
+        Raises:
+            EntersContextError: One of the modes is different.
+        """
+        if changed := [name for name, state in contexts().items() if state != self._contexts[name]]:
+            raise EntersContextError(in_context(self._current(), changed[0]))
+        return super().create_node(*args, **kwargs)
+
+    def create_arg(self, a: Any) -> Any:
+        """Return the argument of a node for a value, which may be nested.
+
+        torch.fx makes constants attributes of the network. This method keeps them in ``constants``, because a trace
+        must not change the network.
+        """
+        if not isinstance(a, Tensor):
+            return super().create_arg(a)
+        name = self._tensors.get(id(a)) or self.tensor_attrs.get(a)
+        if name is None:
+            mode = "training" if self.root.training else "evaluation"  # A network has constants of both traces.
+            name = f"_tensor_constant_{mode}{len(self.constants)}"
+            self.constants[name], self.tensor_attrs[a] = a, name
+        return self.create_node("get_attr", name, (), {})
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """Return the proxy for a node's result. torch.fx calls this for each node."""
+        proxy = TracedValue(node, self)
+        self._proxies.append(ref(proxy))
+        return proxy
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        """Return a proxy for a parameter or buffer that the network's code reads, and any other attribute as it is.
+
+        The graph therefore reads parameters and buffers each time it runs. torch.fx has a method of this kind, but its
+        search through the names of all parameters would take most of the time of a trace.
+        """
+        name = self._tensors.get(id(attr_val)) if isinstance(attr_val, Tensor) else None
+        if name is None:
+            return attr_val
+        if name not in self._tensor_proxies:
+            self._tensor_proxies[name] = self.create_proxy("get_attr", name, (), {})
+        return self._tensor_proxies[name]
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Return the value of a condition on which the network's code branches, such as the condition of an ``if``.
+
+        The method raises the same errors as :meth:`number`.
+        """
+        return bool(self.number(obj))
+
+    def number(self, value: fx.Proxy) -> Any:
+        """Return the number that a proxy stands for, because the network's code needs the number during the trace.
+
+        Args:
+            value: The proxy.
+
+        Raises:
+            DependsOnValuesError: The number does not follow from shapes.
+            UndecidedError: The number follows from shapes, but it is not known. Only numbers that the network's own
+                forward needs can be known, not numbers that the code of a submodule needs.
+        """
+        if not is_of_shapes(value.node):
+            raise DependsOnValuesError(f"its code branches on the value of a tensor ({value.node.name})")
+        if is_of_attributes(value.node):
+            return self._value(value.node)
+        for known_number in () if self.module_stack else self._numbers:
+            return known_number
+        raise UndecidedError(self.graph, value.node, self.constants)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether a module becomes one node of the graph. The module's code is then not traced."""
+        if m in self._seals:
+            return True
+        if isinstance(m, CONTAINERS):
+            return False
+        bases = type(m).__mro__[: type(m).__mro__.index(nn.Module)]
+        return any(base.__module__.startswith(("torch.nn", "torch.ao.nn")) for base in bases)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Trace into a module, or make one node of it. torch.fx calls this for each call of a module."""
+        name = self.path_of_module(m)
+        if self.is_leaf_module(m, name):
+            return super().call_module(m, forward, args, kwargs)
+        if has_hooks(m):
+            self._seals[m] = Seal("hooks", name, "it has hooks, which must not see proxies", self._place(m))
+            return super().call_module(m, forward, args, kwargs)
+        number = self.num_calls.get(name, 0)
+        began, calls, stack = len(self.graph.nodes), dict(self.num_calls), list(self.module_stack)
+        states = random_states()
+        try:
+            result = super().call_module(m, forward, args, kwargs)
+            library = drawn_from(states)
+            seal = Seal("random", name, draws(library), self._place(m)) if library else None
+        except Exception as error:
+            seal = self._seal_of(name, error)
+        if seal is None:
+            if not isinstance(result, fx.Proxy):
+                self._note_structure(m, f"{name}@{number}" if number else name, result)
+            return result
+        restore_random(states)
+        self._remove_nodes(began)
+        self.num_calls.clear()
+        self.num_calls.update(calls)
+        for key in [key for key in self.module_stack if key not in stack]:
+            del self.module_stack[key]
+        self._seals[m] = seal
+        return super().call_module(m, forward, args, kwargs)
+
+    @contextmanager
+    def _refused_contexts(self) -> Iterator[None]:
+        """Raise an EntersContextError if the network's code enters autocast, or hooks of saved tensors.
+
+        A comparison of modes, as in :meth:`create_node`, cannot detect ``autocast(enabled=False)`` outside of autocast.
+        ``torch.utils.checkpoint`` uses hooks of saved tensors.
+        """
+        thread = threading.get_ident()
+        kinds: dict[Any, str] = {torch.autocast: "torch.autocast", saved_tensors_hooks: "torch.utils.checkpoint"}
+        originals = {kind: kind.__enter__ for kind in kinds}
+
+        def replacement(kind: Any) -> Callable[[Any], Any]:
+            def enter(context: Any) -> Any:
+                if threading.get_ident() == thread:
+                    raise EntersContextError(in_context(self._current(), kinds[kind]))
+                return originals[kind](context)
+
+            return enter
+
+        for kind in kinds:
+            kind.__enter__ = replacement(kind)
+        try:
+            yield
+        finally:
+            for kind, original in originals.items():
+                kind.__enter__ = original
+
+    def _note_structure(self, module: nn.Module, key: str, result: Any) -> None:
+        leaves, spec = tree_flatten(result)
+        if any(hasattr(leaf, "__dict__") and not isinstance(leaf, fx.Proxy | Tensor) for leaf in leaves):
+            self.unfoldable.add(module)
+        else:
+            structure = [VALUE if isinstance(leaf, fx.Proxy | Tensor) else leaf for leaf in leaves]
+            self.structures[key] = tree_unflatten(structure, spec)
+
+    def _current(self) -> str:
+        """Return the name of the module whose code is being traced."""
+        paths = [path for path, _ in self.module_stack.values()]
+        return paths[-1] if paths else "the network's forward"
+
+    def _place(self, module: nn.Module) -> str:
+        assert isinstance(self.root, nn.Module)
+        return f"{type(self.root).__name__}.{self.path_of_module(module)} ({type(module).__name__})"
+
+    def _seal_of(self, path: str, error: Exception) -> Seal:
+        assert isinstance(self.root, nn.Module)
+        place = where(self.root, error)
+        if isinstance(error, DependsOnValuesError):
+            return Seal("values", path, str(error), place)
+        if isinstance(error, EntersContextError):
+            return Seal("context", path, str(error), place)
+        return Seal("untraceable", path, f"torch.fx cannot trace its forward: {first_line(error)}", place)
+
+    def _remove_nodes(self, began: int) -> None:
+        """Remove the nodes that were made after the graph had ``began`` nodes."""
+        nodes = list(self.graph.nodes)[began:]
+        removed = {id(node) for node in nodes}
+        for name, proxy in list(self._tensor_proxies.items()):
+            if id(proxy.node) in removed:
+                del self._tensor_proxies[name]
+        for node in reversed(nodes):
+            self.graph.erase_node(node)
+
+    def _value(self, node: fx.Node) -> Any:
+        """Compute a node's value, which depends only on shapes, dtypes and devices of parameters and buffers."""
+        if node.op == "get_attr":
+            return attrgetter(str(node.target))(self.root)
+        args = fx.node.map_arg(node.args, self._value)
+        kwargs = fx.node.map_arg(node.kwargs, self._value)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def call_key(node: fx.Node) -> str:
+    """Return the key of the innermost module call that has made a node. Each call of a module has a different key."""
+    return str(list(node.meta["nn_module_stack"])[-1])
+
+
+def is_of_attributes(node: fx.Node) -> bool:
+    """Whether a node's value depends on parameters and buffers only, and not on the network's inputs."""
+    if node.op == "get_attr":
+        return True
+    return bool(node.all_input_nodes) and all(map(is_of_attributes, node.all_input_nodes))
+
+
+def network_inputs(network: nn.Module) -> list[str]:
+    """Return the names of the tensors that a network's forward takes.
+
+    The arguments without a default are assumed to be tensors. If all arguments have a default, only the first argument
+    is assumed to be a tensor.
+
+    Raises:
+        ConfigurationError: An argument without a default is keyword-only.
+    """
+    arguments = list(inspect.signature(network.forward).parameters.values())
+    needed = [
+        argument
+        for argument in arguments
+        if argument.default is argument.empty and argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
+    ]
+    if any(argument.kind is argument.KEYWORD_ONLY for argument in needed):
+        raise ConfigurationError(
+            f"{type(network).__name__}.forward takes the argument {needed[-1].name!r} by keyword only: a network that "
+            "is cut into stages takes its tensors by position; remove the * before the argument"
+        )
+    return [argument.name for argument in needed] or [argument.name for argument in arguments[:1]] or ["images"]
