@@ -169,12 +169,12 @@ def test_a_trace_leaves_nothing_behind_and_what_a_graph_cannot_repeat_stays_whol
     traced = trace_open(network)
     assert digest(network) == before
     assert outside == OUTSIDE
-    found = [(network.get_submodule("1") is module, seal.reason) for module, seal in seals(traced).items()]
+    reasons = [(network.get_submodule("1") is module, seal.reason) for module, seal in seals(traced).items()]
     if how in WHOLE:
-        assert found[-1][0]
-        assert WHOLE[how] in found[-1][1]
+        assert reasons[-1][0]
+        assert WHOLE[how] in reasons[-1][1]
     else:
-        assert found == []
+        assert reasons == []
     assert torch.equal(
         traced(torch.ones(2, 4, dtype=torch.float64)), network(torch.ones(2, 4, dtype=torch.float64))
     ) or how in ("random", "torch", "generator", "numpy generator", "buffer's value")
