@@ -383,6 +383,8 @@ def test_cuts_inside_a_module_that_stays_whole_are_refused_with_the_reason() -> 
     with pytest.raises(ConfigurationError, match=r"'1.inner.0'.*its forward changes the attribute 'kept'"):
         Division(network, ["1.inner.0"])
     assert Division(network, ["1"]).opened == ("",)
+    with pytest.raises(ConfigurationError, match=r"Nasty \(Nasty\) cannot be cut.*changes the attribute 'kept'; move"):
+        Division(Nasty("stored"), ["inner.0"])
 
 
 @pytest.mark.cluster
