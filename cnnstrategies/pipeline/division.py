@@ -180,8 +180,8 @@ class Division:
         """
         if (seal := seals(full).get(self.network)) is not None:
             raise ConfigurationError(
-                f"{seal.place} cannot be cut into stages: {seal.reason}; move this code into a submodule, which runs as "
-                "a whole"
+                f"{seal.place} cannot be cut into stages: {seal.reason}; move this code into a submodule, which runs "
+                "as a whole"
             )
         try:
             traced, reads = trace_opened(self.network, full, {self._modules[path] for path in self.opened})
