@@ -1,12 +1,14 @@
-"""Planted causes of slowness on two ranks: what ``scaling`` names first, what it predicts, and what its remedy brings.
+"""Sixteen planted causes of slow training on two ranks: what ``scaling`` names, what it predicts, and what it brings.
 
-Each training has one thing wrong. The remedy is what was proposed, or, where that is not a setting, the same training
-without what is wrong. Speeds are of epochs with all that they have. The slow link is a loopback of 100 Mbit/s in a
-namespace of its own, the slow rank has half the processor quota of the other (both need root). That a step makes the
-host wait cannot be tried without an accelerator.
+Each training has one thing wrong, which is planted by waiting wherever that is possible, so that other programs on the
+machine hardly matter. The remedy is the proposed setting or, if the remedy is not a setting, the same training without
+what is wrong. Speeds are speeds of whole epochs, with validation and checkpoints. The slow link is a loopback of 100
+Mbit/s in a network namespace, which needs root. A step that makes the process wait for the device cannot be planted
+without an accelerator.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -21,7 +23,6 @@ import yaml
 
 sys.path += [str(Path(__file__).parents[1] / "pipeline"), str(Path(__file__).parent)]
 
-from quotas import quotas
 from ranks import report
 
 from cnnstrategies.planning.scaling.figures import Facts, Measurements
@@ -30,51 +31,84 @@ from cnnstrategies.planning.scaling.reasons import reasons
 from cnnstrategies.planning.tune.settings import nested, write_commented
 
 HERE = Path(__file__).parent
-SECONDS = 22.0  # of a training's measurement, starts included
+SECONDS = 12.0  # Time limit of the measurement of one training, with its start.
 LINK = "100mbit"
-CORES = (0.9, 0.45)
 HEALTHY: dict[str, Any] = {
     "seed_everything": 1,
     "trainer": {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "logger": False, "enable_checkpointing": False},
     "model": {"class_path": "planted_parts.Net"},
-    "data": {"class_path": "planted_parts.Data", "init_args": {"batch_size": 32, "num_workers": 0}},
+    "data": {"class_path": "planted_parts.Data", "init_args": {"batch_size": 16, "num_workers": 0}},
 }
 
 
 @dataclass(frozen=True)
 class Plant:
-    """A planted fault: keys of the configuration and variables, and a word of the cause that should come first."""
+    """A planted cause.
+
+    Attributes:
+        word: Words of the cause that ``scaling`` should name first.
+        values: Values of the configuration that plant the cause.
+        variables: Environment variables that plant the cause.
+        also: Words of other causes that are true as well.
+        cure: Values of the configuration without the cause; by default the configuration without `values`.
+    """
 
     word: str
     values: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
+    cure: Mapping[str, Any] = field(default_factory=dict)
 
 
-DATA = "data.init_args"
+NET, DATA = "model.init_args", "data.init_args"
+UNEVEN = {f"{NET}.uneven": True}
+
+
+def callback(name: str) -> dict[str, Any]:
+    """Return a configuration with a callback of `planted_parts`."""
+    return {"trainer.callbacks": [{"class_path": f"planted_parts.{name}"}]}
+
+
+SAVING = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": "slow", "every_n_train_steps": 16}}
 PLANTS = {
     "nothing": Plant("nothing"),
     "a slow loader": Plant("loader is slower", {f"{DATA}.cost": "computes"}),
     "storage that answers late": Plant("waits for storage", {f"{DATA}.cost": "waits"}),
+    "storage that answers late on one rank only": Plant(
+        "waits for storage", {f"{DATA}.cost": "waits", f"{DATA}.only": 1}
+    ),
     "an augmentation that holds the interpreter's lock": Plant(
         "interpreter's lock", {f"{DATA}.cost": "holds the lock"}
     ),
-    "one rank at half speed": Plant(
-        "slower than the others",
-        {"trainer.callbacks": [{"class_path": "planted_parts.SlowRank"}]},
-        {"CNNSTRATEGIES_SLOW_GROUP": "cnnbench"},
+    "one slow rank, and a log with `sync_dist` in each step": Plant(
+        "rank 1 is slower", {f"{NET}.slow_rank": 1, f"{NET}.meets": "log"}
     ),
     "a link of 100 Mbit/s": Plant("link is slow", {"trainer.strategy": "ddp"}, {"CNNSTRATEGIES_LINK": LINK}),
     "8 threads for each rank": Plant("threads compete", variables={"OMP_NUM_THREADS": "8"}),
-    "a callback that sleeps": Plant("Sleeper", {"trainer.callbacks": [{"class_path": "planted_parts.Sleeper"}]}),
-    "a batch of 2 for each device": Plant("batches are small", {f"{DATA}.batch_size": 2}),
+    "a callback that sleeps on rank 0": Plant("Sleeper", callback("Sleeper")),
+    "averaged weights by `deepcopy`": Plant("AverageByCopy", callback("AverageByCopy")),
+    "a batch of 2 for each device": Plant("batches are small", {f"{DATA}.batch_size": 2, f"{NET}.fixed": 0.04}),
     "validation longer than training": Plant("validation", {f"{DATA}.validation": 16384}),
+    "checkpoints on a slow disk": Plant(
+        "checkpoints",
+        {
+            "trainer.enable_checkpointing": True,
+            "trainer.callbacks": [SAVING],
+            "trainer.plugins": [{"class_path": "planted_parts.SlowDisk"}],
+        },
+    ),
     "a huge logger at each step": Plant(
         "loggers", {"trainer.logger": [{"class_path": "planted_parts.HugeLogger"}], "trainer.log_every_n_steps": 1}
+    ),
+    "64 MB of buffers": Plant("buffers", {f"{NET}.buffers": 64}),
+    "uneven work and a barrier in each step": Plant("barrier", {**UNEVEN, f"{NET}.meets": "barrier"}, cure=UNEVEN),
+    "uneven work and a log with `sync_dist` in each step": Plant(
+        "sync_dist", {**UNEVEN, f"{NET}.meets": "log"}, cure=UNEVEN
     ),
 }
 
 
-def measure(*layers: Mapping[str, Any]) -> Measurements:
+def measure(*layers: Mapping[str, Any], seconds: float) -> Measurements:
     """Return the measurements of ``scaling`` with two ranks."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -86,74 +120,95 @@ def measure(*layers: Mapping[str, Any]) -> Measurements:
             words += ["--config", str(folder / f"{number}.yaml")]
             arguments |= {key.rpartition(".")[2]: value for key, value in values.items() if key.startswith(DATA)}
         keys = {name: arguments[name] for name in ("num_workers", "batch_size")}
-        return Bench({2: words}, folder, Facts(keys=keys), True, time.monotonic() + SECONDS).measure()
+        return Bench({2: words}, folder, Facts(keys=keys), True, time.monotonic() + seconds).measure()
 
 
 def rate(measurements: Measurements) -> float:
-    """Samples/s of epochs with all that they have."""
+    """Samples/s of whole epochs."""
     run, epoch = measurements.largest, measurements.facts.epoch
     steps = epoch.steps or 1
     return steps * run.samples / (steps * run.step + epoch.validation + epoch.checkpoints)
 
 
-def one(name: str) -> list[str]:
-    """A row of the page."""
+def row(name: str, seconds: float) -> list[str]:
+    """Return a row of the page. A cause that is wrong is shown in bold."""
     plant = PLANTS[name]
     os.environ |= plant.variables
-    measurements = measure(plant.values)
-    why = reasons(measurements)
-    if name == "nothing":
-        share = measurements.largest.rate / min(measurements.limits().values())
+    measurements = measure(plant.values, seconds=seconds)
+    causes = reasons(measurements)
+    named = [
+        reason.cause if any(word in reason.cause for word in (plant.word, *plant.also)) else f"**{reason.cause}**"
+        for reason in causes
+    ]
+    if not causes or plant.word not in causes[0].cause:
+        fraction = measurements.largest.rate / min(measurements.limits().values())
+        healthy = name == "nothing" and not causes
         return [
             name,
-            "; ".join(reason.cause for reason in why) or "nothing found",
+            "; ".join(named) or ("nothing found" if healthy else "**nothing found**"),
             "",
-            f"{share:.2f} of what the parts allow",
+            "",
+            f"{fraction:.2f} of what the parts allow" if healthy else "",
         ]
-    if not why:
-        return [name, "**nothing found**", "", ""]
-    first = why[0]
-    if plant.word not in first.cause:
-        return [name, f"**{first.cause}**", f"{first.gain:.2f}", ""]
-    if first.values:
-        after = measure(plant.values, first.values)
-    else:
-        for variable in plant.variables:
+    first = causes[0]
+    for variable in plant.variables:
+        if not first.values:
             del os.environ[variable]
-        after = measure()
-    remedy = ", ".join(f"`{key}: {value}`" for key, value in first.values.items()) or "without it"
-    return [name, first.cause, f"{first.gain:.2f}", f"{rate(after) / rate(measurements):.2f}, {remedy}"]
+    after = measure(*((plant.values, first.values) if first.values else (plant.cure,)), seconds=seconds)
+    remedy = ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in first.values.items()) or "without it"
+    return [
+        name,
+        named[0],
+        "; ".join(named[1:]),
+        f"{first.gain:.2f}",
+        f"{rate(after) / rate(measurements):.2f}, {remedy}",
+    ]
 
 
-def apart(name: str) -> list[str]:
-    """The row, from a process with what the plant needs around it."""
-    command = [sys.executable, __file__, "--one", name]
+def apart(name: str, seconds: float) -> list[str]:
+    """Return the row from a process with the environment that the plant needs."""
+    command = [sys.executable, str(HERE / "planted.py"), "--row", name, "--seconds", str(seconds)]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{HERE.parents[1]}"}
     if name == "a link of 100 Mbit/s":
         shape = f"tc qdisc add dev lo root tbf rate {LINK} burst 256kb latency 1s"
         command = ["unshare", "-n", "sh", "-c", f'ip link set lo up mtu 1500 && {shape} && exec "$@"', "sh", *command]
-    with quotas(2) as groups:
-        for group, cores in zip(groups, CORES, strict=True):
-            group.limit(cores)
-        ended = subprocess.run(command, cwd=HERE, env=variables, stdout=subprocess.PIPE, text=True, check=True)
-    row: list[str] = yaml.safe_load(ended.stdout.rpartition("ROW ")[2])
-    return row
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "slow").mkdir()
+        ended = subprocess.run(command, cwd=folder, env=variables, stdout=subprocess.PIPE, text=True, check=True)
+    cells: list[str] = json.loads(ended.stdout.rpartition("ROW ")[2])
+    return cells
 
 
 def main() -> None:
-    """Measure all, or some, and write the page."""
+    """Measure all planted causes, or some, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="of what is planted; by default all")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "names", nargs="*", help="planted causes whose names contain one of these words; by default all"
+    )
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each measurement (default: %(default)s)")
+    parser.add_argument(
+        "--rows", type=Path, help="file that keeps each measured row; rows that it already has are not measured again"
+    )
+    parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one is not None:
-        print("ROW", yaml.safe_dump(one(options.one), default_flow_style=True, width=10_000))
+    if options.row is not None:
+        print("ROW", json.dumps(row(options.row, options.seconds)))
         return
-    rows: list[list[str]] = [["planted", "named first", "gain predicted", "measured, and with which remedy"]]
-    for name in options.names or PLANTS:
-        rows.append(apart(name))
-        print(rows[-1], flush=True)
-    report(HERE / "planted.md", "Planted causes of slowness", __doc__ or "", rows)
+    kept: dict[str, list[str]] = {}
+    if options.rows is not None and options.rows.exists():
+        kept = {cells[0]: cells for cells in map(json.loads, options.rows.read_text().splitlines())}
+    wanted = [name for name in PLANTS if not options.names or any(word in name for word in options.names)]
+    for name in wanted:
+        if name not in kept:
+            began = time.monotonic()
+            kept[name] = apart(name, options.seconds)
+            print(f"{time.monotonic() - began:.0f} s:", kept[name], flush=True)
+            if options.rows is not None:
+                with options.rows.open("a") as file:
+                    file.write(json.dumps(kept[name]) + "\n")
+    heading = ["planted", "named first", "named as well", "gain predicted", "measured, and with which remedy"]
+    if not options.names:
+        report(HERE / "planted.md", "Planted causes of slowness", __doc__ or "", [heading, *map(kept.get, wanted)])
 
 
 if __name__ == "__main__":

@@ -186,6 +186,8 @@ class StepMeter:
         steps: Number of measured steps.
         pipeline: The strategy's pipeline; None if the strategy has no stages.
         clock: The clock that counts the time.
+        all_reduces: For each all-reduce of DDP, the seconds that do not overlap with backward, and all of its seconds.
+            Those of the last step are missing.
     """
 
     def __init__(self, trainer: Trainer, part_of: Callable[[str], str | None] | None = None) -> None:
@@ -197,8 +199,7 @@ class StepMeter:
         self._ddp = strategy.model if isinstance(strategy.model, DistributedDataParallel) else None
         # Keys: kinds of tasks of the pipeline. Values: seconds that all tasks of this kind have taken so far.
         self._engine: dict[str, float] = {}
-        # For each all-reduce of DDP: the seconds that do not overlap with backward, and the seconds in total.
-        self._all_reduces: list[tuple[float, float]] = []
+        self.all_reduces: list[tuple[float, float]] = []
         self._synchronised = 0  # Number of measured steps with an all-reduce.
 
         def inner() -> Mapping[str, float]:
@@ -224,15 +225,20 @@ class StepMeter:
         self.clock.wanted = True
         self.clock.run()
 
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether DDP sums the gradients in the backward pass of this measured step."""
+        return self.clock.running and self._ddp is not None and self._ddp.require_backward_grad_sync
+
     def before_backward(self) -> None:
         """Record the time of DDP's previous all-reduce. Call this after each forward pass.
 
         DDP makes the measured times of an all-reduce available during the next forward pass.
         """
-        if self.clock.running and self._ddp is not None and self._ddp.require_backward_grad_sync:
+        if self._ddp is not None and self.sums_gradients:
             if self._synchronised:
                 total, hidden = communication_seconds(self._ddp)
-                self._all_reduces.append((max(0.0, total - hidden), total))
+                self.all_reduces.append((max(0.0, total - hidden), total))
             self._synchronised += 1
 
     def end_step(self) -> None:
@@ -261,9 +267,9 @@ class StepMeter:
         steps = max(1, self.steps)
         times = {part: seconds / steps for part, seconds in self.clock.seconds.items()}
         times[TOTAL] = sum(times.values())
-        if self._all_reduces:
+        if self.all_reduces:
             fraction = self._synchronised / steps
-            visible, total = (fraction * sum(each) / len(each) for each in zip(*self._all_reduces, strict=True))
+            visible, total = (fraction * sum(each) / len(each) for each in zip(*self.all_reduces, strict=True))
             times |= {"communication": visible, "communication_total": total, "backward": times["backward"] - visible}
         return times
 

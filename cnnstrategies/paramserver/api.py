@@ -19,6 +19,7 @@ from cnnstrategies.paramserver.worker.codecs import CodecChooser, Codecs, ladder
 from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
 from cnnstrategies.runtime.allocation import reuse_freed_memory
+from cnnstrategies.runtime.waiting import waiting
 
 Result = TypeVar("Result")
 
@@ -348,23 +349,24 @@ class Worker:
         if not wait.waiting():
             return
         begun = time.monotonic()
-        # Earlier calls may already have read the messages that end the wait. So handle these messages before the loop
-        # below, which checks views and sockets.
-        for server, header, payload in self._links.arrived():
-            self.role.on_message(server, header, payload)
-            if not wait.waiting():
-                break
-        if wait.waiting():
-            self.role.begin_waiting(begun, wait)
-        while wait.waiting():
-            self._follow()
-            self.role.on_time(time.monotonic())
-            self._send()
-            for server, header, payload in self._links.receive(POLL_SECONDS):
+        with waiting("servers"):
+            # Earlier calls may already have read the messages that end the wait. So handle these messages before the
+            # loop below, which checks views and sockets.
+            for server, header, payload in self._links.arrived():
                 self.role.on_message(server, header, payload)
                 if not wait.waiting():
                     break
-        self._send()
+            if wait.waiting():
+                self.role.begin_waiting(begun, wait)
+            while wait.waiting():
+                self._follow()
+                self.role.on_time(time.monotonic())
+                self._send()
+                for server, header, payload in self._links.receive(POLL_SECONDS):
+                    self.role.on_message(server, header, payload)
+                    if not wait.waiting():
+                        break
+            self._send()
         self.counters.seconds_waited += time.monotonic() - begun
 
     def _follow(self) -> None:

@@ -12,6 +12,7 @@ from cnnstrategies.paramserver.coordinator.collective_rounds import MIDWAY
 from cnnstrategies.paramserver.coordinator.contributions import unpack
 from cnnstrategies.paramserver.coordinator.dispatch import Chunk
 from cnnstrategies.paramserver.membership import Membership
+from cnnstrategies.runtime.waiting import waiting
 
 # By name: function that reduces the workers' tensors, stacked along a new first dimension, to one tensor.
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -234,9 +235,11 @@ class Collectives:
         self, value: Any, operation: str, seal: bool = False, boundary: bool = False, **more: bool
     ) -> Gathered:
         fields = {"operation": operation, "seal": seal, "boundary": boundary, **more}
-        message = self.membership.ask("collect", fields, encode(value))
-        if seal or boundary:
-            self.membership.views.wait_newer(message.integer("view") - 1, self.membership.address.timeout)
+        payload = encode(value)
+        with waiting(operation):
+            message = self.membership.ask("collect", fields, payload)
+            if seal or boundary:
+                self.membership.views.wait_newer(message.integer("view") - 1, self.membership.address.timeout)
         # If only the leader receives the contributions, the other workers receive ids without frames.
         values = {worker: decode(frames) if frames else None for worker, frames in unpack(message.frames).items()}
         self.present = list(values)

@@ -7,11 +7,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.quantities import as_timedelta
+from cnnstrategies.runtime.waiting import report_forwards
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.balancing import GatherRows, gather_rows
 from cnnstrategies.strategies.dealing import Dealing
@@ -63,6 +65,7 @@ class BalancedDDPStrategy(StrategyFacts, ExactMeans, WrapsAgain, FailingTogether
         super().__init__(**kwargs)
         self._dealing = Dealing(self, shares, max_samples, initial_shares)
         self._group: dist.ProcessGroup | None = None
+        self._reports: tuple[RemovableHandle, ...] = ()  # They end the reports of DDP's waits.
 
     @property
     @override
@@ -88,28 +91,33 @@ class BalancedDDPStrategy(StrategyFacts, ExactMeans, WrapsAgain, FailingTogether
     def configure_ddp(self) -> None:
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
-        if self._dealing.stopwatch is not None:
+        if self._dealing.clock is not None:
             self.model.register_comm_hook(None, self._reduce)
+            # The module may be wrapped again during training.
+            for handle in self._reports:
+                handle.remove()
+            self._reports = report_forwards(self.model)
 
     def _reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        if bucket.is_last():
-            assert self._dealing.stopwatch is not None
-            self._dealing.stopwatch.end()
         group: Any = None
         reduced: torch.futures.Future[Tensor] = default_hooks.allreduce_hook(group, bucket)
+        if bucket.is_last():
+            # All gradients are computed. In the rest of backward this rank only waits for the other ranks' gradients.
+            assert self._dealing.clock is not None
+            self._dealing.clock.begin_waiting()
         return reduced
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if self._dealing.clock is not None:
+            self._dealing.clock.end_waiting()
+        super().post_backward(closure_loss)
 
     def _open_group(self) -> GatherRows:
         # `new_group` returns a number only on ranks outside the group. All ranks are in this group, so mypy's error is
         # ignored.
         self._group = dist.new_group(backend="gloo")  # type: ignore[assignment]
         return lambda row: gather_rows(row, self._group)
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._dealing.stopwatch is not None:
-            self._dealing.stopwatch.begin()
-        return super().training_step(*args, **kwargs)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

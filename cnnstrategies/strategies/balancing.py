@@ -1,9 +1,8 @@
 """Measured shares: ranks of different speeds measure their times during training, and change their shares."""
 
-import time
 from collections.abc import Callable, Sequence
 from math import inf
-from statistics import median
+from statistics import mean
 from typing import Any
 
 import torch
@@ -13,10 +12,15 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from cnnstrategies.data.sampling import DealtBatches, dealt
+from cnnstrategies.runtime.waiting import unwatch, watch
 from cnnstrategies.shares import Deals, Proposal, proposal
+from cnnstrategies.strategies.bets import PATIENCE, Bets, Block, ShareDecision
+from cnnstrategies.strategies.stopwatch import Measured, Stopwatch
 
-EVERY = 5  # Number of batches between two exchanges of measured times.
-FIRST = 3  # Number of batches at the start of a run that are not timed, because they allocate memory for later batches.
+EVERY = 4  # Smallest number of batches between two exchanges of measured times.
+# Number of batches at the start of a run that are not timed, and number of batches with new shares that are not timed.
+# These batches allocate memory for later batches.
+FIRST, SETTLING = 3, 2
 FILLED = 0.9  # Largest fraction of a GPU's memory that training with new shares may use.
 
 
@@ -59,119 +63,75 @@ def fitting(held: int, device: torch.device) -> float:
     return max(0.0, limit - rest) * held // (peak - rest) if peak > rest else inf
 
 
-class Stopwatch:
-    """Stopwatch for this rank's own computation in each step, from the start of the forward to the last gradient.
-
-    On a GPU the times come from CUDA events. An event is read only after the GPU has reached the event, so the CPU
-    never waits for the GPU.
-
-    Args:
-        device: This rank's device.
-        waited: Function that returns the total time in seconds that this rank has waited for other processes so far.
-            Waiting between :meth:`begin` and :meth:`end` is subtracted from the measured time. By default no waiting is
-            subtracted.
-    """
-
-    def __init__(self, device: torch.device, waited: Callable[[], float] = float) -> None:
-        self._waited = waited
-        self._waited_before = 0.0  # The value of `waited()` when the stopwatch was started.
-        self._events: list[tuple[Any, Any, float]] = []  # For each step: start event, end event, seconds of waiting.
-        self._on_device = device.type == "cuda"
-        self._start: Any = None  # Event or time in seconds at which the stopwatch was started; None if it is stopped.
-        self._seconds: list[float] = []
-
-    def begin(self) -> None:
-        """Start the stopwatch. Call this right before a forward."""
-        self._waited_before = self._waited()
-        self._start = self._now()
-
-    def end(self) -> None:
-        """Stop the stopwatch if it is running. Call this when the last gradient of a backward is computed."""
-        if self._start is None:
-            return
-        start, self._start = self._start, None
-        waited = self._waited() - self._waited_before
-        if self._on_device:
-            self._events.append((start, self._now(), waited))
-        else:
-            self._seconds.append(self._now() - start - waited)
-
-    def take(self) -> list[float]:
-        """Return the measured times of steps since the last call of this method, in seconds, one time for each step.
-
-        On a GPU the times of the newest steps may be missing, because the GPU has not finished these steps. A later
-        call returns them.
-        """
-        while self._events and self._events[0][1].query():
-            start, end, waited = self._events.pop(0)
-            self._seconds.append(start.elapsed_time(end) / 1000 - waited)
-        seconds, self._seconds = self._seconds, []
-        return seconds
-
-    def _now(self) -> Any:
-        if not self._on_device:
-            return time.perf_counter()
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-
 class Balance(Callback):
     """Callback that exchanges measured times among the ranks, and changes the shares if this makes steps faster.
 
     The ranks exchange their times every few batches. All ranks receive the same times, so all ranks choose the same
-    shares. New shares apply only to batches that no rank's data loader has drawn yet.
+    shares. New shares apply only to batches that no rank's data loader has drawn yet. Each change is a bet, as
+    :class:`~cnnstrategies.strategies.bets.Bets` describes.
 
-    The unit of work is a sample or, in a subclass, a microbatch. A rank may do several kinds of work, such as the
-    forward and backward passes of a pipeline, and each kind has its own stopwatch.
+    The unit of work is a sample or, in a subclass, a microbatch. A rank's time is the time of its whole steps, without
+    the time that it waits for other ranks. A subclass may measure several kinds of work instead, such as the forward
+    and backward passes of a pipeline.
 
     Attributes:
         unit: Plural name of a unit of work, for log lines.
+        clock: Stopwatch for this rank's steps. It runs from the end of a batch to the end of the next batch.
 
     Args:
         deals: The ranks' shares. The callback changes them.
-        stopwatches: The stopwatches of this rank, one for each kind of work.
+        device: This rank's device.
         gather: Function that sends this rank's measured times to all ranks, and returns the times of all ranks.
     """
 
     unit = "samples"
 
-    def __init__(self, deals: Deals, stopwatches: Sequence[Stopwatch], gather: GatherRows) -> None:
+    def __init__(self, deals: Deals, device: torch.device, gather: GatherRows) -> None:
         self.deals = deals
+        self.clock = Stopwatch(device)
         self.sampler: DealtBatches | None = None
-        self._stopwatches = stopwatches
         self._gather = gather
-        # For each kind of work: this rank's measured seconds per unit of work, since the last exchange.
-        self._unit_seconds: list[list[float]] = [[] for _ in stopwatches]
-        # Seconds between the ends of two consecutive batches, since the last exchange.
-        self._step_seconds: list[float] = []
-        self._last_end: float | None = None  # Time at which the previous batch ended; None at the start of an epoch.
+        self._bets = Bets()
+        self._steps: list[Measured] = []  # Measured steps since the last exchange.
         self._held = 0  # Largest number of units of work that were in this rank's memory at once so far.
         self._untimed = FIRST  # Number of coming batches that are not timed.
         self._next = (0, 0)  # Epoch and batch from which the current shares are used.
-        # Time of a step with the previous shares, in seconds; None once the measured gain has been logged.
-        self._step_before: float | None = None
         self._stays = False  # Whether the shares no longer change.
 
     def stay(self) -> None:
-        """Keep the current shares for the rest of this run."""
+        """Keep the current shares for the rest of this run. All ranks must call this in the same batch."""
         self._stays = True
+        self._end()
 
     def can_deal(self) -> bool:
         """Return whether the training batches are divided by shares that may change."""
         return self.sampler is not None and not self._stays
 
     def work(self, batch: int) -> int:
-        """Return the number of units of work of this rank in a batch.
-
-        The callback divides a stopwatch's time by this number to get the time per unit.
-        """
+        """Return the number of units of work of this rank in a batch."""
         assert self.sampler is not None
         return self.sampler.counts(batch)[self.sampler.rank]
 
     def holds(self, batch: int) -> int:
         """Return the largest number of units of work that this rank holds in memory at once in a batch."""
         return self.work(batch)
+
+    def unit_seconds(self, steps: Sequence[Measured]) -> list[float]:
+        """Return this rank's seconds per unit of work since the last call, for each kind of work.
+
+        A time is 0 if it is not known.
+
+        Args:
+            steps: The measured steps since the last call.
+        """
+        work = sum(step.work for step in steps)
+        return [sum(step.own for step in steps) / work if work else 0.0]
+
+    def counts(self, epoch: int, batch: int) -> tuple[int, ...]:
+        """Return the number of units of work of each rank in a batch of full size."""
+        assert self.sampler is not None
+        # The last global batch may be smaller than the first.
+        return self.deals.counts(epoch, batch, sum(self.sampler.counts(0)))
 
     def propose(
         self, epoch: int, batch: int, seconds: Sequence[Sequence[float]], step: float, most: Sequence[float]
@@ -185,73 +145,119 @@ class Balance(Callback):
             step: Measured time of a step with the current shares, in seconds.
             most: Estimated number of units that fit into each rank's memory; infinite if not known.
         """
-        assert self.sampler is not None
-        # The proposal is for the size of the epoch's first global batch, because the last global batch may be smaller.
-        counts = self.deals.counts(epoch, batch, sum(self.sampler.counts(0)))
-        return propose(counts, self.deals, seconds[0], step, most)
+        return propose(self.counts(epoch, batch), self.deals, seconds[0], step, most)
+
+    def watchers(self) -> list[Stopwatch]:
+        """Return the stopwatches that measure waits for other ranks."""
+        return [self.clock]
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.sampler = dealt(trainer)
+        if self.can_deal() and not self._bets.is_over:
+            for stopwatch in self.watchers():
+                watch(stopwatch)
+
+    def _end(self) -> None:
+        for stopwatch in self.watchers():
+            stopwatch.discard()
+            unwatch(stopwatch)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._end()
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last_end = None
+        self.clock.discard()
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.clock.discard()
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        times = [stopwatch.take() for stopwatch in self._stopwatches]
-        if not self.can_deal():
+        if not self.can_deal() or self._bets.is_over:
             return
-        now, last_end = time.perf_counter(), self._last_end
-        self._last_end = now
         self._held = max(self._held, self.holds(batch_idx))
-        if self._untimed or (trainer.current_epoch, batch_idx) < self._next:
-            self._untimed = max(0, self._untimed - 1)
-            return
-        work = self.work(batch_idx)
-        for unit_seconds, seconds in zip(self._unit_seconds, times, strict=True):
-            unit_seconds += [measured / work for measured in seconds if work]
-        if last_end is not None:
-            self._step_seconds.append(now - last_end)
-        if (batch_idx + 1) % min(EVERY, trainer.num_training_batches) == 0:
-            self._exchange(trainer, batch_idx)
+        # A smaller batch at the end of an epoch is not timed, because a part of a step's time depends on no sample.
+        is_whole = self.sampler is None or sum(self.sampler.counts(batch_idx)) == sum(self.sampler.counts(0))
+        if (trainer.current_epoch, batch_idx) < self._next or not is_whole:
+            self.clock.discard()
+        elif self._untimed:
+            self._untimed -= 1
+            self.clock.discard()
+        self.clock.end(self.work(batch_idx))
+        self.clock.begin()
+        self._steps += self.clock.take()
+        # A worker of a parameter server that was restarted has the same batch number as the other workers, but not the
+        # same number of timed steps. So the batch number alone decides when the ranks exchange their times.
+        accumulated = trainer.accumulate_grad_batches
+        every = min(-(-EVERY // accumulated) * accumulated, trainer.num_training_batches)
+        if (batch_idx + 1) % every == 0:
+            self._exchange(trainer, batch_idx, timed=2 * len(self._steps) >= every)
 
-    def _exchange(self, trainer: Trainer, batch: int) -> None:
-        medians = [median(values) if values else 0.0 for values in (*self._unit_seconds, self._step_seconds)]
+    def _exchange(self, trainer: Trainer, batch: int, timed: bool) -> None:
+        steps, self._steps = self._steps, []
         drawn = batch + 1 if self.sampler is None else self.sampler.drawn
-        rows = self._gather([*medians, drawn, fitting(self._held, trainer.strategy.root_device)])
-        self._unit_seconds, self._step_seconds = [[] for _ in self._stopwatches], []
+        duration = mean(step.seconds for step in steps) if timed else 0.0
+        fits = fitting(self._held, trainer.strategy.root_device)
+        rows = self._gather([*self.unit_seconds(steps), duration, drawn, fits])
+        *units, durations, drawns, most = zip(*rows, strict=True)
         if len(rows) < len(self.deals.shares):
-            return  # A rank has died, so its time is missing and the shares stay as they are.
-        *seconds, steps, drawns, most = zip(*rows, strict=True)
-        step, step_before, self._step_before = median(steps), self._step_before, None
-        if step_before is not None and step:
-            gain = step_before / step - 1
-            _log(trainer, f"Since the last change of shares, a step is {gain:.0%} faster", gain=gain)
-        epoch = trainer.current_epoch
-        timed = all(any(of_rank) for of_rank in zip(*seconds, strict=True))
-        proposed = self.propose(epoch, batch, seconds, step, most) if timed else None
-        if proposed is None:
+            self._bets.forget()  # A rank has died.
             return
-        first = int(max(drawns)) + 1
-        since = (epoch, first) if first < trainer.num_training_batches else (epoch + 1, 0)
-        self.deals.change(*since, proposed.shares)
-        self._next, self._step_before = since, step
-        counts = [int(share) for share in proposed.shares]
-        text = f"{', '.join(map(str, counts))} {self.unit} in a batch; a step should become {proposed.gain:.0%} faster"
-        ranks = {f"rank_{rank}": count for rank, count in enumerate(counts)}
-        _log(trainer, f"Rebalanced: ranks now get {text}", predicted_gain=proposed.gain, **ranks)
+        if not all(durations) or not all(map(any, zip(*units, strict=True))):
+            return  # A rank has not timed enough steps, because it has just begun, for example.
+        epoch = trainer.current_epoch
+        decision = self._bets.decide(
+            Block(max(durations), tuple(units)),
+            self.counts(epoch, batch),
+            lambda seconds, step: self.propose(epoch, batch, seconds, step, most),
+        )
+        if decision.shares is not None:
+            first = int(max(drawns)) + 1
+            since = (epoch, first) if first < trainer.num_training_batches else (epoch + 1, 0)
+            self.deals.change(*since, decision.shares)
+            self._next, self._untimed = since, SETTLING
+            self.clock.clear()
+        self._log(trainer, decision)
+        if self._bets.is_over:
+            self._end()
+
+    def _log(self, trainer: Trainer, decision: ShareDecision) -> None:
+        if (gain := decision.gain) is not None:
+            text = f"Since the last change of shares, a step is {abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
+            if not decision.won:
+                text += ", which is not a measurable gain: the ranks get their earlier shares again"
+            _log(trainer, text, gain=gain)
+        if decision.shares is not None:
+            counts = [int(share) for share in decision.shares]
+            figures = {f"rank_{rank}": float(count) for rank, count in enumerate(counts)}
+            text = f"Rebalanced: ranks now get {', '.join(map(str, counts))} {self.unit} in a batch"
+            if (predicted := decision.predicted) is not None:
+                text += f"; a step should become {predicted:.0%} faster"
+                figures["predicted_gain"] = predicted
+            _log(trainer, text, **figures)
+        if self._bets.is_over:
+            rank_zero_info(f"Shares do not change any more, because {PATIENCE} changes have not made steps faster")
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self.deals.state_dict()
+        return self.deals.state_dict() | {"bets": self._bets.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.deals.load_state_dict(state_dict)
+        # Checkpoints of earlier versions have no bets. With a different number of ranks, the times are of other ranks.
+        if "bets" in state_dict and len(state_dict["since"][-1]) == 2 + len(self.deals.shares):
+            self._bets.load_state_dict(state_dict["bets"])
         # The newest shares in the checkpoint may apply only from a later batch on. The batches before it still use the
         # old shares, so they must not be timed.
         self._next = self.deals.since

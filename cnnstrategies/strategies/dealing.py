@@ -12,9 +12,10 @@ from cnnstrategies._lightning_private import keep_batches
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.shares import NORMALISED_TOGETHER, Deals, check_count, check_initial
-from cnnstrategies.strategies.balancing import Balance, GatherRows, Stopwatch
+from cnnstrategies.strategies.balancing import Balance, GatherRows
 from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.sample_weights import weigh_samples
+from cnnstrategies.strategies.stopwatch import Stopwatch
 
 Shares = Literal["auto", "equal"] | Sequence[float]
 
@@ -23,7 +24,8 @@ class Dealing:
     """Division of the training batches of a strategy among its ranks, by configured or measured shares.
 
     Attributes:
-        stopwatch: Stopwatch that the strategy starts and stops in each step; None unless shares are measured.
+        clock: Stopwatch of this rank's steps; None unless shares are measured. A strategy tells it about waits that are
+            not reported in :mod:`cnnstrategies.runtime.waiting`.
 
     Args:
         strategy: The strategy that divides its batches.
@@ -43,7 +45,7 @@ class Dealing:
             raise ConfigurationError(f"max_samples={most}: a rank needs at least 1 sample; use 1 or more")
         self.shares = shares
         self._initial = initial if shares == "auto" else shares
-        self.stopwatch: Stopwatch | None = None
+        self.clock: Stopwatch | None = None
         self._most = most
         self._strategy = strategy
         self._deals: Deals | None = None
@@ -67,7 +69,7 @@ class Dealing:
             self._deals = Deals(shares, least, inf if self._most is None else self._most)
         return self._deals
 
-    def begin(self, gather: Callable[[], GatherRows], waited: Callable[[], float] = float) -> None:
+    def begin(self, gather: Callable[[], GatherRows]) -> None:
         """Prepare a run of the trainer. If the run trains, add the callbacks that weight samples and change shares.
 
         Call this before the strategy's `setup`, so that Lightning restores the states of these callbacks from a
@@ -76,7 +78,6 @@ class Dealing:
         Args:
             gather: Function without arguments. It returns the function that exchanges rows of numbers among all ranks.
                 `gather` is called only if shares are measured.
-            waited: Function that returns the total time in seconds for which this rank has waited for other processes.
         """
         module = self._strategy.lightning_module
         assert module is not None
@@ -84,13 +85,14 @@ class Dealing:
         keep_batches(trainer)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Balance)]
-        self._deals = self.stopwatch = None
+        self._deals = self.clock = None
         if trainer.state.fn != TrainerFn.FITTING:
             return
         weigh_samples(trainer)
         if self.shares == "auto" and self._strategy.world_size > 1:
-            self.stopwatch = Stopwatch(self._strategy.root_device, waited)
-            callbacks.append(Balance(self.deals, [self.stopwatch], gather()))
+            balance = Balance(self.deals, self._strategy.root_device, gather())
+            self.clock = balance.clock
+            callbacks.append(balance)
 
     def loader(self, dataloader: object) -> object:
         """Return a loader of the same dataset whose batches are divided by shares, as :func:`by_shares` describes."""

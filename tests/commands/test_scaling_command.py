@@ -9,18 +9,36 @@ import torch
 import yaml
 from conftest import ROOT
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.profilers import PassThroughProfiler
 from rich.console import Console
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.callbacks import Pruning, SampleWeights
+from cnnstrategies.callbacks import Pruning, SampleWeights, step_parts
 from cnnstrategies.commands.arguments.options import COMMANDS
 from cnnstrategies.commands.scaling import command, probes
 from cnnstrategies.commands.scaling.probes import load_alone, one_sample, sum_alone
-from cnnstrategies.commands.scaling.run import HostReads, ScalingControl, default_callbacks, larger, part_of_hook
+from cnnstrategies.commands.scaling.recorder import TimelineRecorder
+from cnnstrategies.commands.scaling.run import (
+    HostReads,
+    ScalingControl,
+    checkpoint_folder,
+    default_callbacks,
+    larger,
+    part_of_hook,
+)
 from cnnstrategies.commands.tune.step_control import run_rank
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.scaling import measuring
-from cnnstrategies.planning.scaling.reasons import Reason
+from cnnstrategies.planning.scaling.reason import Reason
+from cnnstrategies.planning.scaling.timeline import (
+    BARRIER,
+    BUFFERS,
+    EXCHANGE,
+    GRADIENTS,
+    LOG,
+    WAITING,
+)
 from cnnstrategies.planning.tune.contest import CandidateResult
 from cnnstrategies.planning.tune.race import RaceVerdict
 from cnnstrategies.planning.tune.trial import FAILED, TrialError
@@ -29,6 +47,8 @@ PLANTED = """
 import time
 
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.loggers.logger import DummyLogger
 
 
@@ -70,6 +90,20 @@ class Own(LightningModule):
 
     def training_step(self, batch, batch_idx):
         return self.net(batch.rows).square().mean()
+
+
+class Meets(Own):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(64)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.norm(self.net(batch.rows)).sum()
+        self.trainer.strategy.barrier()
+        self.log("loss", loss, sync_dist=True)
+        request = torch.distributed.all_reduce(loss.detach(), async_op=True)
+        request.wait()
+        return loss
 
 
 class Plain(Own):
@@ -143,12 +177,84 @@ def test_the_line_of_the_user_that_raised_an_error_is_named(capsys):
 
 
 @pytest.mark.warm
-def test_a_users_module_can_train_for_more_steps_than_configured(scaling):
-    """The module's batches have a class of its own, so the command cannot make them larger."""
+def test_a_users_module_can_train_for_more_steps_than_configured(scaling, monkeypatch):
+    """The module's batches have a class of its own, so the command cannot make them larger.
+
+    The timelines contain each collective of a step, and the lines of the user's code that run collectives.
+    """
+    measured = []
+    monkeypatch.setattr(command, "reasons", lambda measurements: measured.append(measurements) or [])
     trainer = {"accelerator": "cpu", "max_epochs": 1, "strategy": "ddp_fork"}
-    output = scaling("2", {"trainer": trainer, "model": "planted.Own", "data": "planted.Data"})
+    output = scaling("2", {"trainer": trainer, "model": "planted.Meets", "data": "planted.Data"})
     assert float(re.search(r"samples/s ([\d.]+)", output)[1]) > 1
-    assert "batches are small" not in output.lower()
+    assert measured[0].facts.larger is None
+    run = measured[0].largest
+    step = [BUFFERS, BARRIER, LOG, LOG, EXCHANGE, GRADIENTS]
+    kinds = [segment.collective for segment in run.rounds[0].ranks[1] if segment.collective in step]
+    assert kinds == step * run.rounds[0].steps
+    lines = (PLANTED + OWN).splitlines()
+    numbers = {kind: int(run.places((kind,))[0].partition(":")[2]) for kind in (BARRIER, LOG, EXCHANGE)}
+    places = {kind: lines[number - 1].strip() for kind, number in numbers.items()}
+    assert places == {
+        BARRIER: "self.trainer.strategy.barrier()",
+        LOG: 'self.log("loss", loss, sync_dist=True)',
+        EXCHANGE: "request.wait()",
+    }
+    for rank in run.ranks:
+        assert rank.own == pytest.approx(sum(rank.parts[name] for name in rank.parts if not name.startswith(WAITING)))
+        assert rank.parts[WAITING + LOG] > 0
+
+
+@pytest.mark.light
+def test_waits_are_separated_from_a_ranks_own_work(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(step_parts, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    clock = step_parts.PartClock(PassThroughProfiler(), torch.device("cpu"), lambda action: None, dict)
+    recorder = TimelineRecorder(clock)
+
+    def work(part, seconds):
+        clock.begin(part)
+        now[0] += seconds
+        clock.end()
+
+    def wait(kind, seconds):
+        recorder.begin_waiting(kind)
+        now[0] += seconds
+        recorder.end_waiting()
+
+    wait("barrier", 7.0)  # The clock does not run yet.
+    clock.run()
+    work("forward", 3.0)
+    wait("barrier", 2.0)
+    line = sys._getframe().f_lineno - 1  # noqa: SLF001
+    wait("buffers", 0.5)
+    work("backward", 4.0)
+    recorder.end_backward()
+    work("backward", 4.0)
+    recorder.end_backward()
+    work("data", 1.0)
+    recorder.end([1.0])
+    kinds = [(segment["collective"], segment["work"], segment["waited"]) for segment in recorder.segments]
+    assert kinds == [
+        (BARRIER, {"forward": 3.0}, 2.0),
+        (BUFFERS, {}, 0.5),
+        (GRADIENTS, {"backward": 3.0}, 1.0),
+        (GRADIENTS, {"backward": 3.0}, 1.0),
+        ("", {"data": 1.0}, 0.0),
+    ]
+    # The place is the line that waits, which is in the function above.
+    assert recorder.segments[0]["place"].startswith("test_scaling_command.py:")
+    assert int(recorder.segments[0]["place"].partition(":")[2]) < line
+
+
+@pytest.mark.light
+def test_the_disk_of_the_configured_checkpoints_is_measured(tmp_path):
+    """The folder may not exist before the run."""
+    configured = ModelCheckpoint(dirpath=tmp_path / "run" / "checkpoints")
+    assert checkpoint_folder([ModelCheckpoint(), configured], "elsewhere") == tmp_path
+    (tmp_path / "run").mkdir()
+    assert checkpoint_folder([configured], "elsewhere") == tmp_path / "run"
+    assert checkpoint_folder([ModelCheckpoint()], str(tmp_path / "run")) == tmp_path / "run"
 
 
 @pytest.mark.warm

@@ -4,6 +4,7 @@ from math import inf
 
 import test_balanced
 import test_balancing
+import test_bets
 import test_data_parallel
 import test_first_batch
 import test_loss_means
@@ -18,6 +19,7 @@ from cnnstrategies.data.sampling import DealtBatches
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies import CompressedDDPStrategy
 from cnnstrategies.strategies.balancing import Balance, propose
+from cnnstrategies.strategies.bets import Bets, ShareDecision, bound
 from cnnstrategies.strategies.loss_comparison import LossComparison, compare_with_parts
 from cnnstrategies.strategies.mean_terms import MeanTerm
 from cnnstrategies.strategies.parameter_server.step import Stepper
@@ -83,6 +85,24 @@ removes(
     Balance.stay,
     "measured shares change although the loss compares samples",
     killed_by=test_loss_means.test_measured_shares_stay_equal_for_such_a_loss,
+)
+
+
+@replaces(bound, killed_by=test_bets.test_a_gain_below_the_noise_is_no_reason_for_a_bet)
+def a_gain_below_the_noise_is_a_reason_for_a_bet(original, degrees):
+    return 0.0
+
+
+@replaces(Bets.decide, killed_by=test_bets.test_a_bet_without_a_measurable_gain_is_lost)
+def a_change_that_does_not_help_is_kept(original, self, block, shares, propose):
+    decision = original(self, block, shares, propose)
+    return decision if decision.gain is None or decision.won else ShareDecision(gain=decision.gain, won=True)
+
+
+removes(
+    Bets.load_state_dict,
+    "a resumed run has lost no bet",
+    killed_by=test_bets.test_after_two_lost_bets_the_shares_stay_also_in_a_resumed_run,
 )
 
 

@@ -5,12 +5,15 @@ from dataclasses import replace
 import test_partition
 import test_rank
 import test_redeal
+import test_scaling
 from mutants.faulty import replaces
 
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.problem import Problem
 from cnnstrategies.planning.rank import rank
 from cnnstrategies.planning.redeal import redeal
+from cnnstrategies.planning.scaling.figures import Measurements
+from cnnstrategies.planning.scaling.timeline import BARRIER, BUFFERS, GRADIENTS, LOG, predict
 
 
 @replaces(Predictor.search, killed_by=test_partition.test_a_memory_limit_is_kept_when_few_layouts_fit)
@@ -39,3 +42,13 @@ def replicas_get_more_microbatches_than_fit_into_their_memory(
     original, placement, schedule, run_ahead, pairs, seconds, step, most
 ):
     return original(placement, schedule, run_ahead, pairs, seconds, step, [9.0] * len(most))
+
+
+@replaces(predict, killed_by=test_scaling.test_a_planted_cause_is_the_only_one_and_has_its_remedy, name="barrier")
+def ranks_wait_for_each_other_only_at_the_end(original, ranks, change):
+    return original(ranks, replace(change, without=(BARRIER, BUFFERS, GRADIENTS, LOG)))
+
+
+@replaces(Measurements.gain_of, killed_by=test_scaling.test_a_cause_that_only_some_rounds_show_is_not_named)
+def a_gain_of_some_rounds_is_a_gain(original, self, change, least_step=0.0):
+    return self.gain(self.largest.step - max(self.largest.after(change), least_step))

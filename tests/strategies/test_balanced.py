@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 from cnnstrategies import ConfigurationError, ImageClassifier
-from cnnstrategies.strategies import BalancedDDPStrategy, ParameterServerStrategy, balancing
+from cnnstrategies.strategies import BalancedDDPStrategy, ParameterServerStrategy, balancing, stopwatch
 
 
 class DealAtRandom(Callback):
@@ -36,7 +36,8 @@ class SlowRank(Callback):
     """A callback that makes rank 1 take four times as long for each sample, on a simulated clock.
 
     Args:
-        folder: Folder for the files ``dealt-RANK.json`` with the rank's number of samples in each step.
+        folder: Folder for the files ``dealt-RANK.json`` with the rank's number of samples in each step, and
+            ``waits-RANK.json`` with the kinds of waits that its stopwatch has measured.
         slow: Function of the step that says whether rank 1 is slow.
     """
 
@@ -45,8 +46,17 @@ class SlowRank(Callback):
 
     def on_train_start(self, trainer, pl_module):
         self.now, self.dealt = 0.0, []
-        balancing.time = SimpleNamespace(perf_counter=lambda: self.now)
+        stopwatch.time = SimpleNamespace(perf_counter=lambda: self.now)
         pl_module.network.register_forward_pre_hook(lambda network, inputs: self.compute(trainer, len(inputs[0])))
+        clock = next(callback.clock for callback in trainer.callbacks if isinstance(callback, balancing.Balance))
+        self.begun, self.waits = [], set()
+        clock.begin_waiting = partial(self.wait, clock.begin_waiting, self.begun.append)
+        clock.end_waiting = partial(self.wait, clock.end_waiting, lambda kind: self.waits.update(self.begun[-1:]))
+
+    @staticmethod
+    def wait(original, note, kind="gradients"):
+        note(kind)
+        original()
 
     def compute(self, trainer, samples):
         if trainer.training:
@@ -55,7 +65,8 @@ class SlowRank(Callback):
             self.now += 1000 * (1 + samples * (4 if slow else 1))  # Real seconds are negligible.
 
     def on_train_end(self, trainer, pl_module):
-        Path(self.folder, f"dealt-{trainer.global_rank}.json").write_text(json.dumps(self.dealt))
+        for name, notes in (("dealt", self.dealt), ("waits", sorted(self.waits))):
+            Path(self.folder, f"{name}-{trainer.global_rank}.json").write_text(json.dumps(notes))
 
 
 balanced = partial(BalancedDDPStrategy, start_method="fork")
@@ -179,28 +190,30 @@ def test_samples_get_equal_weights_in_manual_optimization(monkeypatch):
 
 @pytest.mark.parametrize("strategy", ["ddp", "servers"])
 def test_a_slow_rank_gets_a_smaller_share_until_it_is_fast_again(tmp_path, strategy):
-    """Shares follow within twelve steps. A run that resumes in mid-epoch has the shares of an uninterrupted run."""
+    """Shares follow within an epoch. A run that resumes in mid-epoch has the shares of an uninterrupted run."""
     # Lightning loads a checkpoint before it converts the network to float64, so the network must be in float64 already.
     data = {"global_batch_size": 20, "num_workers": 1}  # A loading worker loads ahead.
-    common = {"data": data, "max_epochs": 2, "limit_train_batches": 12, "limit_val_batches": 0}
+    common = {"data": data, "max_epochs": 3, "limit_train_batches": 17, "limit_val_batches": 0}
     common["network"] = lambda: PlainCNN().double()
 
     def run(name, *more, **options):
-        slow = SlowRank(tmp_path, lambda step: step < 12)
+        slow = SlowRank(tmp_path, lambda step: step < 17)
         trained = train(name, DEALT[strategy](shares="auto"), 2, callbacks=[slow, *more], **{**common, **options})
         return trained, json.loads((tmp_path / "dealt-1.json").read_text())
 
-    whole, dealt = run("whole", ModelCheckpoint("cut", "cut", every_n_train_steps=13))
+    whole, dealt = run("whole", ModelCheckpoint("cut", "cut-{step}", every_n_train_steps=18, save_top_k=-1))
     assert dealt[0] == 10
-    assert 2 <= dealt[11] <= 6, dealt
+    assert 2 <= dealt[16] <= 6, dealt
+    waits = {"ddp": {"gradients", "buffers"}, "servers": {"servers"}}[strategy]
+    assert waits <= set(json.loads((tmp_path / "waits-0.json").read_text()))
     share_rows = [row for row in logged("whole") if "shares/rank_1" in row]
     assert share_rows[0]["shares/rank_1"] < 10
     assert share_rows[0]["shares/predicted_gain"] > 0.03
     assert any(row["shares/gain"] > 0.03 for row in logged("whole") if "shares/gain" in row)
     assert dealt[-2] >= 8, dealt
     assert_same_run(whole, train("one", **common))
-    gone_on, rest = run("gone on", ckpt_path=Path("cut/cut.ckpt").resolve())
-    assert rest[0] == dealt[13] < 10
+    gone_on, rest = run("gone on", ckpt_path=Path("cut/cut-step=18.ckpt").resolve())
+    assert rest[0] == dealt[18] < 10
     assert_same_run(gone_on, whole)
 
 
@@ -213,7 +226,7 @@ def test_no_rank_gets_more_samples_than_fit_into_its_memory(tmp_path, monkeypatc
 
 def test_a_slow_rank_gets_a_smaller_share_even_in_very_short_epochs(tmp_path):
     slow = SlowRank(tmp_path, lambda step: True)
-    train("short", balanced(shares="auto"), 2, limit_train_batches=2, max_epochs=4, callbacks=[slow])
+    train("short", balanced(shares="auto"), 2, limit_train_batches=2, max_epochs=16, callbacks=[slow])
     assert json.loads((tmp_path / "dealt-1.json").read_text())[-1] < 16
 
 

@@ -55,3 +55,18 @@ def test_a_resumed_run_keeps_its_shares_under_the_same_layout():
         deals, after = balance(*replicas)
         after.load_state_dict(before.state_dict())
         assert deals.shares == shares
+
+
+def test_a_run_with_another_number_of_ranks_begins_without_the_bets_of_the_checkpoint():
+    def balance(ranks):
+        return balancing.Balance(Deals([1] * ranks), torch.device("cpu"), lambda row: [row])
+
+    saved = balance(2).state_dict()
+    saved["bets"] |= {"lost": 1, "blocks": [[0.1, [0.01, 0.03]]], "shares_before": [32, 32], "steps_before": [0.2]}
+    for ranks, bets in ((2, saved["bets"]), (3, balance(3).state_dict()["bets"])):
+        resumed = balance(ranks)
+        resumed.load_state_dict(saved)
+        assert resumed.state_dict()["bets"] == bets
+    old = balance(2)
+    old.load_state_dict({"since": saved["since"]})
+    assert old.state_dict() == balance(2).state_dict(), "checkpoints of earlier versions have no bets"

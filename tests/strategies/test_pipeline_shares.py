@@ -80,27 +80,27 @@ class SlowReplica(SlowRank):
 
 
 def test_a_slow_replica_gets_fewer_microbatches_until_it_is_fast_again(tmp_path):
-    """Shares follow within twelve steps. A run that resumes in mid-epoch has the shares of an uninterrupted run."""
+    """Shares follow within an epoch. A run that resumes in mid-epoch has the shares of an uninterrupted run."""
     data = {"global_batch_size": 20, "num_workers": 1}  # A loading worker loads ahead.
-    common = {"data": data, "max_epochs": 2, "limit_train_batches": 12, "limit_val_batches": 0}
+    common = {"data": data, "max_epochs": 3, "limit_train_batches": 17, "limit_val_batches": 0}
     common["network"] = lambda: PlainCNN().double()
 
     def run(name, *more, **options):
-        slow = SlowReplica(tmp_path, lambda step: step < 12)
+        slow = SlowReplica(tmp_path, lambda step: step < 17)
         trained = train(name, piped("auto", (2, 1)), 3, callbacks=[slow, *more], **{**common, **options})
         return trained, json.loads((tmp_path / "dealt-1.json").read_text())
 
-    whole, dealt = run("whole", ModelCheckpoint("cut", "cut", every_n_train_steps=13))
+    whole, dealt = run("whole", ModelCheckpoint("cut", "cut-{step}", every_n_train_steps=18, save_top_k=-1))
     assert dealt[0] == [4, 9]
-    assert dealt[11] == [2, 4], dealt
+    assert dealt[16] == [2, 4], dealt
     share_rows = [row for row in logged("whole") if "shares/rank_1" in row]
     assert [share_rows[0][f"shares/rank_{rank}"] for rank in range(3)] == [7, 2, 9]
     assert share_rows[0]["shares/predicted_gain"] > 0.03
     assert any(row["shares/gain"] > 0.03 for row in logged("whole") if "shares/gain" in row)
     assert dealt[-2] == [4, 9], dealt
     assert_same_run(whole, train("one", **common), 1e-12)
-    gone_on, rest = run("gone on", ckpt_path=Path("cut/cut.ckpt").resolve())
-    assert rest[0] == dealt[13] == [2, 4]
+    gone_on, rest = run("gone on", ckpt_path=Path("cut/cut-step=18.ckpt").resolve())
+    assert rest[0] == dealt[18] == [2, 4]
     assert_same_run(gone_on, whole, 1e-12)
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.planning import measure
-from cnnstrategies.strategies import HybridPipelineStrategy, balancing
+from cnnstrategies.strategies import HybridPipelineStrategy, stopwatch
 
 LOSS = 6
 seconds = [100.0] * 6 + [0.0]  # Seconds of each layer, and of the loss, for a sample; real seconds are negligible.
@@ -75,7 +75,7 @@ def fit(then: dict[int, float], batches: int = 21, **options: Any) -> list[str]:
     """
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world)}
-    measure.time = balancing.time = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)  # type: ignore[assignment]
+    measure.time = stopwatch.time = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)  # type: ignore[assignment]
     strategy = (Own if LOSS in then else HybridPipelineStrategy)(microbatches=8, **options)
     begin = LambdaCallback(on_train_start=lambda *_: [seconds.__setitem__(*item) for item in then.items()])
     trainer = quiet_trainer(strategy, world, max_epochs=-1, max_steps=batches, callbacks=[begin])

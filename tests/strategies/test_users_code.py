@@ -71,8 +71,12 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_kept_and_accumulated_gradients_and_norms_of_all_parameters_equal_one_device(name: str) -> None:
+def test_kept_and_accumulated_gradients_and_norms_of_all_parameters_equal_one_device(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last step of an epoch has fewer batches than the other steps."""
+    if name == "parameter_server":  # Torch's collectives need all workers, and would end the run if one is lost.
+        monkeypatch.delattr(torch.distributed, "all_reduce")
     clips = name != "hybrid_pipeline"  # A pipeline refuses the optimizer.
     values = trained(STRATEGIES[name](), 2, clips, accumulated=3)
     torch.testing.assert_close(values, trained("auto", 1, clips, accumulated=3), rtol=1e-9, atol=1e-12)

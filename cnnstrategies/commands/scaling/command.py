@@ -20,7 +20,8 @@ from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.scaling import report
 from cnnstrategies.planning.scaling.figures import Facts
 from cnnstrategies.planning.scaling.measuring import Bench
-from cnnstrategies.planning.scaling.reasons import Reason, reasons
+from cnnstrategies.planning.scaling.reason import Reason
+from cnnstrategies.planning.scaling.reasons import reasons
 from cnnstrategies.planning.tune.contest import Contest, repeats
 from cnnstrategies.planning.tune.settings import Setting, joined, nested, write_commented
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, TrialError

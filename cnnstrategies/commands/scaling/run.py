@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
@@ -28,13 +29,14 @@ from cnnstrategies.callbacks import StartPanel, TrainingSummary
 from cnnstrategies.callbacks.step_parts import TOTAL, StepMeter
 from cnnstrategies.commands.run.trainer import as_list
 from cnnstrategies.commands.scaling.probes import load_alone, one_sample, prefetched, sum_alone
+from cnnstrategies.commands.scaling.recorder import TimelineRecorder
 from cnnstrategies.commands.tune.step_control import StepControl, TrialCLI, run_rank
 from cnnstrategies.models.samples import count_samples, samples_of
 from cnnstrategies.planning.scaling.figures import CALLBACK, LOGGER
+from cnnstrategies.planning.scaling.timeline import WAITING
 from cnnstrategies.planning.tune.trial import TRIAL
+from cnnstrategies.runtime.waiting import report_forwards, unwatch, watch
 
-# Name of the part of a step in which the ranks agree whether to stop. In this part, fast ranks wait for slow ranks.
-STOPPING = "stopping"
 VALIDATED = 4  # Number of validation batches that are measured.
 # A measurement skips the batches that were loaded in advance, but at most this number of batches.
 MOST_READY = 32
@@ -51,11 +53,15 @@ class ScalingControl(StepControl):
         saving: The configured checkpoint callbacks. A trial does not run them, but this callback reports how often they
             would save a checkpoint in an epoch.
         configured: Class names of the callbacks in the configuration.
+        root: Folder to which the run would write its files.
     """
 
-    def __init__(self, saving: Sequence[ModelCheckpoint] = (), configured: Set[str] = frozenset()) -> None:
+    def __init__(
+        self, saving: Sequence[ModelCheckpoint] = (), configured: Set[str] = frozenset(), root: str = "."
+    ) -> None:
         super().__init__()
         self._saving = saving
+        self._root = root
         self._configured = configured
         self._skipped = 0
         self._samples = 0.0
@@ -80,6 +86,9 @@ class ScalingControl(StepControl):
                 setattr(logger, name, self._counted(getattr(logger, name), LOGGER + type(logger).__name__))
         strategy: Any = trainer.strategy
         strategy.batch_to_device = self._enlarged(strategy.batch_to_device)
+        model = strategy.model
+        if isinstance(model, DistributedDataParallel) and model.broadcast_buffers and [*model.buffers()]:
+            report_forwards(model)
         super().on_train_start(trainer, pl_module)
 
     @override
@@ -104,7 +113,8 @@ class ScalingControl(StepControl):
             "steps": int(steps) if steps != float("inf") else None,
             "validation": seconds * self._validation_batches(trainer),
             "saving": sum(saves_in_epoch(callback, trainer) for callback in self._saving),
-            "waiting": [*self._meter.parts.waiting, STOPPING],
+            # Each rank has the whole network, and the ranks sum their gradients.
+            "alike": "communication" in self._meter.parts.waiting,
         }
 
     def _validation_batches(self, trainer: Trainer) -> float:
@@ -155,6 +165,7 @@ class ScalingControl(StepControl):
         # Skip the current batch and the batches that were loaded in advance: the measured steps must include loading.
         self._left, self._skipped, self._larger = command["steps"], 1 + self._ready, command.get("larger", 1)
         self._samples, self._threads = 0.0, torch.get_num_threads()
+        self._recorder = TimelineRecorder(self._meter.clock)
         if "threads" in command:
             torch.set_num_threads(command["threads"])
         if command.get("reads"):
@@ -164,6 +175,11 @@ class ScalingControl(StepControl):
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self._meter.before_backward()
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._meter.sums_gradients:
+            self._recorder.end_backward()
 
     @override
     def on_train_batch_end(
@@ -177,6 +193,7 @@ class ScalingControl(StepControl):
             if not self._skipped:
                 self._meter.prepare()
                 self._meter.run()
+                watch(self._recorder)
                 self._mark = time.perf_counter()
             return
         self._meter.end_step()
@@ -191,10 +208,22 @@ class ScalingControl(StepControl):
         seconds, steps = time.perf_counter() - self._mark, self._meter.steps
         self._meter.remove(trainer)
         torch.set_num_threads(self._threads)
+        waiting = self._meter.parts.waiting
         parts = {
-            name: value for name, value in self._meter.means().items() if name not in (TOTAL, "communication_total")
+            WAITING + name if name in waiting else name: value
+            for name, value in self._meter.means().items()
+            if name not in (TOTAL, "communication_total")
         }
-        answer = {"seconds": seconds, "steps": steps, "samples": self._samples, "parts": parts, "losses": self._losses}
+        unwatch(self._recorder)
+        self._recorder.end([open_ for open_, _ in self._meter.all_reduces])
+        answer = {
+            "seconds": seconds,
+            "steps": steps,
+            "samples": self._samples,
+            "parts": parts,
+            "timeline": self._recorder.segments,
+            "losses": self._losses,
+        }
         if self._reads is not None:
             self._reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             counts = {place: count / steps for place, count in self._reads.places.items()}
@@ -209,14 +238,30 @@ class ScalingControl(StepControl):
         if command["probe"] == "sample":
             return one_sample(trainer.train_dataloader)
         if command["probe"] == "save":
+            path = checkpoint_folder(self._saving, self._root) / command["name"]
             began = time.perf_counter()
-            trainer.save_checkpoint(Path(command["path"]))
-            return {"seconds": time.perf_counter() - began}
+            trainer.save_checkpoint(path)
+            seconds = time.perf_counter() - began
+            trainer.strategy.remove_checkpoint(path)
+            return {"seconds": seconds}
         return load_alone(trainer.train_dataloader, command["seconds"])
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated = [time.perf_counter()]
+
+
+def checkpoint_folder(saving: Sequence[ModelCheckpoint], root: str) -> Path:
+    """Return the folder of a run's checkpoints, or the nearest existing folder above it.
+
+    Its disk determines how long saving a checkpoint takes. A measured run does not create folders.
+
+    Args:
+        saving: The configured checkpoint callbacks.
+        root: Folder to which the run writes its files.
+    """
+    folder = Path(next((callback.dirpath for callback in saving if callback.dirpath), root)).absolute()
+    return next(place for place in (folder, *folder.parents) if place.is_dir())
 
 
 def default_callbacks(callbacks: Sequence[Callback], configured: Set[str]) -> set[str]:
@@ -242,8 +287,6 @@ def part_of_hook(action: str, default_callbacks: Set[str]) -> str | None:
         The name of the part. None for a hook of a default callback, and for an action that is not a hook.
     """
     owner, _, hook = action.rpartition(".")
-    if owner.startswith("[Callback]GracefulStop"):
-        return STOPPING
     if owner.startswith("[Callback]"):
         name = owner.removeprefix("[Callback]").partition("{")[0]
         return None if name in default_callbacks else CALLBACK + name
@@ -301,6 +344,7 @@ class ScalingCLI(TrialCLI):
         super().before_instantiate_classes()
         trainer = self.config.fit.trainer
         folder = str(Path(os.environ[TRIAL]).parent)
+        self.run_root = str(trainer.default_root_dir or ".")
         trainer.default_root_dir = folder
         trainer.num_sanity_val_steps = VALIDATED
         arguments = getattr(trainer.strategy, "init_args", None) or {}
@@ -323,7 +367,7 @@ class ScalingCLI(TrialCLI):
         configured = {callback.class_path.rpartition(".")[2] for callback in as_list(self.config.fit.trainer.callbacks)}
         callbacks[:] = [
             *(callback for callback in callbacks if not isinstance(callback, LEFT_OUT)),
-            ScalingControl(saving, configured),
+            ScalingControl(saving, configured, self.run_root),
         ]
         return trainer
 

@@ -13,6 +13,7 @@ from cnnstrategies.paramserver.core.view import RemovedError, ServersUnreachable
 from cnnstrategies.paramserver.drivers.staging import staging_for
 from cnnstrategies.paramserver.worker.codecs import Codecs
 from cnnstrategies.paramserver.worker.connections import Counters
+from cnnstrategies.runtime.waiting import waiting
 
 
 class CombinedWorker:
@@ -366,7 +367,8 @@ class CombinedWorker:
 
     def _pause_once(self) -> None:
         began = time.monotonic()
-        self._pause()
+        with waiting("servers"):
+            self._pause()
         self._waited += time.monotonic() - began
 
     # Change of the node's leader

@@ -1,15 +1,19 @@
 """Dataclasses with the measurements of ``scaling``, such as the seconds of each part of a step."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cnnstrategies.planning.costs import digits
+from cnnstrategies.planning.scaling.timeline import WAITING, Change, Round, Segment, saved_fractions
+from cnnstrategies.planning.tune.race import interval
 
 COMPUTE = ("forward", "backward", "optimizer")
 # Prefixes in the names of a step's parts. The name of a callback or logger follows the prefix, as in
 # "callback EarlyStopping".
 CALLBACK, LOGGER = "callback ", "logger "
+LEAST_GAIN = 1.05  # Smaller predicted gains are not reported.
+ERROR = 0.1  # Probability that a true speed-up or gain lies outside of its confidence interval.
 LARGER = 4  # Factor by which batches are enlarged to measure whether the batches are too small for a device.
 
 
@@ -25,12 +29,12 @@ class Rank:
     Attributes:
         samples: Number of samples in the rank's batch.
         parts: Seconds of each part of the step. Keys are the names of the parts. The seconds add up to the step time.
-        waiting: Names of the parts in which the rank waits for other ranks.
+            The parts whose names begin with `WAITING` are the collectives, in which the rank waits for other ranks. The
+            other parts do not contain any time of waiting for other ranks.
     """
 
     samples: float
     parts: Mapping[str, float]
-    waiting: Sequence[str] = ()
 
     @property
     def step(self) -> float:
@@ -45,7 +49,12 @@ class Rank:
     @property
     def waits(self) -> float:
         """Seconds of a step in which the rank waits for other ranks."""
-        return sum(self.parts.get(name, 0.0) for name in self.waiting)
+        return sum(seconds for name, seconds in self.parts.items() if name.startswith(WAITING))
+
+    @property
+    def own(self) -> float:
+        """Seconds of a step in which the rank works, and does not wait for other ranks."""
+        return self.step - self.waits
 
     def beside(self, kind: str) -> dict[str, float]:
         """Return the seconds that each callback, or each logger, takes in a step.
@@ -66,10 +75,12 @@ class MeasuredRun:
     Attributes:
         ranks: The time of a step on each rank.
         rates: Samples/s of all devices together, in each round of the measurement.
+        rounds: The timelines of the rounds' steps.
     """
 
     ranks: Sequence[Rank]
     rates: Sequence[float]
+    rounds: Sequence[Round]
 
     @property
     def devices(self) -> int:
@@ -100,6 +111,36 @@ class MeasuredRun:
     def waiting(self) -> float:
         """Seconds of a step for which a rank waits for the slowest rank, as a mean over the ranks."""
         return statistics.mean(rank.waits for rank in self.ranks) - self.slowest.waits
+
+    def after(self, change: Change) -> float:
+        """Return the predicted step time after a change, in seconds: the median over the rounds."""
+        return self.step * (1 - statistics.median(saved_fractions(self.rounds, change)))
+
+    def count(self, kinds: Collection[str]) -> float:
+        """Return the number of collectives of some kinds in a step."""
+        return self._of_a_step(kinds, lambda segments: 1.0)
+
+    def wait(self, kinds: Collection[str]) -> float:
+        """Return the seconds of a step that a rank spends in collectives of some kinds, as a mean over the ranks."""
+        return self._of_a_step(kinds, lambda segments: statistics.mean(segment.waited for segment in segments))
+
+    def cost(self, kinds: Collection[str]) -> float:
+        """Return the seconds of a step that collectives of some kinds take after the last rank has arrived."""
+        return self._of_a_step(kinds, lambda segments: min(segment.waited for segment in segments))
+
+    def places(self, kinds: Collection[str]) -> list[str]:
+        """Return the lines of the user's code that run collectives of some kinds, as sorted texts ``file:line``."""
+        segments = (segment for each in self.rounds for timeline in each.ranks for segment in timeline)
+        return sorted({segment.place for segment in segments if segment.collective in kinds and segment.place})
+
+    def _of_a_step(self, kinds: Collection[str], figure: Callable[[Sequence[Segment]], float]) -> float:
+        total = sum(
+            figure(segments)
+            for each in self.rounds
+            for segments in zip(*each.ranks, strict=True)
+            if segments[0].collective in kinds
+        )
+        return total / sum(each.steps for each in self.rounds)
 
 
 @dataclass(frozen=True)
@@ -212,6 +253,21 @@ class Measurements:
         if facts.link:
             rates["link"] = run.samples / facts.link
         return rates
+
+    def gain_of(self, change: Change, least_step: float = 0.0) -> float:
+        """Return the factor by which a change of the steps would make an epoch faster.
+
+        The steps of each round are predicted separately. If the predicted gains could be noise, the factor is 1.
+
+        Args:
+            change: The change.
+            least_step: Smallest possible duration of a step after the change, in seconds.
+        """
+        run = self.largest
+        saved = [run.step * fraction for fraction in saved_fractions(run.rounds, change)]
+        gains = [self.gain(min(seconds, run.step - least_step)) for seconds in saved]
+        low, middle, _ = interval(gains, ERROR)
+        return middle if max(low, min(gains)) >= LEAST_GAIN else 1.0
 
     def gain(self, saved: float, saved_of_epoch: float = 0.0) -> float:
         """Return the factor by which an improvement would make an epoch faster.

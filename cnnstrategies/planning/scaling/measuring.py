@@ -25,6 +25,7 @@ from cnnstrategies.planning.scaling.figures import (
     Rank,
     Sample,
 )
+from cnnstrategies.planning.scaling.timeline import Round, Segment, joined
 from cnnstrategies.planning.tune.trial import AS_IN_TRAINING, PATIENCE, Trial, TrialError
 
 BLOCK_SECONDS = 1.0
@@ -33,7 +34,6 @@ FEWEST_ROUNDS, MOST_ROUNDS = 3, 12
 COMPARED = 3  # Number of comparisons of a training with and without a change. Their median is used.
 LOADING_SECONDS = 2.0
 ENDING = 0.35  # Fraction of the measuring time that is reserved for the measurements after the rounds.
-ALL_REDUCE = "communication"  # Name of the part of a step in which gradients are summed over the ranks.
 
 Report = Mapping[str, Any]  # A rank's report on the steps that it made after a command.
 
@@ -75,12 +75,12 @@ class Training:
     def run(self) -> MeasuredRun:
         """Combine the reports of all rounds, and return them as one measurement."""
         ranks = []
-        for reports, hello in zip(zip(*self._rounds, strict=True), self.trial.hellos, strict=True):
+        for reports in zip(*self._rounds, strict=True):
             steps, parts = sum(report["steps"] for report in reports), Counter[str]()
             for report in reports:
                 parts.update({name: value * report["steps"] / steps for name, value in report["parts"].items()})
-            ranks.append(Rank(sum(report["samples"] for report in reports) / steps, parts, hello["waiting"]))
-        return MeasuredRun(ranks, [_rate(reports) for reports in self._rounds])
+            ranks.append(Rank(sum(report["samples"] for report in reports) / steps, parts))
+        return MeasuredRun(ranks, [_rate(reports) for reports in self._rounds], [*map(_round, self._rounds)])
 
     def times(self, figure: Callable[[Sequence[Report]], float], larger: int = 1, **change: Any) -> float:
         """Measure a quantity with and without a change of the training.
@@ -113,6 +113,11 @@ class Training:
     def _count(self, larger: int) -> int:
         step: float = max(report["seconds"] / report["steps"] for report in self._last)
         return min(MOST_STEPS, max(FEWEST_STEPS, math.ceil(BLOCK_SECONDS / (step * larger))))
+
+
+def _round(reports: Sequence[Report]) -> Round:
+    timelines = [[Segment(**segment) for segment in report["timeline"]] for report in reports]
+    return joined(reports[0]["steps"], timelines, [report["parts"] for report in reports])
 
 
 def _samples_of_a_step(reports: Sequence[Report]) -> float:
@@ -210,7 +215,7 @@ class Bench:
         known: dict[str, Any] = {}
         # Each rank has the whole network only under strategies with an all-reduce. The sum of gradients and larger
         # batches are therefore measured only under these strategies.
-        alike = ALL_REDUCE in hello["waiting"]
+        alike = hello["alike"]
         try:
             if facts.accelerator:
                 read = trial.ask({"steps": FEWEST_STEPS, "reads": True})[0]
@@ -218,17 +223,20 @@ class Bench:
             if alike:
                 summed = trial.ask({"probe": "sum"})[0]
                 known |= {"link": summed["seconds"], "gradient_bytes": summed["bytes"]}
-            if sample := trial.ask({"probe": "sample"}, first=True)[0]:
+            waits = [rank.parts.get("data", 0.0) for rank in run.ranks]
+            if sample := trial.ask({"probe": "sample"}, only=waits.index(max(waits)))[0]:
                 known["load"] = Sample(**sample)
-            saved = trial.ask({"probe": "save", "path": str(self.folder / "saved.ckpt")})[0]["seconds"]
-            known["epoch"] = replace(facts.epoch, checkpoints=saved * hello["saving"])
+            if hello["saving"]:
+                saved = trial.ask({"probe": "save", "name": f".{self.folder.name}.ckpt"})[0]["seconds"]
+                known["epoch"] = replace(facts.epoch, checkpoints=saved * hello["saving"])
             each = max(1, facts.cores // run.devices)
             if not facts.accelerator and facts.threads > each:
                 known["with_fewer"] = run.rate * training.times(_rate, threads=each)
             if alike and training.can_make_larger(LARGER):
                 known["larger"] = run.slowest.compute * LARGER * training.times(_compute_of_a_sample, larger=LARGER)
             rates = [report["rate"] for report in trial.ask({"probe": "load", "seconds": LOADING_SECONDS})]
-            known["loader"] = sum(rates) if all(rates) else None
+            # All ranks make the same number of steps, so the ranks with faster loaders wait.
+            known["loader"] = len(rates) * min(rates) if all(rates) else None
         except TrialError as failure:
             # A measurement may fail, for example because larger batches do not fit into memory. The results of the
             # earlier measurements are still reported.

@@ -7,12 +7,21 @@ from rich import box
 from rich.table import Table
 
 from cnnstrategies.planning.costs import digits
-from cnnstrategies.planning.scaling.figures import CALLBACK, COMPUTE, LOGGER, MeasuredRun, Measurements, Rank, ms
-from cnnstrategies.planning.scaling.reasons import Reason
+from cnnstrategies.planning.scaling.figures import (
+    CALLBACK,
+    COMPUTE,
+    ERROR,
+    LOGGER,
+    MeasuredRun,
+    Measurements,
+    Rank,
+    ms,
+)
+from cnnstrategies.planning.scaling.reason import Reason
+from cnnstrategies.planning.scaling.timeline import WAITING
 from cnnstrategies.planning.tune.race import interval
 from cnnstrategies.runtime.whole_file import whole_file
 
-ERROR = 0.1  # Probability that the true speed-up lies outside of its confidence interval.
 # If a sample's computing time with the most devices is more than this multiple of the time with the fewest devices, the
 # devices seem to share a resource.
 SLOWER = 1.15
@@ -47,7 +56,7 @@ def by_kind(run: MeasuredRun) -> dict[str, float]:
     seconds_of = dict.fromkeys(KINDS.values(), 0.0)
     for rank in run.ranks:
         for name, seconds in rank.parts.items():
-            if name not in rank.waiting:
+            if not name.startswith(WAITING):
                 seconds_of[_kind(name)] += seconds / run.devices
     seconds_of[LINK], seconds_of[WAITS_FOR_OTHERS] = run.slowest.waits, run.waiting
     return seconds_of

@@ -107,12 +107,12 @@ class Trial:
         reports = self.ask({"steps": count})
         return {**reports[0], "seconds": max(report["seconds"] for report in reports)}
 
-    def ask(self, command: Mapping[str, Any], first: bool = False) -> list[dict[str, Any]]:
-        """Send a command to all ranks or only to rank 0, and wait for the reports.
+    def ask(self, command: Mapping[str, Any], only: int | None = None) -> list[dict[str, Any]]:
+        """Send a command to all ranks or only to one rank, and wait for the reports.
 
         Args:
             command: The command, which must be serializable as JSON.
-            first: Whether only rank 0 gets the command.
+            only: The rank that gets the command; None for all ranks.
 
         Returns:
             The ranks' reports, in rank order.
@@ -120,7 +120,7 @@ class Trial:
         Raises:
             TrialError: The run has ended, or a rank did not answer in time.
         """
-        asked = self._ranks[:1] if first else self._ranks
+        asked = self._ranks if only is None else [self._ranks[only]]
         for rank in asked:
             rank.send(command)
         reports: dict[int, dict[str, Any]] = {}

@@ -1,6 +1,7 @@
 """The shares of a pipeline's replicas: given, or found by what each takes for a microbatch of its stage."""
 
 from collections.abc import Sequence
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,7 +12,8 @@ from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.timetable import KINDS, Placement
 from cnnstrategies.planning.redeal import in_flight, redeal
 from cnnstrategies.shares import Deals, Proposal
-from cnnstrategies.strategies.balancing import Balance, GatherRows, Stopwatch
+from cnnstrategies.strategies.balancing import Balance, GatherRows
+from cnnstrategies.strategies.stopwatch import Measured, Stopwatch
 
 if TYPE_CHECKING:
     from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
@@ -23,8 +25,8 @@ class StageBalance(Balance):
     unit = "microbatches"
 
     def __init__(self, deals: Deals, placement: Placement, device: Any, gather: GatherRows) -> None:
+        super().__init__(deals, device, gather)
         self._clocks = {kind: Stopwatch(device) for kind in KINDS}
-        super().__init__(deals, list(self._clocks.values()), gather)
         self._placement = placement
         self._pipeline: Pipeline | None = None
 
@@ -48,6 +50,20 @@ class StageBalance(Balance):
     def holds(self, batch: int) -> int:
         assert self._pipeline is not None
         return in_flight(self._pipeline.tasks)
+
+    @override
+    def counts(self, epoch: int, batch: int) -> tuple[int, ...]:
+        assert self._pipeline is not None
+        placement = self._pipeline.placement
+        return tuple(len(placement.microbatches_of(rank)) for rank in range(placement.world_size))
+
+    @override
+    def watchers(self) -> list[Stopwatch]:
+        return [self.clock, *self._clocks.values()]
+
+    @override
+    def unit_seconds(self, steps: Sequence[Measured]) -> list[float]:
+        return [mean([run.own for run in clock.take()] or [0.0]) for clock in self._clocks.values()]
 
     @override
     def propose(

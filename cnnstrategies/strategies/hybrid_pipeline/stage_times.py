@@ -13,8 +13,9 @@ from typing_extensions import override
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.timetable import KINDS
-from cnnstrategies.strategies.balancing import GatherRows, Stopwatch
+from cnnstrategies.strategies.balancing import GatherRows
 from cnnstrategies.strategies.hybrid_pipeline.layout import Recutter
+from cnnstrategies.strategies.stopwatch import Stopwatch
 
 WARM_UP = 4  # batches, in which caches and connections are new
 BATCHES = 20
@@ -43,7 +44,7 @@ class StageTimes(Callback):
     ) -> None:
         self._batches += 1
         if WARM_UP < self._batches <= BATCHES:
-            times = [mean(clock.take() or [0.0]) for clock in self._clocks.values()]
+            times = [mean([run.own for run in clock.take()] or [0.0]) for clock in self._clocks.values()]
             self._found.setdefault(count_samples(batch), []).append(times)
         if self._batches == WARM_UP:
             for kind, clock in self._clocks.items():

@@ -227,13 +227,10 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def setup_distributed(self) -> None:
         super().setup_distributed()
-        self._dealing.begin(lambda: self._gather_times, self._waited)
+        self._dealing.begin(lambda: self._gather_times)
 
     def _gather_times(self, row: list[float]) -> list[list[float]]:
         return list(self.gather(row, "times").values())
-
-    def _waited(self) -> float:
-        return 0.0 if self.traffic is None else self.traffic.seconds_waited
 
     @override
     def open_session(self) -> None:
@@ -397,8 +394,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._stepper.count(self._samples_in(args[0] if args else next(iter(kwargs.values()))))
         self._buffers_are_equal = False
         self._dispatch.seen += 1
-        if self._dealing.stopwatch is not None:
-            self._dealing.stopwatch.begin()
         with self._stepper.forward():
             return super().training_step(*args, **kwargs)
 
@@ -412,11 +407,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._stepper is not None:
             self._stepper.before_backward()
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        if self._dealing.stopwatch is not None:
-            self._dealing.stopwatch.end()
 
     @contextmanager
     @override

@@ -1,0 +1,138 @@
+"""Recording of a rank's timeline: its own work between collectives, and the time that it spends in each collective."""
+
+import contextlib
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning
+import torch
+import torchmetrics
+
+import cnnstrategies
+from cnnstrategies.callbacks.step_parts import PartClock
+from cnnstrategies.planning.scaling.timeline import (
+    BARRIER,
+    BUFFERS,
+    EXCHANGE,
+    GRADIENTS,
+    INTERNAL,
+    LOG,
+    STOPPING,
+    WAITING,
+)
+from cnnstrategies.runtime import waiting
+
+# Folders of libraries. A collective belongs to the line of code outside of these folders that runs it.
+LIBRARIES = tuple(
+    f"{folder}/"
+    for folder in (
+        sysconfig.get_paths()["stdlib"],
+        *(Path(module.__file__ or "").parent for module in (torch, lightning, torchmetrics, cnnstrategies)),
+    )
+)
+
+
+# Files whose functions report a wait: the frames between the recorder and the method of torch that waits.
+REPORTING = (waiting.__file__, contextlib.__file__)
+
+
+def kind_and_place(frame: FrameType | None, name: str) -> tuple[str, str]:
+    """Return the kind of a collective, and the line of the user's code that runs it.
+
+    Args:
+        frame: The innermost frame of the call stack.
+        name: Name of the wait, as in :class:`~cnnstrategies.runtime.waiting.WaitWatcher`.
+
+    Returns:
+        The kind, and the line as ``file:line``. The line is empty if only libraries have run the collective.
+    """
+    if name == "buffers":
+        return BUFFERS, ""
+    kind = BARRIER if "barrier" in name else EXCHANGE
+    # The callers of Lightning's loop belong to the program that trains, and not to a step.
+    while frame is not None and not frame.f_code.co_filename.endswith("fit_loop.py"):
+        code = frame.f_code
+        if not code.co_filename.startswith((*LIBRARIES, "<")):
+            return kind, f"{Path(code.co_filename).name}:{frame.f_lineno}"
+        if code.co_name == "log" and code.co_filename.endswith("module.py"):
+            kind = LOG
+        frame = frame.f_back
+    return STOPPING if name == "broadcast" else INTERNAL, ""
+
+
+def only_starts(frame: FrameType | None) -> bool:
+    """Return whether a reported wait is a call that only starts a collective, and does not wait for other ranks.
+
+    Args:
+        frame: The innermost frame of the call stack.
+    """
+    while frame is not None and frame.f_code.co_filename in REPORTING:
+        if frame.f_code.co_name == "collective":
+            return True
+        frame = frame.f_back
+    return False
+
+
+class TimelineRecorder:
+    """WaitWatcher of a rank's waits that records the rank's timeline.
+
+    Args:
+        clock: The clock that counts the time of each part of a step. Waits become parts of a step.
+
+    Attributes:
+        segments: The segments so far, as keyword arguments of
+            :class:`~cnnstrategies.planning.scaling.timeline.Segment`.
+    """
+
+    def __init__(self, clock: PartClock) -> None:
+        self.segments: list[dict[str, Any]] = []
+        self._clock = clock
+        self._before: Mapping[str, float] = {}
+        self._current: tuple[str, str] | None = None  # Kind and place of the collective in which the rank is.
+
+    def begin_waiting(self, kind: str) -> None:
+        """Begin a part of the step in which the rank is in a collective."""
+        frame = sys._getframe(1)  # noqa: SLF001
+        if self._clock.running and not only_starts(frame):
+            self._current = kind_and_place(frame, kind)
+            self._clock.begin(WAITING + self._current[0])
+
+    def end_waiting(self) -> None:
+        """End the part of the step in which the rank is in a collective."""
+        if self._current is not None:
+            self._clock.end()
+            self._append(*self._current)
+            self._current = None
+
+    def end_backward(self) -> None:
+        """Note that the gradients' all-reduce has ended with a backward pass. Its time is not known yet."""
+        self._clock.read()
+        self._append(GRADIENTS, "")
+
+    def end(self, visible: list[float]) -> None:
+        """End the timeline.
+
+        Args:
+            visible: Seconds of the gradients' all-reduces that do not overlap with the backward pass. If the last of
+                them are missing, their mean is used for the missing ones.
+        """
+        self._clock.read()
+        self._append("", "")
+        mean = sum(visible) / max(1, len(visible))
+        reduces = [segment for segment in self.segments if segment["collective"] == GRADIENTS]
+        for index, segment in enumerate(reduces):
+            waited = visible[index] if index < len(visible) else mean
+            segment["waited"] = waited
+            segment["work"]["backward"] = max(0.0, segment["work"].get("backward", 0.0) - waited)
+
+    def _append(self, kind: str, place: str) -> None:
+        now = dict(self._clock.seconds)
+        since = {name: seconds - self._before.get(name, 0.0) for name, seconds in now.items()}
+        self._before = now
+        waited = sum(seconds for name, seconds in since.items() if name.startswith(WAITING))
+        work = {name: seconds for name, seconds in since.items() if seconds and not name.startswith(WAITING)}
+        self.segments.append({"work": work, "collective": kind, "waited": waited, "place": place})
