@@ -11,7 +11,7 @@ from cnnstrategies.pipeline.channels import TensorHeader, pack
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import StageRunner, WholeBatch
-from cnnstrategies.placed.places import Places
+from cnnstrategies.placed import Places
 
 
 class PlacedNetwork:
@@ -107,9 +107,9 @@ class _Call:
         places, runner = self.places, self.network.runner
         assert self.batch is not None
         brought = places.bring_all([g for g in gradients if g is not None], self.last, "gradients of outputs")
-        own = [gradient if gradient is None else brought.get(id(gradient), gradient) for gradient in gradients]
+        of_outputs = [gradient if gradient is None else brought.get(id(gradient), gradient) for gradient in gradients]
         with places.local():
-            sums, of_images = self.batch.backward(own)
+            sums, of_images = self.batch.backward(of_outputs)
             of_parameters = dict(zip((id(parameter) for parameter in runner.parameters), sums, strict=True))
         images = _tensors(self.images)
         by_name = dict(self.network.division.network.named_parameters())

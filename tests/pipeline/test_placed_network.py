@@ -13,8 +13,7 @@ from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
-from cnnstrategies.placed.gloo_link import GlooLink
-from cnnstrategies.placed.places import Places
+from cnnstrategies.placed import GlooLink, Places
 
 STEPS = 3
 
