@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import test_division
+import test_users_modules
 import test_whole_batch
 from mutants.faulty import removes, replaces
 
@@ -14,13 +14,13 @@ from cnnstrategies.pipeline.untouched import Untouched
 removes(
     has_hooks,
     "a cut passes through a module with a hook",
-    killed_by=test_division.test_attributes_hooks_and_modes_stay_live,
+    killed_by=test_users_modules.test_attributes_hooks_and_modes_stay_live,
     gives=False,
 )
 removes(
     Untouched.__exit__,
     "a trace leaves proxies in attributes",
-    killed_by=test_division.test_a_trace_leaves_nothing_behind_and_what_a_graph_cannot_repeat_stays_whole,
+    killed_by=test_users_modules.test_a_trace_leaves_nothing_behind_and_what_a_graph_cannot_repeat_stays_whole,
     how="stored",
 )
 
