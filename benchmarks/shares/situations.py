@@ -138,7 +138,8 @@ SITUATIONS = {
     "time of a step without samples": Situation(compute=lambda rank, step: 0.0, fixed=(0.015, 0.015)),
     "the same, rank 1 twice as slow": Situation(compute=lambda rank, step: 0.0, fixed=(0.01, 0.02)),
     "a callback on both ranks": Situation(callbacks=lambda: [Sleeper(0.01, (0, 1))]),
-    "a callback on rank 0": Situation(1.1, callbacks=lambda: [Sleeper(0.02, (0,))]),
+    # Lightning's broadcast in each batch makes rank 1 wait for the callback, so that shares cannot help.
+    "a callback on rank 0": Situation(callbacks=lambda: [Sleeper(0.02, (0,))]),
     "averages by deep copies": Situation(callbacks=lambda: [Average()]),
     "checkpoints on a slow disk": Situation(callbacks=lambda: [SlowDisk()]),
     "a log with sync_dist in each step": Situation(log=True),
