@@ -182,7 +182,7 @@ class OwnGroups(Own):
 
     def change(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
         (lr,) = (group["lr"] for group in self.param_groups if any(p is parameter for p in group["params"]))
-        return lr * gradient
+        return gradient * lr / self.param_groups[0]["lr"]
 
 
 class NeedsEntry(Own):
