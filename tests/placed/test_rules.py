@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from placements import check, place_all
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from turns import on_ranks
 
 FIRST, SECOND, PAIR = (0,), (1,), (1, 2)
@@ -362,7 +363,81 @@ def new_tensors(a, b):
     ]
 
 
+def averaged_weights(a, b):
+    layer = nn.Linear(4, 3, dtype=a.dtype)
+    layer.weight = nn.Parameter(a)
+    average = torch.optim.swa_utils.AveragedModel(layer)
+    average.update_parameters(layer)
+    with torch.no_grad():
+        layer.weight.add_(b)
+    average.update_parameters(layer)
+    layer.load_state_dict({name: value + 1 for name, value in average.module.state_dict().items()})
+    return [average.module.weight, layer.weight, layer(b), *average.buffers()]
+
+
+def scaled_loss(a, b):
+    first, second = nn.Parameter(a), nn.Parameter(b)
+    optimizer = torch.optim.SGD([first, second], 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for factor in (1.0, float("inf")):
+        optimizer.zero_grad()
+        scaler.scale((first * second).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return [first, second, scaler.get_scale()]
+
+
+def python_on_tensors(a, b):
+    values = [a.sum(), b.sum(), a.max()]
+    steps = 0
+    while a.abs().sum() > 1 and steps < 5:
+        a.div_(2)
+        steps += 1
+    results = [
+        sum(values),
+        max(values),
+        sorted(values)[0],
+        steps,
+        a.numel() in [12],
+        values[0] in b,
+        float(min(a.flatten())),
+    ]
+    results += [list(a[0])[1], [row.sum().item() for row in b], dict(enumerate(a.tolist()))]
+    return [
+        *results,
+        a.max() if a.max() > b.max() else b.max(),
+        a[b.argmax() // 4, 0],
+        *torch.split(b, 2),
+        b.unbind(1)[0],
+    ]
+
+
+def recomputed(a, b):
+    a.requires_grad_()
+    layer = nn.Dropout(0.5)
+    result = checkpoint(lambda x: layer(x * b).sin(), a, use_reentrant=False)
+    result.sum().backward()
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        noise = torch.randn_like(b)
+    return [a.grad, noise, torch.rand(2)]
+
+
+def vectors(a, b):
+    parameters = [nn.Parameter(a), nn.Parameter(b)]
+    parameters[0].grad, parameters[1].grad = a * 3, b * 3
+    vector = nn.utils.parameters_to_vector(parameters)
+    nn.utils.vector_to_parameters(vector.detach() * 2, parameters)
+    nn.utils.clip_grad_value_(parameters, 1.0)
+    return [vector.norm(), *parameters]
+
+
 PROGRAMS = [
+    averaged_weights,
+    scaled_loss,
+    python_on_tensors,
+    recomputed,
+    vectors,
     out_of_place,
     in_place,
     into_a_common_tensor,
