@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # Base class of modes that intercept operations below autograd. Unlike a `TorchFunctionMode`, such a mode also
 # intercepts collectives.
@@ -169,6 +171,84 @@ def default_store() -> Any:
     new because a blocked thread, which waits in the store for another rank, keeps an existing connection for itself.
     """
     return dist.distributed_c10d._get_default_store().clone()
+
+
+# A class with this `__torch_function__` has no own versions of torch's functions, only of torch's operations.
+NO_OWN_FUNCTIONS = torch._C._disabled_torch_function_impl
+# A context in which no mode intercepts functions of torch. Inside a mode's `__torch_dispatch__`, function modes are
+# still on, and would intercept each access to an attribute of a tensor.
+without_functions = torch._C.DisableTorchFunction
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Return a context in which no mode intercepts operations or functions of torch."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def tensor_without_storage(
+    cls: type[Tensor],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool = False,
+) -> Any:
+    """Create an instance of a subclass of `Tensor` that has metadata, but not a storage."""
+    return Tensor._make_wrapper_subclass(
+        cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
+    )
+
+
+def allow_in_lists(cls: type[Tensor]) -> None:
+    """Make optimizers and `clip_grad_norm_` process a class's instances in lists, as they process plain tensors."""
+    for types in (_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types):
+        if cls not in types:
+            types.append(cls)
+
+
+def mark_as_parameter(tensor: Tensor) -> None:
+    """Make ``isinstance(tensor, torch.nn.Parameter)`` true for an instance of a subclass of `Tensor`.
+
+    `torch.nn.Parameter` marks tensors of subclasses in the same way.
+    """
+    tensor._is_param = True
+
+
+def swap_contents(tensor: Tensor, other: Tensor) -> None:
+    """Exchange two tensors by `torch.utils.swap_tensors`, and give autograd the first tensor's hooks again.
+
+    torch exchanges the Python attribute with the hooks, but not autograd's list of them.
+    """
+    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+    hooks = tensor._backward_hooks
+    if hooks is not None:
+        tensor._backward_hooks = hooks
+
+
+def _full_name(operation: torch._ops.OpOverload) -> str:
+    return str(operation.name())  # type: ignore[no-untyped-call]
+
+
+def schema_of(operation: torch._ops.OpOverload) -> Any:
+    """Return an operation's schema, which says which arguments it writes and which results are views."""
+    return operation._schema
+
+
+def has_shape_function(operation: torch._ops.OpOverload) -> bool:
+    """Whether torch can compute the shapes of an operation's results without the values of its operands."""
+    composite = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
+    name = _full_name(operation)
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in ("Meta", *composite))
+
+
+def is_composite(operation: torch._ops.OpOverload) -> bool:
+    """Whether an operation consists of other operations.
+
+    Only under ``torch.inference_mode`` does a mode receive such operations as a whole.
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key(_full_name(operation), "CompositeImplicitAutograd")
 
 
 @contextmanager

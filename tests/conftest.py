@@ -94,6 +94,7 @@ SLOWEST = (
     *("test_slurm.py", "test_readme.py", "test_torchrun.py", "test_hybrid_pipeline_faults.py", "test_chain.py"),
     *("test_mpirun.py", "test_cli.py", "test_quantize.py", "test_configs.py", "test_simulation.py", "test_wires.py"),
     *("test_compiled.py", "test_refusals.py", "test_equality.py", "test_elastic.py", "test_scaling_command.py"),
+    *("test_trainer_on_gpu.py", "test_pipeline_shares.py", "test_added_strategy.py"),
 )
 
 

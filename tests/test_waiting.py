@@ -57,7 +57,7 @@ class Arrivals:
 
 
 def wait_in_many_ways() -> dict[str, list[str]]:
-    watcher, one = Arrivals(), torch.ones(2)
+    watcher, ones = Arrivals(), torch.ones(2)
     original = dist.ProcessGroup.allreduce, dist.Work.wait
     model = DistributedDataParallel(nn.BatchNorm1d(2))
     report_forwards(model)
@@ -67,19 +67,19 @@ def wait_in_many_ways() -> dict[str, list[str]]:
         name: watcher.meet(collective)
         for name, collective in {
             "barrier": barrier,
-            "sum": lambda: dist.all_reduce(one.clone()),
-            "later": lambda: dist.all_reduce(one.clone(), async_op=True).wait(),
-            "future": lambda: dist.broadcast(one.clone(), 0, async_op=True).get_future().wait(),
+            "sum": lambda: dist.all_reduce(ones.clone()),
+            "later": lambda: dist.all_reduce(ones.clone(), async_op=True).wait(),
+            "future": lambda: dist.broadcast(ones.clone(), 0, async_op=True).get_future().wait(),
             "objects": lambda: dist.all_gather_object([None, None], "text"),
             "monitored": dist.monitored_barrier,
-            "pair": lambda: dist.recv(one.clone(), peer) if watcher.rank else dist.send(one, peer),
+            "pair": lambda: dist.recv(ones.clone(), peer) if watcher.rank else dist.send(ones, peer),
             "forward": lambda: model(torch.ones(3, 2)),
         }.items()
     }
     unwatch(watcher)
     assert (dist.ProcessGroup.allreduce, dist.Work.wait) == original
     watcher.kinds = []
-    dist.all_reduce(one)  # The restored methods work, and report no wait.
+    dist.all_reduce(ones)  # The restored methods work, and report no wait.
     assert watcher.kinds == []
     return kinds
 

@@ -256,7 +256,7 @@ def measured(name: str, shares: str, steps: int) -> tuple[float, list[int], list
 def main() -> None:
     """Measure all situations, or some, in turns, and write the page. Situations that were measured are not repeated."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="situations; by default all")
+    parser.add_argument("names", nargs="*", help="situations to try, without a page; by default all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--results", type=Path, help="file of the results so far, for a run that was interrupted")
@@ -278,6 +278,8 @@ def main() -> None:
         done[name] = rounds
         results.write_text(json.dumps(done))
         print(name, [f"{auto / equal:.2f} {counts}" for equal, auto, counts in rounds], flush=True)
+    if options.names:
+        return  # The page has all situations.
     rows = [("situation", "equal, samples/s", "auto, times as fast", "samples of the ranks at last", "target")]
     for name in names:
         ratios = [auto / equal for equal, auto, _ in done[name]]

@@ -25,6 +25,7 @@ from cnnstrategies.pipeline.tracing import (
     mode,
     module_paths,
     ordered_nodes,
+    seals,
     state_names,
     trace_open,
     trace_opened,
@@ -173,7 +174,15 @@ class Division:
 
         Returns:
             The trace, and the stage of each node of its graph.
+
+        Raises:
+            ConfigurationError: The network's own code changes attributes or stores tensors, which a graph does not do.
         """
+        if (seal := seals(full).get(self.network)) is not None:
+            raise ConfigurationError(
+                f"{seal.place} cannot be cut into stages: {seal.reason}; move this code into a submodule, which runs "
+                "as a whole"
+            )
         try:
             traced, reads = trace_opened(self.network, full, {self._modules[path] for path in self.opened})
             coarse = match(full, traced)

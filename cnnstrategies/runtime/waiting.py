@@ -99,7 +99,7 @@ def watch(watcher: WaitWatcher) -> None:
     if not _waits.watchers:
         _waits.depth = 0
         for name in COLLECTIVES:
-            if hasattr(dist.ProcessGroup, name):
+            if name in vars(dist.ProcessGroup):  # Some names are only in newer versions of torch.
                 _replace(dist.ProcessGroup, name, _reporting_collective)
         # The futures of collectives are objects of the class from which torch.futures.Future is derived.
         for waiter in (dist.Work, torch.futures.Future.__base__):

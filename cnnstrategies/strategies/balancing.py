@@ -14,7 +14,7 @@ from typing_extensions import override
 from cnnstrategies.data.sampling import DealtBatches, dealt
 from cnnstrategies.runtime.waiting import unwatch, watch
 from cnnstrategies.shares import Deals, Proposal, proposal
-from cnnstrategies.strategies.bets import PATIENCE, Bets, Block, Decision
+from cnnstrategies.strategies.bets import PATIENCE, Bets, Block, ShareDecision
 from cnnstrategies.strategies.stopwatch import Measured, Stopwatch
 
 EVERY = 4  # Smallest number of batches between two exchanges of measured times.
@@ -231,7 +231,7 @@ class Balance(Callback):
         if self._bets.is_over:
             self._end()
 
-    def _log(self, trainer: Trainer, decision: Decision) -> None:
+    def _log(self, trainer: Trainer, decision: ShareDecision) -> None:
         if (gain := decision.gain) is not None:
             text = f"Since the last change of shares, a step is {abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
             if not decision.won:

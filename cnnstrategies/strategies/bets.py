@@ -41,7 +41,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Decision:
+class ShareDecision:
     """New shares, and the reason why they are used.
 
     Attributes:
@@ -94,7 +94,7 @@ class Bets:
         block: Block,
         shares: Sequence[float],
         propose: Callable[[Sequence[Sequence[float]], float], Proposal | None],
-    ) -> Decision:
+    ) -> ShareDecision:
         """Take the times of the latest steps, and decide which shares to use.
 
         Args:
@@ -104,9 +104,9 @@ class Bets:
                 :class:`Block`, and the seconds of a step.
         """
         if self.is_over:
-            return Decision()
+            return ShareDecision()
         self._blocks = [*self._blocks, block][-MOST:]
-        ended = self._judge() if self._before is not None else Decision()
+        ended = self._judge() if self._before is not None else ShareDecision()
         if ended.shares is not None or self._before is not None:
             return ended
         proposed = self._proposal(propose)
@@ -114,9 +114,9 @@ class Bets:
             return ended
         self._before = tuple(shares), [block.step for block in _kept(self._blocks)]
         self._blocks = []
-        return Decision(proposed.shares, proposed.gain, ended.gain, ended.won)
+        return ShareDecision(proposed.shares, proposed.gain, ended.gain, ended.won)
 
-    def _judge(self) -> Decision:
+    def _judge(self) -> ShareDecision:
         """Return the end of the open bet, or an empty decision if more steps must be measured."""
         assert self._before is not None
         shares, before = self._before
@@ -124,13 +124,13 @@ class Bets:
         gain, noise = mean(before) / mean(now) - 1, _noise(before, now)
         may_be_won = gain > -noise if len(self._blocks) < FEWEST else abs(gain) <= noise
         if len(self._blocks) < MOST and may_be_won:
-            return Decision()
+            return ShareDecision()
         self._before = None
         if gain > noise:
-            return Decision(gain=gain, won=True)
+            return ShareDecision(gain=gain, won=True)
         self.lost += 1
         self._blocks = []
-        return Decision(shares, gain=gain)
+        return ShareDecision(shares, gain=gain)
 
     def _proposal(self, propose: Callable[[Sequence[Sequence[float]], float], Proposal | None]) -> Proposal | None:
         """Return proposed shares whose predicted gain is above the noise."""

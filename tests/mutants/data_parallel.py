@@ -19,7 +19,7 @@ from cnnstrategies.data.sampling import DealtBatches
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies import CompressedDDPStrategy
 from cnnstrategies.strategies.balancing import Balance, propose
-from cnnstrategies.strategies.bets import Bets, Decision, bound
+from cnnstrategies.strategies.bets import Bets, ShareDecision, bound
 from cnnstrategies.strategies.loss_comparison import LossComparison, compare_with_parts
 from cnnstrategies.strategies.mean_terms import MeanTerm
 from cnnstrategies.strategies.parameter_server.step import Stepper
@@ -96,7 +96,7 @@ def a_gain_below_the_noise_is_a_reason_for_a_bet(original, degrees):
 @replaces(Bets.decide, killed_by=test_bets.test_a_bet_without_a_measurable_gain_is_lost)
 def a_change_that_does_not_help_is_kept(original, self, block, shares, propose):
     decision = original(self, block, shares, propose)
-    return decision if decision.gain is None or decision.won else Decision(gain=decision.gain, won=True)
+    return decision if decision.gain is None or decision.won else ShareDecision(gain=decision.gain, won=True)
 
 
 removes(

@@ -65,16 +65,16 @@ def train_stage(cuts: list[str]) -> tuple[int, dict[str, Tensor | None], Any]:
         contrastive(*outputs).backward()
         gradients = [[tensor.grad for tensor in output.values()] for output in outputs]
     sums: dict[str, Any] = {}
-    found: list[Any] = [None, None]
+    of_images: list[Any] = [None, None]
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     for index in (1, 0):
-        parts, found[index] = WholeBatch.backward(batches[index], gradients[index])
+        parts, of_images[index] = WholeBatch.backward(batches[index], gradients[index])
         for parameter, part in zip(runner.parameters, parts, strict=True):
             name = names[id(parameter)]
             sums[name] = part if sums.get(name) is None else sums[name] + part
     assert seen == [], "hooks wait for the whole batch's gradient"
     assert not any(runner.begin(images[0], 2, False).sizes[2:]), "a small batch has fewer microbatches"
-    return runner.stage, sums, found
+    return runner.stage, sums, of_images
 
 
 def test_a_loss_may_compare_all_samples_of_two_calls() -> None:
@@ -84,9 +84,9 @@ def test_a_loss_may_compare_all_samples_of_two_calls() -> None:
     expected = {name: parameter.grad for name, parameter in network.named_parameters() if parameter.grad is not None}
     for cuts in (["first"], ["first.0", "second"]):
         results = run_ranks(len(cuts) + 1, train_stage, cuts)
-        found = {name: gradient for _, sums, _ in results for name, gradient in sums.items()}
-        assert found.keys() == expected.keys()
+        sums_of_all = {name: gradient for _, sums, _ in results for name, gradient in sums.items()}
+        assert sums_of_all.keys() == expected.keys()
         for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(sums_of_all[name], gradient, rtol=1e-12, atol=1e-12)
         for view, gradients in zip(images, results[0][2], strict=True):
             torch.testing.assert_close(gradients[0], view.grad, rtol=1e-12, atol=1e-12)

@@ -79,16 +79,7 @@ def simulated(ranks, steps, costs):
     for segments in zip(*ranks, strict=True):
         clocks = [clock + sum(work.values()) for clock, (work, _) in zip(clocks, segments, strict=True)]
         kind = segments[0][1]
-        leaves = [
-            clocks[0]
-            if kind == BUFFERS and rank == 0
-            else max(clocks[0], clock)
-            if kind == BUFFERS
-            else max(clocks)
-            if kind
-            else clock
-            for rank, clock in enumerate(clocks)
-        ]
+        leaves = [max(clocks) if kind else clock for clock in clocks]
         ends = [leave + costs[kind] for leave in leaves]
         for timeline, (work, _), clock, end in zip(timelines, segments, clocks, ends, strict=True):
             timeline.append(Segment(work, kind, end - clock))
@@ -284,12 +275,6 @@ def test_two_causes_are_both_named():
     # The other rank is as slow for another reason, so removing the callback alone would gain nothing.
     hidden = measurements({"callback Sleeper": 0.15}, {"data": 0.15})
     assert reasons(hidden) == []
-
-
-def test_a_rank_that_sends_buffers_does_not_wait_for_a_slow_loader():
-    """Rank 1 loads slowly while rank 0 computes slowly. Both overlap, because only rank 1 waits for the buffers."""
-    overlapping = measurements({"forward": 0.15}, {"data": 0.15})
-    assert not any("buffers" in reason.cause for reason in reasons(overlapping))
 
 
 def test_ranks_with_different_collectives_are_compared_by_their_whole_steps():

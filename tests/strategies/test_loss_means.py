@@ -31,26 +31,49 @@ SAMPLES, GLOBAL_BATCH, CLASSES = 22, 6, 4
 WEIGHTS = torch.tensor([1.0, 2.0, 5.0, 0.5], dtype=torch.float64)
 
 
-def class_losses(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Return means that torch's own functions divide by the weights of the valid targets."""
-    return {
-        "ignored": F.cross_entropy(outputs, targets, ignore_index=3),
-        "weights": nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.1)(outputs, targets.masked_fill(targets == 2, -100)),
-        "flat": F.nll_loss(outputs.log_softmax(1).transpose(1, -1).reshape(-1, CLASSES), targets.mT.flatten(), WEIGHTS),
-    }
+def mask_of(targets: Tensor) -> Tensor:
+    """Return a mask that selects very different numbers of pixels for each sample, and at least one pixel."""
+    mask = targets != 1
+    mask[:, 0, 0] = True
+    return mask
 
 
-def element_losses(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Return means over elements that a mask selects, and means over all elements."""
-    mask, wanted = targets != 1, F.one_hot(targets, CLASSES).movedim(-1, 1).to(outputs)
-    mask[:, 0, 0] = True  # No rank has an empty mask.
-    return {
-        "selected": 3 * F.cross_entropy(outputs, targets, reduction="none")[mask].mean(),
-        "quotient": ((outputs - wanted).square().sum(1) * mask).sum() / mask.sum(),
-        "binary": F.binary_cross_entropy_with_logits(outputs.movedim(1, -1)[mask], wanted.movedim(1, -1)[mask]),
-        "all": F.mse_loss(outputs, wanted),
-        "images": torch.stack([output.square().mean() for output in outputs]).mean(),
-    }
+def one_hot(targets: Tensor) -> Tensor:
+    return F.one_hot(targets, CLASSES).movedim(-1, 1).double()
+
+
+def flat_nll(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.nll_loss(outputs.log_softmax(1).movedim(1, -1).reshape(-1, CLASSES), targets.flatten(), WEIGHTS)
+
+
+def quotient(outputs: Tensor, targets: Tensor) -> Tensor:
+    mask = mask_of(targets)
+    return ((outputs - one_hot(targets)).square().sum(1) * mask).sum() / mask.sum()
+
+
+def binary(outputs: Tensor, targets: Tensor) -> Tensor:
+    mask = mask_of(targets)
+    return F.binary_cross_entropy_with_logits(outputs.movedim(1, -1)[mask], one_hot(targets).movedim(1, -1)[mask])
+
+
+def weighted(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.1)(outputs, targets.masked_fill(targets == 2, -100))
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+LOSSES: dict[str, Loss] = {
+    "ignored": lambda outputs, targets: F.cross_entropy(outputs, targets, ignore_index=3),
+    "weighted": weighted,
+    "flat": flat_nll,
+    "quotient": quotient,
+    "binary": binary,
+    "selected": lambda outputs, targets: 3 * (outputs - 1).square().sum(1)[mask_of(targets)].mean(),
+    "all": lambda outputs, targets: F.mse_loss(outputs, one_hot(targets)),
+    "images": lambda outputs, targets: torch.stack([output.square().mean() for output in outputs]).mean(),
+}
+SUM = {"sum": lambda outputs, targets: 0.01 * F.cross_entropy(outputs, targets, ignore_index=3, reduction="sum")}
+ROOT = {"root": lambda outputs, targets: outputs.square().mean().sqrt()}
+DRAWN = {"drawn": lambda outputs, targets: (outputs * torch.rand(())).square().mean()}
 
 
 class Net(nn.Module):
@@ -64,22 +87,18 @@ class Net(nn.Module):
         return {name: head(images) for name, head in self.heads.items()}
 
 
-LOSSES = lambda outputs, targets: class_losses(outputs, targets) | element_losses(outputs, targets)  # noqa: E731
-
-
 class Segmenter(LightningModule):
-    """A module whose loss is a sum of the given losses."""
+    """A module whose loss is the sum of some losses."""
 
-    def __init__(self, losses: Callable[..., dict[str, Tensor]] = LOSSES, names: list[str] | None = None) -> None:
+    def __init__(self, losses: dict[str, Loss] = LOSSES) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.losses = losses
-        some = losses(torch.zeros(1, CLASSES, 2, 2, dtype=torch.float64), torch.zeros(1, 2, 2, dtype=torch.int64))
-        self.net = Net(names or list(some)).double()
+        self.net = Net(list(losses)).double()
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         outputs = self.net(batch[0])
-        return sum((self.losses(outputs[name], batch[1])[name] for name in outputs), torch.zeros(()))
+        return sum((loss(outputs[name], batch[1]) for name, loss in self.losses.items()), torch.zeros(()))
 
     def train_dataloader(self) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(1)
@@ -130,31 +149,23 @@ def test_each_mean_of_a_loss_has_its_own_divisor(strategy, accumulated):
     assert_equal(trained(Segmenter, strategy(), 2, **options), trained(Segmenter, **options))
 
 
-def summed(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    return {"sum": 0.01 * F.cross_entropy(outputs, targets, ignore_index=3, reduction="sum")}
-
-
 @pytest.mark.parametrize("strategy", [balanced, served], ids=["ddp_balanced", "servers"])
 def test_a_sum_is_the_sum_over_the_global_batch(strategy):
-    module, options = partial(Segmenter, summed), {"accumulate_grad_batches": 2}
+    module, options = partial(Segmenter, SUM), {"accumulate_grad_batches": 2}
     assert_equal(trained(module, strategy(shares=[1, 3]), 2, **options), trained(module, **options))
 
 
 def test_a_pipelines_replicas_with_unequal_shares_have_the_weights_of_the_whole_batch():
     """A pipeline finds each microbatch's weight itself, for sums and for each output's own mean."""
-    module = partial(Segmenter, lambda outputs, targets: LOSSES(outputs, targets) | summed(outputs, targets))
+    module = partial(Segmenter, LOSSES | SUM)
     pipeline = HybridPipelineStrategy(replicas=[2], shares=[1, 2], microbatches=3, start_method="fork")
     assert_equal(trained(module, pipeline, 2), trained(module))
-
-
-def roots(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    return {"root": outputs.square().mean().sqrt()}
 
 
 def test_unequal_shares_are_refused_for_a_loss_that_is_neither_a_mean_nor_a_sum():
     why = r"the loss of Segmenter.training_step is neither a mean nor a sum over the samples of a batch"
     with pytest.raises(AssertionError, match=rf"{why}, so unequal shares \(1, 2\) .*: set shares: equal"):
-        trained(partial(Segmenter, roots), balanced(shares=[1, 2]), 2)
+        trained(partial(Segmenter, ROOT), balanced(shares=[1, 2]), 2)
 
 
 class Stays(Callback):
@@ -165,15 +176,11 @@ class Stays(Callback):
         print("can deal:", [balance.can_deal() for balance in balances])
 
 
-def drawn(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    return {"drawn": (outputs * torch.rand(())).square().mean()}
-
-
 def test_measured_shares_stay_equal_for_such_a_loss(capfd, monkeypatch):
     """If the comparison is not possible, shares may change, and a warning gives the reason."""
     monkeypatch.setattr(sample_weights, "rank_zero_info", print)
     monkeypatch.setattr(sample_weights, "rank_zero_warn", print)
-    for losses in (roots, drawn):
+    for losses in (ROOT, DRAWN):
         trained(partial(Segmenter, losses), balanced(shares="auto"), 2, callbacks=[Stays()])
     lines = capfd.readouterr().out.splitlines()
     assert [line for line in lines if "Shares stay equal: the loss of Segmenter.training_step is neither" in line]
@@ -188,7 +195,7 @@ def test_measured_shares_stay_equal_for_such_a_loss(capfd, monkeypatch):
 
 # The comparison of a batch with its parts
 
-KIND_OF: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+KIND_OF: dict[str, tuple[str, Loss]] = {
     "cross_entropy": ("terms", F.cross_entropy),
     "a mean": ("mean", lambda outputs, targets: outputs.square().mean()),
     "a mean of means": (
@@ -218,7 +225,7 @@ KIND_OF: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
 class Layers(LightningModule):
     """A module with layers whose outputs for a sample depend on the batch or on random numbers, and with hooks."""
 
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, loss: Loss, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.loss_of = loss

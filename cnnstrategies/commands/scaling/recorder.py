@@ -21,7 +21,6 @@ from cnnstrategies.planning.scaling.timeline import (
     GRADIENTS,
     INTERNAL,
     LOG,
-    STOPPING,
     WAITING,
 )
 from cnnstrategies.runtime import waiting
@@ -61,7 +60,7 @@ def kind_and_place(frame: FrameType | None, name: str) -> tuple[str, str]:
         if code.co_name == "log" and code.co_filename.endswith("module.py"):
             kind = LOG
         frame = frame.f_back
-    return STOPPING if name == "broadcast" else INTERNAL, ""
+    return INTERNAL, ""
 
 
 def only_starts(frame: FrameType | None) -> bool:

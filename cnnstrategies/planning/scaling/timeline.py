@@ -4,6 +4,8 @@ A timeline consists of segments. In a segment, each rank does its own work, and 
 rank that arrives early waits there, so a step takes as long as the slowest rank of each segment, and not as long as the
 slowest rank on average. :func:`predict` computes this time again after a change: with less work on a rank, without a
 collective, or with a faster collective.
+
+A broadcast is a collective in which all ranks meet, because gloo's sender also waits until the others receive.
 """
 
 import functools
@@ -17,11 +19,8 @@ BUFFERS = "buffers"  # DDP's broadcast of the buffers.
 LOG = "log"  # The collectives of `self.log(..., sync_dist=True)`.
 BARRIER = "barrier"  # A barrier in the user's code.
 EXCHANGE = "exchange"  # Any other collective in the user's code.
-STOPPING = "stopping"  # Lightning's broadcast that tells whether rank 0 has received a signal.
 INTERNAL = "internal"  # Other collectives of Lightning and of this package.
 OTHERS = "others"  # Whatever the ranks wait for, if the ranks do not run the same collectives.
-# Kinds of collectives in which rank 0 sends, and does not wait for the ranks that receive.
-ONE_WAY = (BUFFERS, STOPPING)
 WAITING = "waiting: "  # Prefix of the part of a step in which a rank is in a collective. The kind follows.
 
 
@@ -89,14 +88,8 @@ def predict(ranks: Sequence[Sequence[Segment]], change: Change) -> float:
         kind = segments[0].collective
         if kind and kind not in change.without:
             # The rank that arrives last waits only for the collective itself.
-            factor = change.costs.get(kind, 1.0)
-            cost = min(segment.waited for segment in segments) * factor
-            if kind in ONE_WAY:
-                sender, *receivers = clocks
-                received = [max(sender, clock) + cost for clock in receivers]
-                clocks = [sender + segments[0].waited * factor, *received]
-            else:
-                clocks = [max(clocks) + cost] * len(clocks)
+            cost = min(segment.waited for segment in segments) * change.costs.get(kind, 1.0)
+            clocks = [max(clocks) + cost] * len(clocks)
     return max(clocks)
 
 

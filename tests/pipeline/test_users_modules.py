@@ -169,12 +169,12 @@ def test_a_trace_leaves_nothing_behind_and_what_a_graph_cannot_repeat_stays_whol
     traced = trace_open(network)
     assert digest(network) == before
     assert outside == OUTSIDE
-    found = [(network.get_submodule("1") is module, seal.reason) for module, seal in seals(traced).items()]
+    reasons = [(network.get_submodule("1") is module, seal.reason) for module, seal in seals(traced).items()]
     if how in WHOLE:
-        assert found[-1][0]
-        assert WHOLE[how] in found[-1][1]
+        assert reasons[-1][0]
+        assert WHOLE[how] in reasons[-1][1]
     else:
-        assert found == []
+        assert reasons == []
     assert torch.equal(
         traced(torch.ones(2, 4, dtype=torch.float64)), network(torch.ones(2, 4, dtype=torch.float64))
     ) or how in ("random", "torch", "generator", "numpy generator", "buffer's value")
@@ -251,8 +251,16 @@ def test_stages_of_the_users_own_modules_compute_what_the_network_computes() -> 
 
 
 # The smallest networks of timm, which exist for tests such as these.
-SMALL_TIMM = ["test_byobnet", "test_vit", "test_mambaout"]
-OTHER_TIMM = ["test_convnext", "test_efficientnet", "test_nfnet", "test_resnet", "test_vit_relpos", "test_coatnet"]
+SMALL_TIMM = ["test_vit", "test_mambaout"]
+OTHER_TIMM = [
+    "test_byobnet",
+    "test_convnext",
+    "test_efficientnet",
+    "test_nfnet",
+    "test_resnet",
+    "test_vit_relpos",
+    "test_coatnet",
+]
 
 
 def try_published(names: list[str]) -> list[str]:
@@ -375,6 +383,8 @@ def test_cuts_inside_a_module_that_stays_whole_are_refused_with_the_reason() -> 
     with pytest.raises(ConfigurationError, match=r"'1.inner.0'.*its forward changes the attribute 'kept'"):
         Division(network, ["1.inner.0"])
     assert Division(network, ["1"]).opened == ("",)
+    with pytest.raises(ConfigurationError, match=r"Nasty \(Nasty\) cannot be cut.*changes the attribute 'kept'; move"):
+        Division(Nasty("stored"), ["inner.0"])
 
 
 @pytest.mark.cluster

@@ -1,0 +1,40 @@
+"""The user's line of code that the interpreter is running, for messages."""
+
+import inspect
+import os
+import sysconfig
+from types import FrameType
+
+_PACKAGES = [
+    os.path.join(sysconfig.get_paths()[kind], package) + os.sep
+    for kind in ("purelib", "platlib")
+    for package in ("torch", "lightning", "lightning_utilities", "torchmetrics", "pytorch_lightning")
+]
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OURS = os.path.dirname(os.path.dirname(_HERE)) + os.sep
+# Frames of these files are skipped. Operations of torch are reached through different functions on a rank that has a
+# tensor and on a rank that does not, so a line of torch would differ between the ranks.
+_NEVER = (
+    _HERE,
+    *(path for path in _PACKAGES if path.endswith(f"{os.sep}torch{os.sep}")),
+    "<frozen ",
+    "<eval_with_key>",
+)
+_LIBRARIES = (*_NEVER, *_PACKAGES, _OURS)
+
+
+def call_site() -> str:
+    """Return file and line of the innermost frame that belongs to the user's code.
+
+    If all frames belong to libraries, the innermost frame outside torch and this package's folder counts.
+    """
+    frame: FrameType | None = inspect.currentframe()
+    library = ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_LIBRARIES):
+            return f"{os.path.basename(name)}:{frame.f_lineno}"
+        if not library and not name.startswith(_NEVER):
+            library = f"{os.path.basename(name)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return library or "an unknown line"

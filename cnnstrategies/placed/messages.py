@@ -1,0 +1,126 @@
+"""Messages between ranks that say what they are for, so that ranks that have diverged notice it."""
+
+import hashlib
+import struct
+from collections import Counter
+from typing import Any, Protocol
+
+import torch
+
+from cnnstrategies.codec import from_bytes, to_bytes
+from cnnstrategies.placed.call_site import call_site
+
+# Number of the message between sender and receiver, digest of the subject, and length of the subject in bytes.
+_HEADER = struct.Struct("<Q8sI")
+_COMPLEX = "complex"  # Marks a complex number, which the codec cannot encode.
+
+
+class RefusedError(RuntimeError):
+    """The program needs a value that this rank cannot get. The message says which value, and what to do."""
+
+
+class DivergedError(RuntimeError):
+    """The ranks no longer run the same program, or a rank has ended. The message names the lines of code."""
+
+
+class LinkError(RuntimeError):
+    """A link to another rank is broken, or the other rank has not sent anything within the time-out."""
+
+
+class MessageLink(Protocol):
+    """A rank's connections to all other ranks. Messages between two ranks arrive in order."""
+
+    def send(self, target: int, message: bytes) -> None:
+        """Begin to send a message, and return at once.
+
+        Raises:
+            LinkError: The connection is broken.
+        """
+
+    def receive(self, source: int) -> bytes:
+        """Wait for the next message from a rank.
+
+        Raises:
+            LinkError: The connection is broken, or the time-out is over.
+        """
+
+    def close(self) -> None:
+        """End the connections. All ranks call this."""
+
+
+class Messages:
+    """Numbered messages of one rank, each with a subject.
+
+    The subject names the operation, the tensors, and the user's line of code. Since all ranks run the same program, the
+    receiver expects a subject. Another subject means that the ranks have diverged.
+
+    Attributes:
+        rank: This rank.
+        counts: Number of messages that this rank has sent, by the first word of the subject.
+    """
+
+    def __init__(self, rank: int, world_size: int, link: MessageLink) -> None:
+        self.rank = rank
+        self.counts: Counter[str] = Counter()
+        self._link = link
+        self._sent, self._received = [0] * world_size, [0] * world_size
+
+    def subject(self, why: str, details: str = "") -> str:
+        """Return a message's subject, with the user's line of code."""
+        return f"{why}{f' of {details}' if details else ''} at {call_site()}"
+
+    def send(self, target: int, subject: str, value: Any) -> None:
+        """Send a value that the codec can encode, or a complex number."""
+        if isinstance(value, complex):
+            value = (_COMPLEX, value.real, value.imag)
+        text = subject.encode()
+        header = _HEADER.pack(self._sent[target], digest(text), len(text))
+        self._sent[target] += 1
+        self.counts[subject.split(" ", 1)[0]] += 1
+        try:
+            self._link.send(target, header + text + to_bytes(value))
+        except LinkError as error:
+            raise DivergedError(f"rank {self.rank} sends {subject} to rank {target}: {error}") from error
+
+    def receive(self, source: int, subject: str) -> Any:
+        """Wait for a rank's next message, and return its value.
+
+        Raises:
+            DivergedError: The message has another subject, or does not arrive.
+        """
+        try:
+            message = self._link.receive(source)
+        except LinkError as error:
+            raise DivergedError(
+                f"rank {self.rank} waits for rank {source}, which should send {subject}: {error}. All ranks must run "
+                "this line, and none of them may have ended"
+            ) from error
+        number, sent_digest, length = _HEADER.unpack_from(message)
+        text = message[_HEADER.size : _HEADER.size + length]
+        if number != self._received[source] or sent_digest != digest(subject.encode()):
+            raise DivergedError(
+                f"the ranks run different code: rank {self.rank} waits for {subject} (message "
+                f"{self._received[source]}) from rank {source}, which sends {text.decode(errors='replace')} (message "
+                f"{number}); all ranks must read the values of other ranks in the same order"
+            )
+        self._received[source] += 1
+        value = from_bytes(message[_HEADER.size + length :])
+        if isinstance(value, tuple) and len(value) == 3 and value[0] == _COMPLEX:
+            return complex(value[1], value[2])
+        return value
+
+    def close(self) -> None:
+        """Close the link. All ranks call this."""
+        self._link.close()
+
+
+def digest(text: bytes) -> bytes:
+    """Return eight bytes that differ for different texts."""
+    return hashlib.sha1(text, usedforsecurity=False).digest()[:8]
+
+
+def as_plain(value: Any) -> Any:
+    """Return a tensor as a new contiguous CPU tensor outside autograd; other values as they are."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return value

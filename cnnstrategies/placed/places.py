@@ -1,0 +1,334 @@
+"""A rank's knowledge of where tensors are, and the messages that bring values from one place to another."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from cnnstrategies._torch_private import mark_as_parameter, swap_contents, without_modes
+from cnnstrategies.placed.compact import Compact
+from cnnstrategies.placed.decision import Place, is_at
+from cnnstrategies.placed.foreign import ForeignTensor
+from cnnstrategies.placed.functions import Functions
+from cnnstrategies.placed.messages import MessageLink, Messages, RefusedError, as_plain
+from cnnstrategies.placed.results import check_layout
+from cnnstrategies.placed.runner import OperationRunner, Operations
+
+T = TypeVar("T")
+# Name of the attribute of a storage that contains its mark. A storage's Python object lives as long as the storage.
+MARK = "cnnstrategies_placed"
+
+
+class Mark(NamedTuple):
+    """The place of a storage, on a rank that has the storage.
+
+    Attributes:
+        places: The object that set the mark. Marks of earlier objects, such as those of an earlier run in the same
+            process, do not count.
+        place: Ranks that have copies.
+        label: Name of the tensor that was marked first.
+    """
+
+    places: "Places"
+    place: tuple[int, ...]
+    label: str
+
+
+class Places:
+    """The rules of one rank. As a context manager, an object of this class makes torch follow the rules.
+
+    Tensors of which all ranks have copies need no mark. Other tensors are marked by their storage on ranks that have
+    them, so that views need no marks of their own; on other ranks they are foreign tensors.
+
+    Attributes:
+        rank: This rank.
+        world_size: Number of ranks.
+        messages: Messages to and from other ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int, link: MessageLink) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.messages = Messages(rank, world_size, link)
+        self._active = False
+        self._runner = OperationRunner(self)
+        self._operations, self._functions = Operations(self._runner), Functions(self)
+
+    # Contexts
+
+    def __enter__(self) -> Self:
+        self._functions.__enter__()  # type: ignore[no-untyped-call]
+        self._operations.__enter__()  # type: ignore[no-untyped-call]
+        self._active = True
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._active = False
+        self._operations.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @property
+    def active(self) -> bool:
+        """Whether this rank follows the rules now, so that other ranks expect its messages."""
+        return self._active
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Return a context for code that only some ranks run, such as a stage's forward.
+
+        Operations on a rank's own tensors run as without this package, and results are not marked. Reads of foreign
+        values are refused, because the other ranks do not run the same code.
+        """
+        before, self._active = self._active, False
+        try:
+            with without_modes():
+                yield
+        finally:
+            self._active = before
+
+    @contextmanager
+    def operations_again(self) -> Iterator[None]:
+        """Return a context, for use inside an operation, in which the parts of the operation follow the rules."""
+        if not self._active:
+            yield
+            return
+        with self._operations:
+            yield
+
+    # Places of tensors
+
+    def place_of(self, tensor: Tensor) -> Place:
+        """Return the ranks that have copies of a tensor; None if all ranks have copies."""
+        if type(tensor) is ForeignTensor:
+            return tensor.place
+        mark = self._mark_of(tensor)
+        return None if mark is None else mark.place
+
+    def label_of(self, tensor: Tensor) -> str:
+        """Return a tensor's name; an empty text if it has no name."""
+        if type(tensor) is ForeignTensor:
+            return tensor.label
+        mark = self._mark_of(tensor)
+        return "" if mark is None else mark.label
+
+    def _mark_of(self, tensor: Tensor) -> Mark | None:
+        if tensor.layout is not torch.strided:
+            return None
+        mark: Mark | None = vars(Tensor.untyped_storage(tensor)).get(MARK)
+        return mark if mark is not None and mark.places is self else None
+
+    def mark(self, value: T, place: tuple[int, ...], label: str = "") -> T:
+        """Mark tensors of this rank, possibly in nested containers, as tensors of a place. Return the value.
+
+        A storage keeps its first mark, because an operation may return an operand or a view of it.
+        """
+        for tensor in (value,) if isinstance(value, Tensor) else tree_leaves(value):
+            if isinstance(tensor, Tensor) and type(tensor) is not ForeignTensor:
+                check_layout(tensor)
+                if self._mark_of(tensor) is None:
+                    setattr(Tensor.untyped_storage(tensor), MARK, Mark(self, place, label))
+        return value
+
+    def foreign(
+        self,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        place: tuple[int, ...],
+        label: str = "",
+    ) -> ForeignTensor:
+        """Create a foreign tensor from its metadata."""
+        return ForeignTensor.create(self, shape, stride, dtype, device, place, label)
+
+    def foreign_like(
+        self, tensor: Tensor, place: tuple[int, ...], label: str = "", device: torch.device | None = None
+    ) -> ForeignTensor:
+        """Create a foreign tensor with another tensor's metadata."""
+        return self.foreign(tensor.shape, tensor.stride(), tensor.dtype, device or tensor.device, place, label)
+
+    def give(self, value: Tensor, place: tuple[int, ...], label: str = "") -> Tensor:
+        """Return a tensor of a place: marked on the place's ranks, foreign on other ranks.
+
+        Args:
+            value: The tensor. On other ranks, a tensor with the same metadata.
+            place: Ranks that have copies of the tensor.
+            label: Name for messages.
+        """
+        if self.rank in place:
+            return self.mark(value, place, label)
+        return self.foreign_like(value, place, label)
+
+    def put_away(self, tensor: Tensor, place: tuple[int, ...], label: str = "") -> None:
+        """Make a parameter or buffer foreign in place, so that all references to it refer to the foreign tensor.
+
+        Raises:
+            RuntimeError: A weak reference to the tensor exists, or an autograd graph uses the tensor.
+        """
+        foreign = self.foreign_like(tensor.detach(), place, label)
+        if isinstance(tensor, nn.Parameter):
+            mark_as_parameter(foreign)
+        foreign.requires_grad_(tensor.requires_grad)
+        with without_modes():
+            swap_contents(tensor, foreign)
+
+    # Messages. All ranks call these methods at the same point of the program.
+
+    def bring(self, tensor: Tensor, ranks: tuple[int, ...], why: str = "bring") -> Tensor:
+        """Return a tensor that has copies on the given ranks, without a gradient."""
+        return self.bring_all([tensor], ranks, why).get(id(tensor), tensor)
+
+    def bring_all(self, tensors: Iterable[Tensor], ranks: tuple[int, ...], why: str = "bring") -> dict[int, Tensor]:
+        """Send tensors to ranks, in one message from each place to each rank.
+
+        Returns:
+            The copies, by the id of the tensor. Tensors that have copies on all given ranks are left out.
+        """
+        elsewhere: dict[tuple[int, ...], dict[int, Tensor]] = {}
+        for tensor in tensors:
+            place = self.place_of(tensor)
+            if place is not None and not is_at(place, ranks):
+                elsewhere.setdefault(place, {})[id(tensor)] = tensor
+        brought: dict[int, Tensor] = {}
+        for place in sorted(elsewhere):
+            moved = list(elsewhere[place].values())
+            subject = self._subject(why, moved)
+            with self.local():
+                compact = [Compact.of(tensor) for tensor in moved]
+                if self.rank == place[0]:
+                    parts = self._packed(compact, moved)
+                    for rank in ranks:
+                        if rank not in place:
+                            self.messages.send(rank, subject, parts)
+                if self.rank not in ranks:
+                    copies: list[Tensor] = [
+                        self.foreign(tensor.shape, form.stride, tensor.dtype, tensor.device, ranks)
+                        for form, tensor in zip(compact, moved, strict=True)
+                    ]
+                else:
+                    if self.rank in place:
+                        parts = self._packed(compact, moved)
+                    else:
+                        parts = self.messages.receive(place[0], subject)
+                    copies = [
+                        form.unpack(part, tensor.device)
+                        for form, part, tensor in zip(compact, parts, moved, strict=True)
+                    ]
+                    self.mark(copies, ranks)
+            brought |= zip(elsewhere[place], copies, strict=True)
+        return brought
+
+    def everywhere(self, tensor: Tensor, why: str = "read") -> Tensor:
+        """Return a tensor that has copies on all ranks, without a gradient."""
+        return self.all_everywhere([tensor], why).get(id(tensor), tensor)
+
+    def all_everywhere(self, tensors: Iterable[Tensor], why: str = "read") -> dict[int, Tensor]:
+        """Return copies of placed tensors on all ranks, by the id of the tensor."""
+        placed: dict[tuple[int, ...], dict[int, Tensor]] = {}
+        for tensor in tensors:
+            place = self.place_of(tensor)
+            if place is not None:
+                placed.setdefault(place, {})[id(tensor)] = tensor
+        copies: dict[int, Tensor] = {}
+        for place in sorted(placed):
+            read = list(placed[place].values())
+            with without_modes():
+                compact = [Compact.of(tensor) for tensor in read]
+            parts = self._told(place, partial(self._packed, compact, read), self._subject(why, read))
+            with without_modes():
+                copies |= {
+                    id(tensor): form.unpack(part, tensor.device)
+                    for tensor, form, part in zip(read, compact, parts, strict=True)
+                }
+        return copies
+
+    def _packed(self, compact: Sequence[Compact], tensors: Sequence[Tensor]) -> list[Tensor]:
+        with self.local():
+            return [form.pack(tensor) for form, tensor in zip(compact, tensors, strict=True)]
+
+    def at_exactly(self, tensor: Tensor, place: Place, why: str) -> Tensor:
+        """Return a tensor whose place is the given place. It may be copied or sent, and is then without a gradient.
+
+        Use this function before two tensors share a storage, which can only have one place.
+        """
+        source = self.place_of(tensor)
+        if source == place:
+            return tensor
+        if place is None:
+            return self.everywhere(tensor, why)
+        if is_at(source, place):
+            return self.give(tensor.detach().clone(), place)
+        return self.bring(tensor, place, why)
+
+    def settle_gradients(self, tensors: Iterable[Tensor], why: str = "gradients") -> None:
+        """Bring gradients to the places of their tensors, in one message for each pair of places.
+
+        A gradient may be elsewhere after a backward pass: the gradient of a product is where the other factor is.
+        """
+        misplaced: dict[Place, list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.grad is not None and self.place_of(tensor.grad) != self.place_of(tensor):
+                misplaced.setdefault(self.place_of(tensor), []).append(tensor)
+        for place in sorted(misplaced, key=lambda place: place or ()):
+            gradients = [tensor.grad for tensor in misplaced[place] if tensor.grad is not None]
+            copies = self.all_everywhere(gradients, why) if place is None else self.bring_all(gradients, place, why)
+            for tensor, gradient in zip(misplaced[place], gradients, strict=True):
+                tensor.grad = self.at_exactly(copies.get(id(gradient), gradient), place, why)
+
+    def tell(self, place: tuple[int, ...], make: Callable[[], Any], why: str, details: str = "") -> Any:
+        """Return a value that the first rank of a place computes, on all ranks.
+
+        The other ranks of the place receive the value as well. All ranks therefore continue in the same way, even if
+        copies differ in the last bit.
+
+        Args:
+            place: Ranks that can compute the value.
+            make: Function that computes the value. Only the first rank of the place calls the function. Tensors in the
+                value arrive on the CPU.
+            why: First word of the message's subject.
+            details: Description of the value.
+        """
+        return self._told(place, make, self._subject(why, (), details))
+
+    def _told(self, place: tuple[int, ...], make: Callable[[], Any], subject: str) -> Any:
+        if self.rank != place[0]:
+            with self.local():
+                return self.messages.receive(place[0], subject)
+        value = make()
+        with self.local():
+            value = tree_map(as_plain, value)
+            for rank in range(self.world_size):
+                if rank != self.rank:
+                    self.messages.send(rank, subject, value)
+        return value
+
+    def exchange(self, value: T, among: Sequence[int], why: str) -> list[T]:
+        """Return the values of the given ranks, in their order. These ranks call this method, possibly alone."""
+        with self.local():
+            for rank in among:
+                if rank != self.rank:
+                    self.messages.send(rank, why, value)
+            return [value if rank == self.rank else self.messages.receive(rank, why) for rank in among]
+
+    def describe(self, tensors: Sequence[Tensor]) -> str:
+        """Return a text with the number of tensors, and with shapes and names of the first ones."""
+        texts = [f"{self.label_of(tensor) or 'a tensor'} {tuple(tensor.shape)}" for tensor in tensors[:3]]
+        return ", ".join(texts) + (f" and {len(tensors) - 3} other tensors" if len(tensors) > 3 else "")
+
+    def _subject(self, why: str, tensors: Sequence[Tensor], details: str = "") -> str:
+        details = details or self.describe(tensors)
+        if not self._active:
+            raise RefusedError(
+                f"{why} of {details} needs values of other ranks, but these ranks do not run the same code now: read "
+                "the value in the module's step or in a hook of Lightning, and not inside the divided network"
+            )
+        return self.messages.subject(why, details)
+
+    # Operations
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation by the rules."""
+        return self._runner.run(func, args, kwargs)

@@ -1,0 +1,147 @@
+"""Operations on lists, such as those of an optimizer with ``foreach``: each index at the place of its own tensors."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cnnstrategies.placed.decision import Place, is_at
+from cnnstrategies.placed.foreign import ForeignTensor
+from cnnstrategies.placed.operations import Operation
+from cnnstrategies.placed.rules import Rule
+
+if TYPE_CHECKING:
+    from cnnstrategies.placed.runner import OperationRunner
+
+
+def run_rows(runner: "OperationRunner", func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
+    """Run an operation on lists. All tensors with one index form a row, which has its own place.
+
+    A row with tensors of several places is brought to one place first, as for an operation without lists. Tensors that
+    are not in a list, such as a clipping factor, are sent to all ranks.
+    """
+    places = runner.places
+    rows = Rows(operation, args, kwargs)
+    destinations = [runner.place_for(operation, *rows.row(index)) for index in range(rows.count)]
+    rows.replace(_moved(runner, operation, rows, destinations))
+    shared = [tensor for tensor in rows.shared() if not _serves(places.place_of(tensor), destinations)]
+    if shared:
+        rows.replace(places.all_everywhere(shared, operation.name))
+    if operation.rule is Rule.FINITE:
+        return _check_finite(runner, func, rows, destinations)
+    here = [index for index, place in enumerate(destinations) if place is None or places.rank in place]
+    results: list[Any] = [None] * rows.count
+    if here:
+        row_args, row_kwargs = rows.arguments(here)
+        for index, result in zip(here, func(*row_args, **row_kwargs) or (), strict=False):
+            results[index] = result
+        for index in here:
+            place = destinations[index]
+            if place is not None and results[index] is not None:
+                places.mark(results[index], place)
+    elsewhere = sorted(set(range(rows.count)) - set(here))
+    if elsewhere and operation.returns:
+        row_args, row_kwargs = rows.arguments(elsewhere)
+        for index, form in zip(elsewhere, runner.forms.of(func, row_args, row_kwargs), strict=True):
+            place = destinations[index]
+            assert place is not None
+            device = rows.row(index)[0][0].device
+            results[index] = places.foreign(form.shape, form.stride, form.dtype, device, place)
+    return results if operation.returns else None
+
+
+class Rows:
+    """An operation's arguments, of which some are lists of equal length.
+
+    Attributes:
+        count: Length of the lists.
+    """
+
+    def __init__(self, operation: Operation, args: Any, kwargs: Any) -> None:
+        self._args, self._kwargs = list(args), dict(kwargs)
+        # A fused optimizer only writes gradients if it unscales them. Otherwise a gradient may be at another place than
+        # its parameter.
+        written = [key for key in operation.written if key[1] != "grads"]
+        self._written = {*(position for position, _ in written), *(name for _, name in written)}
+        self.count = len(args[0])
+
+    def _is_list(self, value: Any) -> bool:
+        return isinstance(value, (list, tuple)) and len(value) == self.count
+
+    def _items(self) -> list[tuple[Any, Any]]:
+        return [*enumerate(self._args), *self._kwargs.items()]
+
+    def row(self, index: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors with an index, and those among them that the operation writes."""
+        lists = [(key, value) for key, value in self._items() if self._is_list(value)]
+        row = [(key, value[index]) for key, value in lists if isinstance(value[index], Tensor)]
+        return [tensor for _, tensor in row], [tensor for key, tensor in row if key in self._written]
+
+    def shared(self) -> list[Tensor]:
+        """Return the tensors that are not in a list."""
+        return [value for _, value in self._items() if isinstance(value, Tensor)]
+
+    def replace(self, copies: dict[int, Tensor]) -> None:
+        """Replace tensors by their copies, which are given by the id of the tensor."""
+
+        def replaced(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return copies.get(id(value), value)
+            if isinstance(value, (list, tuple)):
+                return [copies.get(id(item), item) if isinstance(item, Tensor) else item for item in value]
+            return value
+
+        if copies:
+            self._args = [replaced(value) for value in self._args]
+            self._kwargs = {name: replaced(value) for name, value in self._kwargs.items()}
+
+    def arguments(self, indices: Sequence[int]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the operation's arguments with the given rows only."""
+
+        def chosen(value: Any) -> Any:
+            return [value[index] for index in indices] if self._is_list(value) else value
+
+        return [chosen(value) for value in self._args], {name: chosen(value) for name, value in self._kwargs.items()}
+
+
+def _serves(place: Place, destinations: Sequence[Place]) -> bool:
+    """Whether a tensor of a place is on all ranks on which rows run."""
+    return all(is_at(place, destination) for destination in destinations)
+
+
+def _moved(
+    runner: "OperationRunner", operation: Operation, rows: Rows, destinations: Sequence[Place]
+) -> dict[int, Tensor]:
+    """Bring tensors to the places of their rows, in one message for each pair of places."""
+    copies: dict[int, Tensor] = {}
+    for destination in sorted(set(destinations), key=lambda place: place or ()):
+        tensors = [
+            tensor
+            for index, place in enumerate(destinations)
+            if place == destination
+            for tensor in rows.row(index)[0]
+            if not is_at(runner.places.place_of(tensor), destination)
+        ]
+        if destination is None:
+            copies |= runner.places.all_everywhere(tensors, operation.name)
+        else:
+            copies |= runner.places.bring_all(tensors, destination, operation.name)
+    return copies
+
+
+def _check_finite(runner: "OperationRunner", func: Any, rows: Rows, destinations: Sequence[Place]) -> None:
+    """Unscale each rank's gradients, and tell all ranks whether an element on any rank is not finite."""
+    places = runner.places
+    (gradients, flag, scale), _ = rows.arguments(range(rows.count))
+    result = flag
+    for place in sorted(set(destinations), key=lambda place: place or ()):
+        chosen = [gradient for gradient, other in zip(gradients, destinations, strict=True) if other == place]
+        part = flag.clone()
+        if not any(isinstance(gradient, ForeignTensor) for gradient in chosen):
+            func(chosen, part, scale)
+        if place is not None:
+            part = places.tell(place, partial(torch.clone, part), "finite").to(flag.device)
+        result = result.maximum(part)
+    flag.copy_(result)

@@ -1,0 +1,240 @@
+"""Run each operation of torch by the rules: here, on other ranks, or after tensors have been sent."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cnnstrategies._torch_private import OperationMode, without_functions
+from cnnstrategies.placed.decision import Place, SeveralPlacesError, decide, is_at
+from cnnstrategies.placed.draws import draw_and_drop, generator_of
+from cnnstrategies.placed.foreign import ForeignTensor
+from cnnstrategies.placed.messages import DivergedError, RefusedError
+from cnnstrategies.placed.operations import Operation, operation_of, tensors_in, with_tensors
+from cnnstrategies.placed.results import ResultForm, ResultForms, as_forms, run_on_meta
+from cnnstrategies.placed.rows import run_rows
+from cnnstrategies.placed.rules import Rule
+
+if TYPE_CHECKING:
+    from cnnstrategies.placed.places import Places
+
+CPU = torch.device("cpu")
+
+
+class OperationRunner:
+    """The rules of one rank for operations.
+
+    Args:
+        places: Where tensors are, and the messages to other ranks.
+    """
+
+    def __init__(self, places: "Places") -> None:
+        self.places = places
+        self.forms = ResultForms()
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation by its rule, and return its results."""
+        operation = operation_of(func)
+        if operation.writes_first_only and args and type(args[0]) is ForeignTensor and self._all_at(args, kwargs):
+            return args[0]
+        place_of = self.places.place_of
+        operands = list(tensors_in(args, kwargs))
+        owner: Place = None
+        has_one_owner = True
+        for operand in operands:
+            place = place_of(operand)
+            if place is not None and place != owner:
+                has_one_owner = owner is None
+                owner = place
+                if not has_one_owner:
+                    break
+        if owner is None:
+            return func(*args, **kwargs)
+        # These are the most frequent cases, which the general rules below would run in the same way, but slower.
+        if has_one_owner and operation.is_plain:
+            if self.places.rank in owner:
+                return self.places.mark(func(*args, **kwargs), owner)
+            return self._foreign(operation, args, kwargs, owner, self.forms.of(func, args, kwargs))
+        if (
+            has_one_owner
+            and operation.writes_first_only
+            and place_of(args[0]) is not None
+            and self.places.rank in owner
+        ):
+            return func(*args, **kwargs)
+        return self._run_by_rule(func, operation, args, kwargs, operands)
+
+    def _run_by_rule(self, func: Any, operation: Operation, args: Any, kwargs: Any, operands: list[Tensor]) -> Any:
+        if operation.is_composite:
+            with self.places.operations_again():
+                return func.decompose(*args, **kwargs)
+        rule = operation.rule_for(args, kwargs)
+        if rule in (Rule.ROWS, Rule.FINITE):
+            return run_rows(self, func, operation, args, kwargs)
+        if operation.name == "equal" and args[0].shape != args[1].shape:
+            return False
+        written = operation.written_values(args, kwargs) + operation.hidden_values(args, kwargs)
+        written = list(tensors_in(written, {}))
+        place = self.place_for(operation, operands, written)
+        if place is None:
+            copies = self.places.all_everywhere(operands, operation.name)
+            args, kwargs = with_tensors(lambda tensor: copies.get(id(tensor), tensor), args, kwargs)
+            return func(*args, **kwargs)
+        if operation.name == "set_":
+            args = self._source_at(args, place)
+        elif any(not is_at(self.places.place_of(operand), place) for operand in operands):
+            copies = self.places.bring_all(operands, place, operation.name)
+            args, kwargs = with_tensors(lambda tensor: copies.get(id(tensor), tensor), args, kwargs)
+        if rule is Rule.VALUE:
+            details = self.places.describe(operands)
+            return self.places.tell(place, lambda: func(*args, **kwargs), operation.name, details)
+        if self.places.rank in place:
+            return self._run_here(func, operation, rule, args, kwargs, place)
+        return self._run_elsewhere(func, operation, rule, args, kwargs, place)
+
+    def _all_at(self, args: Any, kwargs: Any) -> bool:
+        """Whether all operands are on the ranks of the first operand, which is foreign."""
+        place, place_of = args[0].place, self.places.place_of
+        for value in (*args[1:], *kwargs.values()) if kwargs else args[1:]:
+            if isinstance(value, Tensor):
+                if not is_at(place_of(value), place):
+                    return False
+            elif isinstance(value, (list, tuple)) and not all(
+                is_at(place_of(item), place) for item in value if isinstance(item, Tensor)
+            ):
+                return False
+        return True
+
+    def place_for(self, operation: Operation, operands: Sequence[Tensor], written: Sequence[Tensor]) -> Place:
+        """Return the place where an operation runs.
+
+        Raises:
+            RefusedError: The operation writes tensors of several places.
+        """
+        places = [self.places.place_of(operand) for operand in operands]
+        targets = {id(tensor) for tensor in written}
+        try:
+            return decide(places, [id(operand) in targets for operand in operands], lambda i: distinct(operands[i]))
+        except SeveralPlacesError:
+            raise RefusedError(
+                f"{operation.name} writes tensors of several places ({self.places.describe(written)}): write each of "
+                "them by an operation of its own"
+            ) from None
+
+    def _run_here(
+        self, func: Any, operation: Operation, rule: Rule, args: Any, kwargs: Any, place: tuple[int, ...]
+    ) -> Any:
+        results = func(*args, **kwargs)
+        if rule is Rule.DRAWS_BY_VALUE:
+            generator = generator_of(args, kwargs)
+            generator.set_state(self.places.tell(place, generator.get_state, "generator"))
+        if operation.asks_shapes(rule):
+            forms = as_forms(results)
+            first_forms = self.places.tell(place, lambda: forms, operation.name)
+            if [form.shape for form in tree_forms(first_forms)] != [form.shape for form in tree_forms(forms)]:
+                raise DivergedError(
+                    f"{operation.name} gives the shapes {forms} on rank {self.places.rank}, but {first_forms} on rank "
+                    f"{place[0]}: all copies of a tensor must be equal"
+                )
+        return self.places.mark(results, place)
+
+    def _run_elsewhere(
+        self, func: Any, operation: Operation, rule: Rule, args: Any, kwargs: Any, place: tuple[int, ...]
+    ) -> Any:
+        if rule is Rule.DRAWS:
+            with self.places.local():
+                draw_and_drop(func, args, kwargs)
+        elif rule is Rule.DRAWS_BY_VALUE:
+            generator_of(args, kwargs).set_state(self.places.tell(place, lambda: None, "generator"))
+        written = operation.written_values(args, kwargs)
+        if rule is Rule.RESHAPES or operation.resizes:
+            self._reshape(func, args, kwargs, written)
+        if operation.returns and None not in operation.returns:
+            results = [written[index] for index in operation.returns if index is not None]
+            return results[0] if len(results) == 1 else tuple(results)
+        if not operation.returns:
+            return None
+        if operation.asks_shapes(rule):
+            forms = self.places.tell(place, lambda: None, operation.name)
+        else:
+            forms = self.forms.of(func, args, kwargs)
+        results = self._foreign(operation, args, kwargs, place, forms)
+        if len(operation.returns) == 1:
+            return results
+        return tuple(
+            result if index is None else written[index]
+            for result, index in zip(results, operation.returns, strict=True)
+        )
+
+    def _foreign(self, operation: Operation, args: Any, kwargs: Any, place: tuple[int, ...], forms: Any) -> Any:
+        device = kwargs.get("device") or common_device(args, kwargs)
+        # Views have the name of the tensor that they are views of, because they share its storage on other ranks.
+        label = args[0].label if operation.is_view and type(args[0]) is ForeignTensor else ""
+        return foreign_results(self.places, forms, device, place, label)
+
+    def _reshape(self, func: Any, args: Any, kwargs: Any, written: Sequence[Any]) -> None:
+        """Give foreign tensors the shapes and strides that an operation gives the tensors that it writes."""
+        forms = tree_forms(run_on_meta(func, args, kwargs))
+        for tensor, form in zip(tensors_in(written, {}), forms, strict=False):
+            if isinstance(tensor, ForeignTensor) and (tensor.shape, tensor.stride()) != (form.shape, form.stride):
+                reshaped = self.places.foreign(
+                    form.shape, form.stride, tensor.dtype, tensor.device, tensor.place, tensor.label
+                )
+                # This changes the tensor's metadata in place. Functions of torch's C++ code hold the tensor as well.
+                tensor.data = reshaped
+
+    def _source_at(self, args: Any, place: tuple[int, ...]) -> Any:
+        """Return arguments of ``set_`` whose source is at the place of the tensor that will share its storage."""
+        if len(args) < 2 or not isinstance(args[1], Tensor):
+            raise RefusedError(
+                f"set_ with a storage for {self.places.describe(args[:1])} of ranks {list(place)}: use a tensor "
+                "instead of the storage"
+            )
+        source = self.places.at_exactly(args[1], place, "set_")
+        if type(args[0]) is ForeignTensor:
+            args[0].label = self.places.label_of(source)
+        return [args[0], source, *args[2:]]
+
+
+def foreign_results(places: "Places", forms: Any, device: torch.device, place: tuple[int, ...], label: str = "") -> Any:
+    """Return an operation's results with a foreign tensor in place of each `ResultForm`."""
+    if isinstance(forms, ResultForm):
+        return places.foreign(forms.shape, forms.stride, forms.dtype, device, place, label)
+    if isinstance(forms, (list, tuple)):
+        return [foreign_results(places, form, device, place, label) for form in forms]
+    return forms
+
+
+def tree_forms(forms: Any) -> list[ResultForm]:
+    """Return the instances of `ResultForm` in an operation's results, in order."""
+    if isinstance(forms, ResultForm):
+        return [forms]
+    return [form for item in forms for form in tree_forms(item)] if isinstance(forms, (list, tuple)) else []
+
+
+def distinct(tensor: Tensor) -> int:
+    """Return a tensor's number of elements, without repetitions of an expanded tensor."""
+    count = 1
+    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if step else 1
+    return count
+
+
+def common_device(args: Any, kwargs: Any) -> torch.device:
+    """Return the device of an operation's results. A CPU tensor without dimensions may stand beside GPU tensors."""
+    devices = [tensor.device for tensor in tensors_in(args, kwargs)]
+    return next((device for device in devices if device.type != "cpu"), devices[0] if devices else CPU)
+
+
+class Operations(OperationMode):  # type: ignore[no-untyped-call]
+    """The mode that runs each operation by the rules."""
+
+    def __init__(self, runner: OperationRunner) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._runner = runner
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation by the rules."""
+        with without_functions():
+            return self._runner.run(func, args, kwargs or {})

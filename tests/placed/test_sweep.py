@@ -1,0 +1,33 @@
+"""Every operation of which torch has samples gives at places what it gives on one device."""
+
+import pytest
+from sweep import failures
+
+STRIDES = "torch computes other strides without values than on the CPU"
+# Names of operations with differences that have a reason.
+KNOWN = {
+    "native_batch_norm": "without training, the saved statistics are empty on the CPU",
+    "nn.functional.triplet_margin_with_distance_loss": "the sample contains a module, of which the check makes a copy",
+    "empty_like": "the values are arbitrary",
+    "svd_lowrank": STRIDES,
+    "pca_lowrank": STRIDES,
+    "nonzero_static": STRIDES,
+    "fft.rfftn": STRIDES,
+    "linalg.eig": STRIDES,
+}
+# Operations that are refused: statistics of a normalisation at two places, and sparse results.
+REFUSED = ("writes tensors of several places", "layout torch.sparse")
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+def test_operations_give_at_places_what_they_give_on_one_device():
+    faults = [
+        (name, error)
+        for name, error in failures(3)
+        if name.split(" ")[0] not in KNOWN
+        and not name.startswith("jiterator")  # These operations need a GPU.
+        and not any(text in error for text in REFUSED)
+    ]
+    assert not faults, "\n".join(f"{name}: {error[:300]}" for name, error in faults)
