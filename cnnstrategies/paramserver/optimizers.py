@@ -90,14 +90,20 @@ class FusedOptimizer:
         )
         if self._is_fused:
             arguments["fused"] = True
-        whole: Any = parameters
-        if not is_elementwise(optimizer_class):
-            # The constructor may need entries of the groups that are not arguments, such as `use_muon`.
-            whole = [
-                {"params": held, **{name: restored_option(value) for name, value in values.items()}}
-                for held, values in groups
-            ]
-        self.optimizer = optimizer_class(whole, **arguments)
+        whole: Any = [
+            {"params": held, **{name: restored_option(value) for name, value in values.items()}}
+            for held, values in groups
+        ]
+        needs_groups = len(groups) > 1
+        if not needs_groups:
+            try:
+                self.optimizer = optimizer_class(parameters, **arguments)
+            except Exception:
+                # The constructor may need entries of the groups that are not arguments, such as `use_muon`. Other
+                # constructors accept parameters only.
+                needs_groups = True
+        if needs_groups:
+            self.optimizer = optimizer_class(whole, **arguments)
 
     def step(self, gradients: Sequence[tuple[nn.Parameter, Tensor]], options: Sequence[Mapping[str, Any]]) -> None:
         """Make one optimizer step for the parameters that have a gradient.

@@ -49,6 +49,7 @@ def follow_unfreezing(trainer: Trainer) -> None:
     """
     if type(trainer.strategy) is DDPStrategy:
         trainer.strategy.__class__ = WrapsAgain
+        vars(trainer.strategy)["strategy_name"] = "ddp"  # The start panel shows this name.
 
 
 def record_trainable(strategy: DDPStrategy) -> None:

@@ -173,6 +173,38 @@ class Counting(Own):
         return gradient / self.param_groups[0]["step"] / self.param_groups[0]["corrected"]
 
 
+class OwnGroups(Own):
+    """An optimizer that makes its parameter groups itself, from parameters and not from groups."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        parameters = [parameter.requires_grad_() for parameter in params]
+        super().__init__(({"params": [p], "lr": 0.1 * number} for number, p in enumerate(parameters, 1)))  # type: ignore[arg-type]
+
+    def change(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        (lr,) = (group["lr"] for group in self.param_groups if any(p is parameter for p in group["params"]))
+        return gradient * lr / self.param_groups[0]["lr"]
+
+
+class NeedsEntry(Own):
+    """Like some variants of Muon, whose parameter groups need an entry that is not an argument."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        groups = list(params)
+        assert all("scale" in group for group in groups)
+        super().__init__(groups, lr)
+
+    def change(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        return self.param_groups[0]["scale"] * gradient
+
+
+def test_servers_make_an_optimizer_from_parameters_or_from_groups() -> None:
+    for optimizer in (
+        OwnGroups(network().parameters()),
+        NeedsEntry([{"params": list(network().parameters()), "scale": 0.5}]),
+    ):
+        assert not check_on_servers(optimizer).is_joint
+
+
 def test_an_optimizer_that_mixes_parameters_has_all_of_them_on_one_server() -> None:
     module = network()
     optimizer = NormOfAll(module.parameters())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import quiet_trainer
 from digit_runs import train
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import grad_norm
@@ -154,6 +155,22 @@ def test_a_modules_own_changes_equal_one_device(kind: type[Module], callbacks: t
     """The module changes weights and gradients in hooks, in the step and in the network."""
     verdict = verify(kind(), loader(4), "parameter_server", callbacks=callbacks, steps=STEPS)
     assert verdict.equal, verdict
+
+
+class Diverged(Module):
+    """A module whose weights become NaN, with a hook that might change weights."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return super().training_step(batch, index) * float("nan")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
+def test_weights_that_are_nan_do_not_count_as_changed() -> None:
+    module = Diverged()
+    quiet_trainer(ParameterServerStrategy(start_method="fork"), 1, max_steps=3).fit(module, loader(4))
+    assert module.net.head.weight.isnan().all()
 
 
 class Clips(Module):

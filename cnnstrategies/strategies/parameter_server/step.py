@@ -417,8 +417,13 @@ class Stepper:
             return [False] * len(self.parameters)
         pairs = zip(self.parameters, self._received, strict=True)
         # Each read of a result waits for the device, so the results for all parameters are read at once.
-        different: list[bool] = torch.stack([(value != received).any() for value, received in pairs]).tolist()
+        different: list[bool] = torch.stack([_differ(value, received) for value, received in pairs]).tolist()
         return different
+
+
+def _differ(value: Tensor, received: Tensor) -> Tensor:
+    """Return whether two tensors differ, as a tensor with one boolean. NaN equals NaN, as after a run has diverged."""
+    return ((value != received) & ~(value.isnan() & received.isnan())).any()
 
 
 def _members(optimizer: Optimizer) -> list[list[int]]:
