@@ -30,7 +30,6 @@ class Rule(Enum):
     RESHAPES = "members run the operation; on other ranks the foreign operand gets the new shape and strides"
     ROWS = "the operation runs for each index of its lists at the place of the tensors with this index"
     FINITE = "as ROWS, and all ranks learn whether any rank's gradients have an element that is not finite"
-    REFUSED = "all ranks refuse the operation"
 
 
 NAMES: Mapping[str, Rule] = {
