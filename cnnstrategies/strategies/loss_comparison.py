@@ -58,6 +58,10 @@ class _DrawsError(Exception):
     """The step has drawn random numbers."""
 
 
+class _CollectiveError(Exception):
+    """The step has called a collective, whose name is the argument."""
+
+
 def compare_with_parts(module: LightningModule, batch: Any, batch_idx: int) -> LossComparison:
     """Compare the gradient of a batch's training loss with the gradients of two parts of the batch.
 
@@ -83,6 +87,8 @@ def compare_with_parts(module: LightningModule, batch: Any, batch_idx: int) -> L
             return _compare(partial(_run, module, batch, batch_idx, modes), samples, first)
         except _DrawsError:
             continue
+        except _CollectiveError as error:
+            return LossComparison("unknown", f"the step calls a collective of torch.distributed ({error})")
         except Exception as error:
             text = " ".join(str(error).splitlines()[:1])
             return LossComparison("unknown", f"the step fails in a trial run: {type(error).__name__}: {text}")
@@ -167,9 +173,13 @@ def _run(
     with same_random_numbers(device), torch.enable_grad(), NoCollectives(module, "training_step") as watch:
         before = _generators(device)
         with torch.autocast(device.type, enabled=False):
-            output = shadow.training_step(*arguments)
-        if watch.refusal is not None:
-            raise RuntimeError("the step calls a collective")
+            try:
+                output = shadow.training_step(*arguments)
+            except Exception:
+                if watch.collective is None:
+                    raise
+        if watch.collective is not None:
+            raise _CollectiveError(watch.collective)
         if _generators(device) != before:
             raise _DrawsError
         loss = output.get("loss") if isinstance(output, Mapping) else output

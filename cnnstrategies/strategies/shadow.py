@@ -146,6 +146,7 @@ class NoCollectives(OperationMode):  # type: ignore[no-untyped-call]
     Attributes:
         refusal: The error that was raised; None if no collective was called. The caller reads it because a user's code
             may catch the error.
+        collective: Name of the collective; None if no collective was called.
 
     Args:
         module: The module of the step.
@@ -155,6 +156,7 @@ class NoCollectives(OperationMode):  # type: ignore[no-untyped-call]
     def __init__(self, module: LightningModule, step: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refusal: ConfigurationError | None = None
+        self.collective: str | None = None
         self._step = f"{type(module).__name__}.{step}"
 
     def __torch_dispatch__(
@@ -162,7 +164,7 @@ class NoCollectives(OperationMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operation, unless it is a collective."""
         if func.namespace == "c10d":
-            name = func.name().partition("::")[2].strip("_")
+            name = self.collective = func.name().partition("::")[2].strip("_")
             self.refusal = ConfigurationError(
                 f"{self._step} calls a collective of torch.distributed ({name}), as losses do that gather the "
                 "embeddings of all processes: with strategy hybrid_pipeline one rank runs this part of the step, on "

@@ -474,6 +474,7 @@ PROGRAMS = [
 
 
 SLOW = (optimizers, losses, layers, vectorised)
+ASKS_FOR_CUDA = (optimizers, recomputed)  # torch then asks how many GPUs there are. Such tests need their own process.
 
 
 @pytest.mark.light
@@ -492,8 +493,13 @@ def test_gradients_are_brought_to_their_parameters():
     assert on_ranks(2, program) == [[[2.0] * 3, [1.0] * 3, [2.0] * 3]] * 2
 
 
-@pytest.mark.light
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(program, id=program.__name__, marks=() if program in ASKS_FOR_CUDA else pytest.mark.light)
+        for program in PROGRAMS
+    ],
+)
 def test_a_program_gives_at_all_places_what_it_gives_on_one_device(program):
     failures = []
     for at in SOME_PAIRS if program in SLOW else PAIRS:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import quiet_trainer
 from lightning.pytorch import Callback, LightningModule
@@ -73,7 +74,15 @@ LOSSES: dict[str, Loss] = {
 }
 SUM = {"sum": lambda outputs, targets: 0.01 * F.cross_entropy(outputs, targets, ignore_index=3, reduction="sum")}
 ROOT = {"root": lambda outputs, targets: outputs.square().mean().sqrt()}
-DRAWN = {"drawn": lambda outputs, targets: (outputs * torch.rand(())).square().mean()}
+
+
+def meeting(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return a mean, after a barrier."""
+    dist.barrier()
+    return outputs.square().mean()
+
+
+MEETING = {"meeting": meeting}
 
 
 class Net(nn.Module):
@@ -180,14 +189,18 @@ def test_measured_shares_stay_equal_for_such_a_loss(capfd, monkeypatch):
     """If the comparison is not possible, shares may change, and a warning gives the reason."""
     monkeypatch.setattr(sample_weights, "rank_zero_info", print)
     monkeypatch.setattr(sample_weights, "rank_zero_warn", print)
-    for losses in (ROOT, DRAWN):
+    for losses in (ROOT, MEETING):
         trained(partial(Segmenter, losses), balanced(shares="auto"), 2, callbacks=[Stays()])
     lines = capfd.readouterr().out.splitlines()
     assert [line for line in lines if "Shares stay equal: the loss of Segmenter.training_step is neither" in line]
     warning = (
         "the loss of Segmenter.training_step is taken for a mean over samples, because a batch could not be compared"
     )
-    assert [line for line in lines if warning in line and "the step draws random numbers; if this" in line]
+    assert [
+        line
+        for line in lines
+        if warning in line and "the step calls a collective of torch.distributed (barrier); if" in line
+    ]
     assert [line for line in lines if line.startswith("can deal")] == ["can deal: [False]"] * 2 + [
         "can deal: [True]"
     ] * 2
