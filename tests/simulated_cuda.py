@@ -131,6 +131,8 @@ def _simulate_cuda(devices: int) -> None:
         "empty_cache": lambda: None,
         "memory_stats": lambda device=None: {},
         "mem_get_info": lambda device=None: (0, 0),
+        "memory_allocated": lambda device=None: 0,
+        "memory_reserved": lambda device=None: 0,
         "max_memory_allocated": lambda device=None: 0,
         "reset_peak_memory_stats": lambda device=None: None,
         "get_device_capability": lambda device=None: (9, 0),
