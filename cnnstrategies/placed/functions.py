@@ -23,12 +23,14 @@ READS = {Tensor.tolist: "tolist", Tensor.numpy: "numpy", Tensor.__array__: "__ar
 MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
 # The setter of `Tensor.data`.
 PUT_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-# Functions that show or copy a tensor on this rank only.
 # Functions whose C++ code reads other values of foreign tensors than of other tensors, so that the ranks would diverge.
 INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
 ONE_HOT = torch.nn.functional.one_hot
+# Functions whose C++ code reads the places at which a tensor is split from a tensor's memory.
+SPLITS = {torch.tensor_split, Tensor.tensor_split}
+# Functions that show or copy a tensor on this rank only.
 ALONE = {Tensor.__repr__, Tensor.__deepcopy__, Tensor.__reduce_ex__}
-INTERCEPTED = {*READS, *MAKERS, *INDEXING, *ALONE, PUT_DATA, ONE_HOT}
+INTERCEPTED = {*READS, *MAKERS, *INDEXING, *SPLITS, *ALONE, PUT_DATA, ONE_HOT}
 
 
 class Functions(TorchFunctionMode):
@@ -56,6 +58,9 @@ class Functions(TorchFunctionMode):
             return func(args[0], self._index(args[1]), *args[2:], **kwargs)
         if func is ONE_HOT:
             return self._one_hot(func, *args, **kwargs)
+        if func in SPLITS:
+            splits = {name: self._split(value) for name, value in kwargs.items()}
+            return func(args[0], *map(self._split, args[1:]), **splits)
         return self._alone(func, args, kwargs)
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -91,6 +96,12 @@ class Functions(TorchFunctionMode):
         if not isinstance(index, Tensor) or index.dim() or index.dtype in (torch.bool, torch.uint8):
             return index
         return index if self._places.place_of(index) is None else index.item()
+
+    def _split(self, argument: Any) -> Any:
+        """Return an argument of a split. The values of a tensor at a place become known to all ranks."""
+        if not isinstance(argument, Tensor) or self._places.place_of(argument) is None:
+            return argument
+        return self._places.everywhere(argument.detach(), "tensor_split").tolist()
 
     def _one_hot(self, func: Any, tensor: Tensor, num_classes: int = -1) -> Tensor:
         if self._places.place_of(tensor) is None:

@@ -2,13 +2,13 @@
 
     PYTHONPATH=tests/placed python tests/placed/sweep.py [NAME ...]
 
-prints the operations that give another result than on one device.
+prints the operations that give another result than on one device, with three samples of each operation.
 """
 
 import sys
 import unittest
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,12 +49,15 @@ def samples(operation: Any, limit: int) -> Iterator[Any]:
             return
 
 
-def failures(limit: int, names: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Yield name and error of operations that give another result than on one device."""
+def failures(limit: int, operations: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """Yield name and error of operations that give another result than on one device.
+
+    Args:
+        limit: Largest number of samples of an operation.
+        operations: Some of :func:`torch_operations`.
+    """
     number = 0
-    for operation in torch_operations():
-        if names and operation.name not in names:
-            continue
+    for operation in operations:
         for sample in samples(operation, limit):
             number += 1
             at = KINDS[number % len(KINDS)]
@@ -72,5 +75,6 @@ def failures(limit: int, names: tuple[str, ...] = ()) -> Iterator[tuple[str, str
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    for name, error in failures(3, tuple(sys.argv[1:])):
+    named = [operation for operation in torch_operations() if operation.name in sys.argv[1:] or not sys.argv[1:]]
+    for name, error in failures(3, named):
         print(name, "|", error.splitlines()[0][:200] if error else "", flush=True)
