@@ -1,5 +1,6 @@
 """Callback that logs the traffic, the waiting times and the membership of a parameter server."""
 
+import warnings
 from dataclasses import replace
 
 import torch
@@ -36,6 +37,8 @@ class ServerTraffic(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last = Counters()
+        # All workers log the same values, so Lightning's advice to average the values over the workers does not apply.
+        warnings.filterwarnings("ignore", r".*`self\.log\('servers/")
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

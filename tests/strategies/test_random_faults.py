@@ -258,6 +258,7 @@ def test_a_run_keeps_what_its_options_promise(run_cli, quick, seed, tmp_path):
     print(moment and vars(moment), output, sep="\n")
     log_how(fault, moment, code)
     assert sender.looked, "the run's processes were not seen"
+    assert "sync_dist=True" not in output, "Lightning has advice about a value that this package logs"
     assert (GOES_ON if code == 0 else ENDS) in promised(fault, moment)
     for path in Path().rglob("*.ckpt"):
         torch.load(path, weights_only=True)
