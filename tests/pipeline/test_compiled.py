@@ -82,7 +82,10 @@ def both(replicas: tuple[int, ...], batches: Sequence[int], backend: str | None)
 
 
 # The four microbatches of a batch have 3 samples each, or 3 and 2.
-@pytest.mark.parametrize(("backend", "batches"), [("aot_eager", (10, 12)), (None, (12,))])
+@pytest.mark.parametrize(
+    ("backend", "batches"),
+    [pytest.param("aot_eager", (10, 12), marks=pytest.mark.cluster), (None, (12,))],  # Compiling takes 20 s.
+)
 def test_recomputed_stages_train_the_same_values(backend: str | None, batches: Sequence[int]) -> None:
     """Recomputations draw the same random numbers, also in compiled stages."""
     if backend:
