@@ -12,7 +12,7 @@ from simulation.traces import Trace, TraceError
 from cnnstrategies.paramserver.core.requests import Asking
 
 pytestmark = pytest.mark.light
-SEEDS = 100
+SEEDS = 70
 HIT = {f"{kind} {role}" for kind in ("kill", "pause", "cut", "deaf", "mute") for role in ("worker", "server")}
 FAULTS = {
     "control": {"kill worker", "kill server", "kill coordinator", "pause worker", "cut worker", "deaf worker", "lost"}

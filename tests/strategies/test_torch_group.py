@@ -106,7 +106,9 @@ def trainer_of(strategy: Any, **options: Any) -> Trainer:
     return quiet_trainer(strategy, 2, max_epochs=1, precision="64-true", **options)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=pytest.mark.cluster if mode == "ssp" else ()) for mode in MODES]
+)
 def test_each_sample_is_loaded_once_however_the_users_code_divides_the_data(mode: str) -> None:
     """With the Trainer's defaults, Lightning would divide the subset's part again by a sampler of its own."""
     trainer_of(fork(**MODES[mode])).fit(DividedData())
