@@ -124,47 +124,52 @@ def fit(
     precision: Any = "32-true",
 ) -> Fit:
     """Train in a forked process, whose ranks are forked too."""
+
+    def train(folder: Path) -> None:
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=workers,
+            strategy=strategy(),
+            precision=precision,
+            max_epochs=epochs,
+            callbacks=[Clock(folder, slow_rank), *callbacks],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+        trainer.fit(ImageClassifier(make(), classes, optimizer=sgd), loader())
+
+    return in_fork(train, workers)[0]
+
+
+def in_fork(train: Callable[[Path], None], workers: int, time_limit: float = TIME_LIMIT) -> tuple[Fit, str]:
+    """Call a function that trains in a forked process, and return the times of the fit and the output.
+
+    Args:
+        train: Function of the folder to which the callback :class:`Clock` of each rank writes its notes.
+        workers: Number of ranks.
+        time_limit: Seconds that the process may take.
+    """
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        arguments = (folder, strategy, make, classes, loader, workers, epochs, slow_rank, callbacks, precision)
-        process = multiprocessing.get_context("fork").Process(target=_fit, args=arguments)
+        process = multiprocessing.get_context("fork").Process(target=_call, args=(train, folder))
         process.start()
-        process.join(TIME_LIMIT)
+        process.join(time_limit)
+        output = (folder / "output").read_text()
         if process.exitcode != 0:
-            raise SystemExit(f"the fit ended with {process.exitcode}:\n{(folder / 'output').read_text()[-4000:]}")
+            raise SystemExit(f"the fit ended with {process.exitcode}:\n{output[-4000:]}")
         notes = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(workers)]
-    return Fit([[end for end, _ in rank] for rank in notes], [[count for _, count in rank] for rank in notes])
+    times = [[end for end, _ in rank] for rank in notes]
+    return Fit(times, [[count for _, count in rank] for rank in notes]), output
 
 
-def _fit(
-    folder: Path,
-    strategy: Callable[[], Any],
-    make: Callable[[], nn.Module],
-    classes: int,
-    loader: Callable[[], DataLoader[Any]],
-    workers: int,
-    epochs: int,
-    slow_rank: int | None,
-    callbacks: Sequence[Callback],
-    precision: Any,
-) -> None:
+def _call(train: Callable[[Path], None], folder: Path) -> None:
     with (folder / "output").open("w") as output:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(output.fileno(), stream.fileno())
     torch.set_num_threads(1)
     seed_everything(1, verbose=False)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=workers,
-        strategy=strategy(),
-        precision=precision,
-        max_epochs=epochs,
-        callbacks=[Clock(folder, slow_rank), *callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
-    trainer.fit(ImageClassifier(make(), classes, optimizer=sgd), loader())
+    train(folder)

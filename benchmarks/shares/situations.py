@@ -9,8 +9,6 @@ import argparse
 import copy
 import json
 import math
-import multiprocessing
-import os
 import random
 import statistics
 import sys
@@ -18,14 +16,15 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path += [str(Path(__file__).parents[1] / "parameter_server"), str(Path(__file__).parents[1] / "pipeline")]
 
 import torch
-from fits import Clock, Fit  # First: it makes the pipeline's benchmarks importable.
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from fits import Clock, in_fork  # First: it makes the pipeline's benchmarks importable.
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import report
 from torch import Tensor, nn
@@ -210,12 +209,6 @@ Shares.__module__ = "cnnstrategies.shares"  # Otherwise its hooks would count as
 
 def train(folder: Path, name: str, shares: str, steps: int) -> None:
     """Train with these shares; the ranks write their notes into the folder."""
-    with (folder / "output").open("w") as output:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            os.dup2(output.fileno(), stream.fileno())
-    torch.set_num_threads(1)
-    seed_everything(1, verbose=False)
     situation, collate = SITUATIONS[name], Collate()
     strategy = ParameterServerStrategy if situation.servers else BalancedDDPStrategy
     callbacks = situation.callbacks()
@@ -241,17 +234,9 @@ def train(folder: Path, name: str, shares: str, steps: int) -> None:
 
 def measured(name: str, shares: str, steps: int) -> tuple[float, list[int], list[str]]:
     """Return the samples/s of a training, the last samples of each rank, and the lines about changes of the shares."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        process = multiprocessing.get_context("fork").Process(target=train, args=(folder, name, shares, steps))
-        process.start()
-        process.join(TIME_LIMIT)
-        if process.exitcode != 0:
-            raise SystemExit(f"{name} ended with {process.exitcode}:\n{(folder / 'output').read_text()[-4000:]}")
-        notes = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-        fit = Fit([[end for end, _ in rank] for rank in notes], [[count for _, count in rank] for rank in notes])
-        lines = [line for line in (folder / "output").read_text().splitlines() if "shares" in line or "ranks" in line]
-        return fit.samples_per_second(), [counts[-1] for counts in fit.samples], lines
+    fit, output = in_fork(partial(train, name=name, shares=shares, steps=steps), 2, TIME_LIMIT)
+    lines = [line for line in output.splitlines() if "shares" in line or "ranks" in line]
+    return fit.samples_per_second(), [counts[-1] for counts in fit.samples], lines
 
 
 def main() -> None:

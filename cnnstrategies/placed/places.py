@@ -132,23 +132,13 @@ class Places:
                     setattr(Tensor.untyped_storage(tensor), MARK, Mark(self, place, label))
         return value
 
-    def foreign(
-        self,
-        shape: Sequence[int],
-        stride: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        place: tuple[int, ...],
-        label: str = "",
-    ) -> ForeignTensor:
-        """Create a foreign tensor from its metadata."""
-        return ForeignTensor.create(self, shape, stride, dtype, device, place, label)
-
     def foreign_like(
         self, tensor: Tensor, place: tuple[int, ...], label: str = "", device: torch.device | None = None
     ) -> ForeignTensor:
         """Create a foreign tensor with another tensor's metadata."""
-        return self.foreign(tensor.shape, tensor.stride(), tensor.dtype, device or tensor.device, place, label)
+        return ForeignTensor.create(
+            self, tensor.shape, tensor.stride(), tensor.dtype, device or tensor.device, place, label
+        )
 
     def give(self, value: Tensor, place: tuple[int, ...], label: str = "") -> Tensor:
         """Return a tensor of a place: marked on the place's ranks, foreign on other ranks.
@@ -205,7 +195,7 @@ class Places:
                             self.messages.send(rank, subject, parts)
                 if self.rank not in ranks:
                     copies: list[Tensor] = [
-                        self.foreign(tensor.shape, form.stride, tensor.dtype, tensor.device, ranks)
+                        ForeignTensor.create(self, tensor.shape, form.stride, tensor.dtype, tensor.device, ranks)
                         for form, tensor in zip(compact, moved, strict=True)
                     ]
                 else:

@@ -48,7 +48,7 @@ def run_rows(runner: "OperationRunner", func: Any, operation: Operation, args: A
             place = destinations[index]
             assert place is not None
             device = rows.row(index)[0][0].device
-            results[index] = places.foreign(form.shape, form.stride, form.dtype, device, place)
+            results[index] = ForeignTensor.create(places, form.shape, form.stride, form.dtype, device, place)
     return results if operation.returns else None
 
 

@@ -178,8 +178,8 @@ class OperationRunner:
         forms = tree_forms(run_on_meta(func, args, kwargs))
         for tensor, form in zip(tensors_in(written, {}), forms, strict=False):
             if isinstance(tensor, ForeignTensor) and (tensor.shape, tensor.stride()) != (form.shape, form.stride):
-                reshaped = self.places.foreign(
-                    form.shape, form.stride, tensor.dtype, tensor.device, tensor.place, tensor.label
+                reshaped = ForeignTensor.create(
+                    self.places, form.shape, form.stride, tensor.dtype, tensor.device, tensor.place, tensor.label
                 )
                 # This changes the tensor's metadata in place. Functions of torch's C++ code hold the tensor as well.
                 tensor.data = reshaped
@@ -200,7 +200,7 @@ class OperationRunner:
 def foreign_results(places: "Places", forms: Any, device: torch.device, place: tuple[int, ...], label: str = "") -> Any:
     """Return an operation's results with a foreign tensor in place of each `ResultForm`."""
     if isinstance(forms, ResultForm):
-        return places.foreign(forms.shape, forms.stride, forms.dtype, device, place, label)
+        return ForeignTensor.create(places, forms.shape, forms.stride, forms.dtype, device, place, label)
     if isinstance(forms, (list, tuple)):
         return [foreign_results(places, form, device, place, label) for form in forms]
     return forms
