@@ -8,7 +8,7 @@ STRIDES = "torch computes other strides without values than on the CPU"
 KNOWN = {
     "native_batch_norm": "without training, the saved statistics are empty on the CPU",
     "nn.functional.triplet_margin_with_distance_loss": "the sample contains a module, of which the check makes a copy",
-    "empty_like": "the values are arbitrary",
+    **dict.fromkeys(("empty_like", "new_empty", "empty_strided", "new_empty_strided"), "the values are arbitrary"),
     "svd_lowrank": STRIDES,
     "pca_lowrank": STRIDES,
     "nonzero_static": STRIDES,
