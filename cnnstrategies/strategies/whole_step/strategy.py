@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -171,8 +171,9 @@ class WholeStepStrategy(HybridPipelineStrategy):
         pass
 
     @override
-    def block_backward_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        yield
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
