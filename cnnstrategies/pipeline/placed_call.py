@@ -92,7 +92,7 @@ class PlacedCall:
         targets += [(name, self.network.ranks[owner[name]], by_name[name]) for name in self.names]
         with places.local():
             shared = [key for key in used if isinstance(key, int)] if runner.stage == 0 else []
-            computed |= batch.image_gradients(computed, sorted(shared))
+            computed.update(batch.image_gradients(computed, sorted(shared)))
             summed = [name for name in self.names if name in used and owner[name] == runner.stage]
             computed |= zip(
                 summed,

@@ -50,7 +50,7 @@ class StageReplicas:
             for tensor in tensors:
                 # gloo cannot send tensors of all dtypes, but it can send bytes.
                 data = on_the_wire(tensor, memory_format_of(tensor)).flatten().view(torch.uint8)
-                parts = data.split([len(data) // len(tensor) * size for size in sizes])
+                parts = torch.split(data, [len(data) // len(tensor) * size for size in sizes])
                 works += [
                     dist.broadcast(part, group=self.group, group_src=replica, async_op=True)
                     for part, replica in zip(parts, runs, strict=True)

@@ -214,7 +214,7 @@ class WholeBatch:
             leaves, roots, part = self._leaves[microbatch], self._roots[microbatch], self._parts.get(microbatch)
             if not keep:
                 for held in (self._leaves, self._roots, self._parts):
-                    held.pop(microbatch, None)  # type: ignore[attr-defined]
+                    held.pop(microbatch, None)
             inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], _tensors(part)
             results = gradients_of(roots, received, [*parameters, *inputs, *images], keep)
             add_gradients(sums, results[: len(parameters)], summed)
