@@ -91,8 +91,8 @@ class PlacedCall:
         targets = [(index, self.first, image) for index, image in enumerate(_tensors(self.images))]
         targets += [(name, self.network.ranks[owner[name]], by_name[name]) for name in self.names]
         with places.local():
-            shared = [key for key in used if isinstance(key, int)] if runner.stage == 0 else []
-            computed.update(batch.image_gradients(computed, sorted(shared)))
+            shared = sorted(key for key in used if isinstance(key, int)) if runner.stage == 0 else []
+            computed |= zip(shared, batch.image_gradients(computed, shared), strict=True)
             summed = [name for name in self.names if name in used and owner[name] == runner.stage]
             computed |= zip(
                 summed,

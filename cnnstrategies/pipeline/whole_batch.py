@@ -232,18 +232,16 @@ class WholeBatch:
             runner.run_tasks("backward", self.sizes, self._key, run)
         return sums, of_images
 
-    def image_gradients(self, own: Mapping[Any, Tensor | None], indices: Sequence[int]) -> dict[int, Tensor]:
+    def image_gradients(self, own: Mapping[Any, Tensor | None], indices: Sequence[int]) -> list[Tensor]:
         """Return the gradients of tensors in the images, with all rows. All replicas of the first stage must call this.
 
         Args:
             own: By index, gradients as :meth:`backward` returns them.
             indices: Indices of the tensors that have a gradient on any replica.
         """
-        gradients = {}
-        for index in indices:
-            gradient = own.get(index)
-            gradients[index] = self._zeros_like_images(index) if gradient is None else gradient
-        self._runner.replicas.share_rows([*gradients.values()], self.sizes)
+        present = {index: gradient for index, gradient in own.items() if gradient is not None}
+        gradients = [present[index] if index in present else self._zeros_like_images(index) for index in indices]
+        self._runner.replicas.share_rows(gradients, self.sizes)
         return gradients
 
     def _zeros_like_images(self, index: int) -> Tensor:
