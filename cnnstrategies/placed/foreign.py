@@ -150,7 +150,7 @@ class ForeignTensor(Tensor):
         values = self.interpreter.everywhere(self.detach(), "pickle")
         if isinstance(self, nn.Parameter):
             values = nn.Parameter(values, self.requires_grad)
-        return values.__reduce_ex__(protocol)
+        return values.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RefusedError(
