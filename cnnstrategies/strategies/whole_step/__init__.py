@@ -1,1 +1,1 @@
-"""A strategy in which every rank runs the user's step once, with the whole global batch."""
+"""Pipeline training in which every rank runs the module's steps once, as one device does."""
