@@ -79,13 +79,6 @@ class PlacedModule:
         for optimizer, state in zip(optimizers, states, strict=True):
             with self.places.local():
                 optimizer.load_state_dict(dict(state))
-            for parameter in _parameters(optimizer):
-                place = self.places.place_of(parameter)
-                if place is not None and parameter in optimizer.state:
-                    entries = optimizer.state[parameter]
-                    for name, value in entries.items():
-                        if isinstance(value, Tensor):
-                            entries[name] = self.places.give(value, place, f"{name} of the optimizer")
 
     def restore(self, optimizers: Sequence[Optimizer]) -> None:
         """Bring the values of all parameters and buffers to all ranks, and the optimizers' states to rank 0."""

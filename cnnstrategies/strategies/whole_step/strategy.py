@@ -17,12 +17,13 @@ from typing_extensions import override
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.pipeline.engine import AHEAD
+from cnnstrategies.pipeline.network_copies import adopt_copies
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.stage import check_cuts
 from cnnstrategies.pipeline.timetable import check_layout
 from cnnstrategies.pipeline.tracing import cut_positions, trace_open
 from cnnstrategies.pipeline.transport import Transport, new_group
-from cnnstrategies.placed import GlooLink, Places
+from cnnstrategies.placed import GlooLink, HiddenGradients, Places, hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.hybrid_pipeline.comparison import example_images, is_attached
@@ -57,6 +58,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._forward: DividedForward | None = None
         self._placed: PlacedModule | None = None
         self._logs: PlacedLogs | None = None
+        self._hidden: list[HiddenGradients] = []
 
     # Before the processes start
 
@@ -130,7 +132,9 @@ class WholeStepStrategy(HybridPipelineStrategy):
         ahead = AHEAD if transport.has_tags else 0
         placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead)
         self._forward = DividedForward(placed)
+        adopt_copies(self.lightning_module, placed, DividedForward)
         self._placed = PlacedModule(self.lightning_module, placed, self.places)
+        self._hidden = [hide_foreign_gradients(self.places, optimizer) for optimizer in self.optimizers]
         self._logs = PlacedLogs(self.lightning_module, self.places)
 
     def _same_random_numbers(self) -> None:
@@ -306,6 +310,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
             assert self._placed is not None
             self._forward.remove()
             self._logs.remove()
+            for hidden in self._hidden:
+                hidden.remove()
             if not self._failed:
                 self._placed.restore(self.optimizers)
             places.__exit__(None, None, None)
