@@ -126,7 +126,7 @@ class BestCheckpoint(Validated):
             self.history.append(saved["optimizer_states"][0]["state"][number]["momentum_buffer"].abs().sum().item())
 
 
-@case(callbacks=lambda: [LearningRateFinder(num_training_steps=6, max_lr=0.5)], epochs=1)
+@case(callbacks=lambda: [LearningRateFinder(num_training_steps=20, max_lr=0.5)], epochs=1)
 class FoundLearningRate(Classifier):
     def __init__(self) -> None:
         super().__init__()

@@ -200,8 +200,11 @@ class NoisyGradients(Classifier):
 @case()
 class PostAccumulateHook(Classifier):
     def on_fit_start(self) -> None:
+        def clamp(parameter: Tensor) -> None:
+            parameter.grad.clamp_(-0.01, 0.01)
+
         for parameter in self.net.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.01, 0.01))
+            parameter.register_post_accumulate_grad_hook(clamp)
 
 
 @case()
