@@ -88,7 +88,7 @@ class Twice(nn.Module):
         return self.head(self.middle(x).mean((2, 3)))
 
 
-@case(cuts=("shared_1", "middle"))
+@case(cuts=("stem", "middle"))
 class SharedBlock(Classifier):
     def network(self) -> nn.Module:
         return Twice()

@@ -161,17 +161,24 @@ class ReadActivations(Classifier):
 
 @case()
 class CountedGradients(Classifier):
-    """Tensor hooks scale gradients by how many hooks have run before in the step."""
+    """Tensor hooks record the norms of gradients, and the step reads how many hooks have run."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.norms: dict[str, float] = {}
         self.count = 0
-        for parameter in self.net[6].parameters():
-            parameter.register_hook(self.scaled)
+        for name, parameter in self.net.named_parameters():
+            parameter.register_hook(self.recorder(name))
 
-    def scaled(self, gradient: Tensor) -> Tensor:
-        self.count += 1
-        return gradient * (1 + 0.1 * self.count)
+    def recorder(self, name: str) -> Any:
+        def record(gradient: Tensor) -> None:
+            self.norms[name] = gradient.norm().item()
+            self.count += 1
+
+        return record
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.history += [float(self.count), *(self.norms[name] for name in sorted(self.norms))]
 
 
 @case()

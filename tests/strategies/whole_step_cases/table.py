@@ -3,6 +3,7 @@
 Each case runs in processes of its own, so that a case that ends badly does not concern the other cases.
 """
 
+import logging
 import re
 import sys
 import time
@@ -31,12 +32,14 @@ def options(case: Case, replicas: Sequence[int]) -> dict[str, Any]:
         "cuts": list(case.cuts[: len(replicas) - 1]),
         "microbatches": case.microbatches,
         "submodule": case.submodule,
-        "timeout": 20.0,
+        "timeout": 10.0,
     }
 
 
 def main() -> None:
     strategy, layout, *names = sys.argv[1:]
+    for logger in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
     make = {"pipeline": pipeline, "whole_step": whole_step}[strategy]
     replicas = [int(number) for number in layout.split(",")]
     counts: dict[str, int] = {}
