@@ -1,5 +1,6 @@
 """Divide a network into stages that call the user's own modules, in the user's own tree of modules."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -78,7 +79,7 @@ class Division:
         stages: Number of stages.
         opened: Names of the opened containers. The network itself has the name "".
         owner: Stage of each parameter and buffer, by name. Parameters and buffers that training does not use belong to
-            the stage of their module, or else to stage 0.
+            the stage of their module, or else to the last stage, where the network's outputs are.
         used: Names of the parameters and buffers that the network uses in training, or that belong to modules that it
             uses.
 
@@ -125,6 +126,12 @@ class Division:
         """Compile the stages. The arguments are passed to ``torch.compile``."""
         self._compile = lambda run: torch.compile(run, **options)
         self._traces = [replace(trace, runs=tuple(map(self._compile, trace.runs))) for trace in self._traces]
+
+    def for_copy(self, network: nn.Module) -> "Division":
+        """Return the division of a copy of the network into the same stages."""
+        division = copy.copy(self)
+        vars(division).update(network=network, _modules=dict(network.named_modules()), _traces=[])
+        return division
 
     def tensors(self, network: nn.Module | None = None) -> Iterator[tuple[str, int, Tensor]]:
         """Yield the name, the stage and the tensor of each parameter and buffer, each tensor once.
@@ -236,7 +243,7 @@ class Division:
         network = self.network
         tensors: dict[str, Tensor] = dict(network.named_parameters(remove_duplicate=False))
         tensors |= network.named_buffers(remove_duplicate=False)
-        owner = {name: stages.get(id(tensor), 0) for name, tensor in tensors.items()}
+        owner = {name: stages.get(id(tensor), self.stages - 1) for name, tensor in tensors.items()}
         return owner, frozenset(name for name, tensor in tensors.items() if id(tensor) in stages)
 
 
