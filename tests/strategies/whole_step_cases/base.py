@@ -27,7 +27,7 @@ def labelled_images() -> Dataset[Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """A program that must train the same on one device and under a pipeline.
+    """A program that trains the same on one device and under a pipeline, or must end with an error.
 
     Attributes:
         name: Name of the case.
@@ -43,6 +43,7 @@ class Case:
         samples: Number of samples used. The last batch is smaller if `BATCH` does not divide it.
         then: Methods of the Trainer that follow ``fit``: ``validate``, ``test`` and ``predict``.
         validates: Whether ``fit`` gets a loader for validation.
+        error: Part of the error message with which a run in several stages must end. By default it must not fail.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Case:
     samples: int = SAMPLES
     then: tuple[str, ...] = ()
     validates: bool = False
+    error: str = ""
 
     def training_loader(self, parts: int = 1, part: int = 0) -> DataLoader[Any]:
         """Return the loader of one of the ranks that load, with its part of each batch."""

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
 from whole_step_cases.base import CLASSES, Classifier, case, classifier, dense
 
 

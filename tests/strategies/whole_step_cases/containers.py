@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+
 from whole_step_cases.base import CLASSES, Block, Classifier, case, classifier, dense
 
 

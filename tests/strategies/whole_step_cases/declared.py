@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
 from whole_step_cases.base import CLASSES, Classifier, case
 
 

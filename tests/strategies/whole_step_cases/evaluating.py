@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import Accuracy, MetricCollection
 from torchmetrics.classification import MulticlassAUROC
+
 from whole_step_cases.base import CLASSES, Classifier, case
 from whole_step_cases.comparing import nt_xent
 

@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_avg_fn
+
 from whole_step_cases.base import BATCH, Classifier, case
 
 
@@ -93,7 +94,10 @@ class GrowingAccumulation(Classifier):
     pass
 
 
-@case(callbacks=lambda: [LearningRateMonitor(log_momentum=True)], trainer={"logger": CSVLogger("."), "log_every_n_steps": 1})
+@case(
+    callbacks=lambda: [LearningRateMonitor(log_momentum=True)],
+    trainer={"logger": CSVLogger("."), "log_every_n_steps": 1},
+)
 class MonitoredLearningRate(Classifier):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
 from whole_step_cases.base import Classifier, case, classifier
 
 

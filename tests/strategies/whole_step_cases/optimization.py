@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
 from whole_step_cases.base import Classifier, case, classifier
 
 

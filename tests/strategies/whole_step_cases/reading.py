@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import Accuracy, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1Score
+
 from whole_step_cases.base import CLASSES, Classifier, case
 
 
@@ -80,7 +81,7 @@ class NumpyAndLists(Classifier):
         return F.cross_entropy(scores, y)
 
 
-@case()
+@case(error="the ranks run different code: rank 0 waits for _local_scalar_dense")
 class ReadOnMainRank(Classifier):
     """Reads the loss on the first rank only. Under several stages this cannot work, and must end with an error."""
 

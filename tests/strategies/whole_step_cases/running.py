@@ -12,9 +12,9 @@ from conftest import quiet_trainer
 from ranks import run_apart, run_ranks
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from whole_step_cases.base import CASES, Case
 
 from cnnstrategies.errors import ConfigurationError
+from whole_step_cases.base import CASES, Case
 
 # Makes a strategy from the case's layout: a case and the number of replicas of each stage.
 MakeStrategy = Callable[[Case, Sequence[int]], Any]
@@ -90,8 +90,8 @@ def on_ranks(names: Sequence[str], make: MakeStrategy, replicas: Sequence[int]) 
 
 def differences(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> dict[str, str]:
     """Return what differs from one device by more than the tolerance, by name."""
-    wrong = {name: "missing" for name in expected.keys() - actual.keys()}
-    wrong |= {name: "not on one device" for name in actual.keys() - expected.keys()}
+    wrong = dict.fromkeys(expected.keys() - actual.keys(), "missing")
+    wrong |= dict.fromkeys(actual.keys() - expected.keys(), "not on one device")
     for name in expected.keys() & actual.keys():
         left, right = expected[name].double(), actual[name].double()
         if left.shape != right.shape:

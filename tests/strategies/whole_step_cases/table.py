@@ -1,4 +1,4 @@
-"""Print how each case ends under a strategy: ``python table.py STRATEGY REPLICAS [CASE ...]``, such as ``pipeline 1,1``.
+"""Print how each case ends under a strategy. The arguments are STRATEGY REPLICAS [CASE ...].
 
 Each case runs in processes of its own, so that a case that ends badly does not concern the other cases.
 """

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
 from whole_step_cases.base import Classifier, case, classifier, dense
 
 
