@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.stage import check_cuts
@@ -25,10 +24,11 @@ from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.placed import GlooLink, Places
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
-from cnnstrategies.strategies.hybrid_pipeline.comparison import example_images, is_attached
+from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
 from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
+from cnnstrategies.strategies.whole_step.example import example_inputs
 from cnnstrategies.strategies.whole_step.logs import PlacedLogs
 from cnnstrategies.strategies.whole_step.network import DividedForward, find_network, module_at
 from cnnstrategies.strategies.whole_step.placing import PlacedModule
@@ -48,6 +48,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
     """
 
     places: Places | None = None
+    has_global_batches = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -115,8 +116,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self.places.__enter__()
 
     def _layout_of(self, trainer: Trainer, path: str) -> ChosenLayout:
-        example = partial(example_images, trainer.lightning_module, path)
-        network = network_at(trainer.lightning_module, path)
+        example = partial(example_inputs, trainer.lightning_module, path)
+        network = module_at(trainer.lightning_module, path)
         return self.request.choose(network, trainer, trainer.world_size, self.root_device, example)
 
     def _divide(self, network: nn.Module, layout: ChosenLayout) -> None:
