@@ -137,6 +137,11 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def keeps_graph() -> bool:
+    """Whether the running backward was called with ``retain_graph``, so that another backward may follow."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def abort_all_groups() -> None:
     """Abort the NCCL operations of all process groups, so that this process does not wait for a lost rank.
 
@@ -178,6 +183,10 @@ NO_OWN_FUNCTIONS = torch._C._disabled_torch_function_impl
 # A context in which no mode intercepts functions of torch. Inside a mode's `__torch_dispatch__`, function modes are
 # still on, and would intercept each access to an attribute of a tensor.
 without_functions = torch._C.DisableTorchFunction
+
+
+# A context, for use inside `without_functions`, in which classes' own versions of torch's functions run again.
+with_functions = torch._C._EnableTorchFunction
 
 
 @contextmanager

@@ -1,45 +1,64 @@
 """Call a divided network as on one device: on every rank, once, with a whole batch."""
 
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from cnnstrategies.pipeline.channels import TensorHeader, pack
 from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.forms import Form, form_of
+from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
+from cnnstrategies.pipeline.placed_call import NetworkFunction, PlacedCall
 from cnnstrategies.pipeline.transport import Transport
-from cnnstrategies.pipeline.whole_batch import StageRunner, WholeBatch
+from cnnstrategies.pipeline.whole_batch import StageRunner
 from cnnstrategies.placed import Places
 
 
 class PlacedNetwork:
     """A divided network whose values have places: the parameters and buffers, the outputs, and all gradients.
 
-    All ranks run the same program. A call runs this rank's stage for all microbatches. Its result, the network's
-    result for the whole batch, is in the last stage; the other ranks get foreign tensors. For autograd a call is one
+    All ranks run the same program. In a call, each rank runs its microbatches in its stage. All replicas of the last
+    stage get the network's result for the whole batch; other ranks get foreign tensors. For autograd a call is one
     function of the images and the parameters, so gradients reach the images and whatever was computed before, and
     hooks of parameters see the gradient of the whole batch.
 
     Parameters and buffers of other stages become foreign tensors in place, and those of this rank's stage are marked.
-    Copies of the network that were made before need the same, see :meth:`place_state`.
+    Copies of the network that were made before need the same, see :func:`.network_copies.adopt_copies`. A copy by
+    ``copy.deepcopy`` runs as a divided network, too, if the attribute ``forward`` of the network is this object.
 
     Args:
         network: The network. All ranks have the same values.
         cuts: See :class:`~cnnstrategies.pipeline.division.Division`.
         places: The rules of this rank.
-        transport: Connections of this rank, for activations and their gradients. Each stage has one replica.
+        transport: Connections of this rank, for activations and their gradients.
         ahead: See `StageRunner`.
+
+    Attributes:
+        division: The division of the network.
+        places: The rules of this rank.
+        runner: The stage of this rank.
+        ranks: For each stage, the ranks of its replicas.
+        forms: What all ranks know about earlier calls, by the form of the batch; see :meth:`form_of`.
+        copies: Copies of the network whose attribute ``forward`` divides them, or has divided them.
     """
 
     def __init__(
         self, network: nn.Module, cuts: Sequence[str | int], places: Places, transport: Transport, ahead: int
     ) -> None:
-        self.division = Division(network, cuts)
         self.places = places
-        self.runner = StageRunner(self.division, transport, ahead)
-        self.ranks = [tuple(transport.placement.ranks(stage)) for stage in range(self.division.stages)]
+        self.copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._begin(Division(network, cuts), transport, ahead)
+
+    def _begin(self, division: Division, transport: Transport, ahead: int) -> None:
+        network = division.network
+        self.division = division
+        self.runner = StageRunner(division, transport, ahead)
+        self.forms: dict[Hashable, Form] = {}
+        self._modules = tuple(network.modules())
+        self._graphs = self.division.graphs()
+        self.ranks = [tuple(sorted(transport.placement.ranks(stage))) for stage in range(self.division.stages)]
         self.place_state(network)
 
     def place_state(self, network: nn.Module) -> None:
@@ -49,10 +68,37 @@ class PlacedNetwork:
             network: The network, or a copy of the network.
         """
         for name, stage, tensor in list(self.division.tensors(network)):
-            if stage == self.runner.stage:
-                self.places.mark(tensor, self.ranks[stage], name)
-            else:
-                self.places.put_away(tensor, self.ranks[stage], name)
+            self.places.set_place(tensor, self.ranks[stage], name)
+
+    def for_copy(self, network: nn.Module) -> Self:
+        """Return a copy of the network as a divided network, with the same stages. All ranks must call this."""
+        copied = object.__new__(type(self))
+        copied.places, copied.copies = self.places, self.copies
+        with self.places.local():
+            copied._begin(self.division.for_copy(network), self.runner.transport, self.runner.ahead)
+        copied.runner.microbatches = self.runner.microbatches
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the attribute ``forward`` of a copy of the network."""
+
+        def install(placed: "PlacedNetwork") -> None:
+            vars(placed.division.network)["forward"] = placed
+
+        return copied_forward(self, self.division.network, memo, install)
+
+    def __reduce__(self) -> Any:
+        """Pickle the network's own ``forward``."""
+        return own_forward(self.division.network)
+
+    def form_of(self, images: Any) -> Hashable:
+        """Return a key that is equal for batches of the same form. All ranks compute equal keys."""
+        graphs = self.division.graphs()
+        if graphs is not self._graphs:
+            # The state of an opened container has changed, on all ranks.
+            self._graphs = graphs
+            self.forms.clear()
+        return form_of(images, self._modules, [*self.division.network.parameters()], self.runner.transport.device.type)
 
     def __call__(self, images: Any) -> Any:
         """Return the network's result for a batch. All ranks must call this.
@@ -65,92 +111,8 @@ class PlacedNetwork:
             if parameter.requires_grad and name in self.division.used:
                 names.append(name)
                 parameters.append(parameter)
-        call = _Call(self, images, names)
-        tensors = _NetworkFunction.apply(call, *_tensors(images), *parameters)
+        call = PlacedCall(self, images, names)
+        leaves = [leaf for leaf in tree_leaves(images) if isinstance(leaf, Tensor)]
+        tensors = NetworkFunction.apply(call, *leaves, *parameters)
         assert call.header is not None
         return call.header.unpack(tensors)[0]
-
-
-class _Call:
-    """One call of a network: its arguments, and what its backward needs."""
-
-    def __init__(self, network: PlacedNetwork, images: Any, names: Sequence[str]) -> None:
-        self.network, self.images, self.names = network, images, names
-        self.places = network.places
-        self.first, self.last = network.ranks[0], network.ranks[-1]
-        self.needs_gradient = torch.is_grad_enabled()
-        self.header: TensorHeader | None = None
-        self.batch: WholeBatch | None = None
-
-    def forward(self) -> tuple[Tensor, ...]:
-        """Run the forwards, and return the tensors of the network's result."""
-        places, leaves = self.places, _tensors(self.images)
-        brought = places.bring_all(leaves, self.first, "images")
-        with places.local():
-            for leaf in leaves:
-                if id(leaf) in brought:
-                    brought[id(leaf)].requires_grad_(leaf.requires_grad)
-            images = tree_map(lambda leaf: brought.get(id(leaf), leaf), self.images)
-            self.batch = self.network.runner.begin(images, len(leaves[0]), self.needs_gradient)
-            header, tensors = pack((self.batch.outputs,), ask_for_all=False)
-        self.header = places.tell(self.last, lambda: header, "outputs")
-        assert self.header is not None
-        if self.network.runner.last:
-            return tuple(places.mark(tensors, self.last, "the network's output"))
-        with places.local():
-            device = self.network.runner.transport.device
-            shapes = [spec.empty(torch.device("meta")) for spec in self.header.tensors]
-            return tuple(places.foreign_like(shape, self.last, "the network's output", device) for shape in shapes)
-
-    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Run the backwards, and return the gradients of the images' tensors and of the parameters."""
-        places, runner = self.places, self.network.runner
-        assert self.batch is not None
-        brought = places.bring_all([g for g in gradients if g is not None], self.last, "gradients of outputs")
-        of_outputs = [gradient if gradient is None else brought.get(id(gradient), gradient) for gradient in gradients]
-        with places.local():
-            sums, of_images = self.batch.backward(of_outputs)
-            of_parameters = dict(zip((id(parameter) for parameter in runner.parameters), sums, strict=True))
-        images = _tensors(self.images)
-        by_name = dict(self.network.division.network.named_parameters())
-        # Image gradients exist in the first stage only, in the order of the images. Parameters have names.
-        computed: dict[int | str, Tensor | None] = dict(enumerate(of_images))
-        computed |= {name: of_parameters.get(id(by_name[name])) for name in self.names}
-        here = [key for key, gradient in computed.items() if gradient is not None]
-        everywhere = {key for keys in places.exchange(here, range(places.world_size), "used") for key in keys}
-        targets: list[tuple[int | str, tuple[int, ...], Tensor]]
-        targets = [(index, self.first, image) for index, image in enumerate(images)]
-        owner = self.network.division.owner
-        targets += [(name, self.network.ranks[owner[name]], by_name[name]) for name in self.names]
-        return [
-            self._at(place, computed.get(key), tensor) if key in everywhere else None for key, place, tensor in targets
-        ]
-
-    def _at(self, place: tuple[int, ...], gradient: Tensor | None, like: Tensor) -> Tensor:
-        """Return a gradient of a place: this rank's gradient, or a foreign tensor."""
-        if self.places.rank in place:
-            assert gradient is not None
-            return self.places.mark(gradient, place)
-        return self.places.foreign_like(like.detach(), place)
-
-
-class _NetworkFunction(torch.autograd.Function):
-    """A network as one function of the images and the parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run the forwards of this rank's stage."""
-        ctx.set_materialize_grads(False)
-        ctx.call = call
-        return call.forward()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """Run the backwards of this rank's stage."""
-        return (None, *ctx.call.backward(gradients))
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in nested containers."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
