@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import has_own_forward
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
-from cnnstrategies.pipeline.network_copies import CopiedForward, copied_forward, own_forward
+from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 
 WHOLE = ""  # Path of a network that is the module itself.
@@ -93,8 +93,8 @@ class DividedForward:
         self.calls += 1
         return self.placed(images)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CopiedForward:
-        """Return the ``forward`` of a copy of the network, which is divided as well if it is called."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the attribute ``forward`` of a copy of the network, which is divided as well."""
         return copied_forward(self.placed, self.network, memo, DividedForward)
 
     def __reduce__(self) -> Any:
