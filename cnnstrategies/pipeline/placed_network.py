@@ -1,6 +1,6 @@
 """Call a divided network as on one device: on every rank, once, with a whole batch."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.pipeline.channels import TensorHeader, pack
 from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.stored_terms import NeedsOneMicrobatchError
 from cnnstrategies.pipeline.transport import Transport
+from cnnstrategies.pipeline.untouched import random_states, restore_random
 from cnnstrategies.pipeline.whole_batch import StageRunner, WholeBatch
 from cnnstrategies.placed import Places
 
@@ -31,16 +33,30 @@ class PlacedNetwork:
         places: The rules of this rank.
         transport: Connections of this rank, for activations and their gradients. Each stage has one replica.
         ahead: See `StageRunner`.
+        owner: The module that contains the network, in which forwards may store values; by default the network.
+
+    Attributes:
+        one_microbatch: Why the network runs each batch as one microbatch; None if it does not.
     """
 
     def __init__(
-        self, network: nn.Module, cuts: Sequence[str | int], places: Places, transport: Transport, ahead: int
+        self,
+        network: nn.Module,
+        cuts: Sequence[str | int],
+        places: Places,
+        transport: Transport,
+        ahead: int,
+        owner: nn.Module | None = None,
     ) -> None:
         self.division = Division(network, cuts)
         self.places = places
         self.runner = StageRunner(self.division, transport, ahead)
         self.ranks = [tuple(transport.placement.ranks(stage)) for stage in range(self.division.stages)]
         self.place_state(network)
+        self.runner.watch(network if owner is None else owner, places, self.ranks)
+        self.one_microbatch: str | None = None
+        # Modes of the modules, and whether autograd is on, in which the network runs a batch as one microbatch.
+        self._whole: set[Hashable] = set()
 
     def place_state(self, network: nn.Module) -> None:
         """Mark the parameters and buffers of this rank's stage, and make those of other stages foreign.
@@ -68,7 +84,35 @@ class PlacedNetwork:
         call = _Call(self, images, names)
         tensors = _NetworkFunction.apply(call, *_tensors(images), *parameters)
         assert call.header is not None
-        return call.header.unpack(tensors)[0]
+        assert call.batch is not None
+        assert call.batch.terms is not None
+        count = len(call.header.tensors)
+        call.batch.terms.place(tensors[count:])
+        return call.header.unpack(tensors[:count])[0]
+
+    def begin(self, images: Any, samples: int, needs_gradient: bool) -> WholeBatch:
+        """Run the forwards of this rank's stage, for one microbatch if a stage needs the whole batch.
+
+        Args:
+            images: See `StageRunner.begin`, like the other arguments.
+            samples: Number of samples.
+            needs_gradient: Whether a backward follows.
+        """
+        training = [module.training for module in self.division.network.modules()]
+        mode = (needs_gradient, *training)
+        random = random_states()
+        if mode not in self._whole:
+            try:
+                return self.runner.begin(images, samples, needs_gradient)
+            except NeedsOneMicrobatchError as error:
+                stages = self.division.stages
+                self.one_microbatch = (
+                    f"{error.reason}, so the network runs each batch as one microbatch, and only one of its {stages} "
+                    "stages computes at a time"
+                )
+                self._whole.add(mode)
+        restore_random(random)
+        return self.runner.begin(images, samples, needs_gradient, whole=True)
 
 
 class _Call:
@@ -91,25 +135,33 @@ class _Call:
                 if id(leaf) in brought:
                     brought[id(leaf)].requires_grad_(leaf.requires_grad)
             images = tree_map(lambda leaf: brought.get(id(leaf), leaf), self.images)
-            self.batch = self.network.runner.begin(images, len(leaves[0]), self.needs_gradient)
+            self.batch = self.network.begin(images, len(leaves[0]), self.needs_gradient)
             header, tensors = pack((self.batch.outputs,), ask_for_all=False)
         self.header = places.tell(self.last, lambda: header, "outputs")
         assert self.header is not None
+        assert self.batch.terms is not None
         if self.network.runner.last:
-            return tuple(places.mark(tensors, self.last, "the network's output"))
-        with places.local():
-            device = self.network.runner.transport.device
-            shapes = [spec.empty(torch.device("meta")) for spec in self.header.tensors]
-            return tuple(places.foreign_like(shape, self.last, "the network's output", device) for shape in shapes)
+            places.mark(tensors, self.last, "the network's output")
+        else:
+            with places.local():
+                device = self.network.runner.transport.device
+                shapes = [spec.empty(torch.device("meta")) for spec in self.header.tensors]
+                tensors = [places.foreign_like(like, self.last, "the network's output", device) for like in shapes]
+        return *tensors, *self.batch.terms.outputs()
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the backwards, and return the gradients of the images' tensors and of the parameters."""
         places, runner = self.places, self.network.runner
         assert self.batch is not None
+        assert self.header is not None
+        assert self.batch.terms is not None
+        count = len(self.header.tensors)
+        of_stored = self.batch.terms.own_gradients(gradients[count:])
+        gradients = gradients[:count]
         brought = places.bring_all([g for g in gradients if g is not None], self.last, "gradients of outputs")
         of_outputs = [gradient if gradient is None else brought.get(id(gradient), gradient) for gradient in gradients]
         with places.local():
-            sums, of_images = self.batch.backward(of_outputs)
+            sums, of_images = self.batch.backward(of_outputs, of_stored)
             of_parameters = dict(zip((id(parameter) for parameter in runner.parameters), sums, strict=True))
         images = _tensors(self.images)
         by_name = dict(self.network.division.network.named_parameters())

@@ -15,8 +15,10 @@ from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.stage import StageGraph, put_module_at
 from cnnstrategies.pipeline.step import check_rows
+from cnnstrategies.pipeline.stored_terms import CallTerms, StoredTerms
 from cnnstrategies.pipeline.timetable import KINDS, Placement, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport
+from cnnstrategies.placed import Places
 
 SCHEDULE = "gpipe"
 
@@ -42,6 +44,7 @@ class StageRunner:
         self._turn = turns(placement.replicas, placement.microbatches, SCHEDULE)
         self.channels = Channels(graph, self._turn, transport, ask_for_all=True)
         self.buffers = StageBuffers(*_modules_of(division, graph))
+        self.terms: StoredTerms | None = None
 
     @property
     def placement(self) -> Placement:
@@ -60,7 +63,32 @@ class StageRunner:
             and name in self.division.used
         ]
 
-    def begin(self, images: Any, samples: int, needs_gradient: bool) -> "WholeBatch":
+    def watch(self, owner: nn.Module, places: Places, ranks: Sequence[tuple[int, ...]]) -> None:
+        """Take care of what forwards store on modules from now on.
+
+        Args:
+            owner: The module in which forwards may store values: the network, or a module that contains it.
+            places: The rules of this rank.
+            ranks: Ranks of each stage.
+        """
+
+        def run(*inputs: Any) -> Any:
+            return self.division.run(self.stage, *inputs)
+
+        def run_again(*inputs: Any) -> Any:
+            with self.buffers.microbatch(0, again=True):
+                return run(*inputs)
+
+        network, calls = self.division.network, self.division.graphs()[self.stage].graph.nodes
+        modules = {
+            path: module
+            for node in calls
+            if node.op == "call_module"
+            for path, module in network.get_submodule(str(node.target)).named_modules(prefix=str(node.target))
+        }
+        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks)
+
+    def begin(self, images: Any, samples: int, needs_gradient: bool, whole: bool = False) -> "WholeBatch":
         """Run all forwards of a batch. All ranks must call this.
 
         Args:
@@ -68,13 +96,17 @@ class StageRunner:
                 other stages.
             samples: Number n of samples.
             needs_gradient: Whether the batch's backward follows, see :meth:`WholeBatch.backward`.
+            whole: Whether the batch is one microbatch.
+
+        Raises:
+            NeedsOneMicrobatchError: A stage needs the batch as one microbatch. All ranks raise this error.
         """
         graph = self.division.graphs()[self.stage]
         if graph is not self.channels.graph:
             # The state of an opened container has changed, on all ranks. Other values may cross the cuts now.
             self.channels.graph = graph
             self.channels.forget_headers()
-        return WholeBatch(self, images, samples, needs_gradient)
+        return WholeBatch(self, images, samples, needs_gradient, whole)
 
     def run_tasks(self, kind: Any, sizes: Sequence[int], key: Callable[[int], Hashable], run: Any) -> None:
         """Run all forwards or all backwards of the microbatches that have samples.
@@ -106,17 +138,23 @@ class WholeBatch:
         outputs: In the last stage, the network's result for the whole batch, without a gradient; None in other stages.
     """
 
-    def __init__(self, runner: StageRunner, images: Any, samples: int, needs_gradient: bool) -> None:
+    def __init__(self, runner: StageRunner, images: Any, samples: int, needs_gradient: bool, whole: bool) -> None:
         self._runner, self._images, self._needs_gradient = runner, images, needs_gradient
         count = runner.placement.microbatches
-        self.sizes = [samples // count + (index < samples % count) for index in range(count)]
+        parts = 1 if whole else count
+        self.sizes = [samples // parts + (index < samples % parts) if index < parts else 0 for index in range(count)]
         self._parts: dict[int, Any] = {}
         self._leaves: dict[int, dict[int, list[Tensor]]] = {}
         self._roots: dict[int, list[Tensor]] = {}
         self._results: dict[int, Any] = {}
         runner.buffers.begin(count)
+        self.terms: CallTerms | None = None
+        if runner.terms is not None:
+            self.terms = runner.terms.begin(self.sizes, needs_gradient, runner.transport.device)
         try:
             runner.run_tasks("forward", self.sizes, self._key, self._forward)
+            if self.terms is not None:
+                self.terms.finish()
             runner.buffers.finish()
         except BaseException:
             runner.buffers.abandon()
@@ -125,11 +163,14 @@ class WholeBatch:
         if runner.last:
             self.outputs = tree_map(_joined, *self._results.values())
 
-    def backward(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    def backward(
+        self, gradients: Sequence[Tensor | None], of_stored: Sequence[Tensor | None] = ()
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Run all backwards of the batch. All ranks must call this, in the same order if several batches wait.
 
         Args:
             gradients: In the last stage, the gradient of each tensor in ``outputs``; ignored in other stages.
+            of_stored: Gradients of what this stage has stored, see `CallTerms.own_gradients`.
 
         Returns:
             The gradients of the runner's parameters, and in the first stage the gradients of the tensors in the images.
@@ -149,7 +190,11 @@ class WholeBatch:
             leaves = self._leaves.pop(microbatch)
             inputs = [tensor for tensors in leaves.values() for tensor in tensors]
             inputs += _tensors(self._parts.get(microbatch))
-            results = _gradients(self._roots.pop(microbatch), received, [*parameters, *inputs])
+            roots = self._roots.pop(microbatch)
+            if self.terms is not None:
+                stored, starts = self.terms.roots(microbatch, of_stored)
+                roots, received = [*roots, *stored], [*received, *starts]
+            results = _gradients(roots, received, [*parameters, *inputs])
             for tensor, gradient in zip(inputs, results[len(parameters) :], strict=True):
                 tensor.grad = gradient
             for index, gradient in enumerate(results[: len(parameters)]):
@@ -177,8 +222,12 @@ class WholeBatch:
                 start = sum(self.sizes[:microbatch])
                 images = tree_map(lambda rows: self._part(rows, start, microbatch), self._images)
                 self._parts[microbatch] = images
+            arguments = channels.inputs(values, images)
             with runner.buffers.microbatch(microbatch):
-                result = runner.division.run(runner.stage, *channels.inputs(values, images))
+                if self.terms is None:
+                    result = runner.division.run(runner.stage, *arguments)
+                else:
+                    result = self.terms.run(microbatch, arguments)
             if runner.last:
                 check_rows(result, self.sizes[microbatch])
                 self._results[microbatch] = result
