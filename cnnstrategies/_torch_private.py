@@ -137,6 +137,11 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def keeps_graph() -> bool:
+    """Whether the running backward was called with ``retain_graph``, so that another backward may follow."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def abort_all_groups() -> None:
     """Abort the NCCL operations of all process groups, so that this process does not wait for a lost rank.
 

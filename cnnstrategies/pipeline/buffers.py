@@ -1,6 +1,6 @@
 """Keep buffers equal on all replicas of a stage: the running statistics of BatchNorm, and other buffers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -35,12 +35,16 @@ class StageBuffers:
     normalization.)
 
     Other buffers, such as the vectors of a spectral norm, are copied from the first replica to the other replicas after
-    each step, as under DDP. The first step shows which buffers change. Buffers that do not change are not copied.
+    each step, as under DDP. The first step of each form shows which buffers change. Other buffers are not copied.
 
     Args:
         module: The stage.
         group: Group of the stage's replicas; None if the stage has one replica.
         calls: For each module, by name: how often one forward of the stage calls the module.
+
+    Attributes:
+        copies_others: Whether other buffers are copied. They need no copy if all replicas have set them to the values
+            of the whole batch.
 
     Raises:
         ConfigurationError: The stage contains a SyncBatchNorm layer.
@@ -53,6 +57,7 @@ class StageBuffers:
         calls: Mapping[str, int],
     ) -> None:
         self.group = group
+        self.copies_others = True
         self._module = module
         self._records: list[StatisticsRecorder] = []
         for name, layer in module.named_modules():
@@ -70,17 +75,20 @@ class StageBuffers:
         self._table: StatisticsTable | None = None
         recorded = {id(buffer) for record in self._records for buffer in record.layer.buffers(recurse=False)}
         self._others = [name for name, buffer in module.named_buffers() if id(buffer) not in recorded]
-        self._changing: list[str] | None = None
+        self._form: Hashable = None
+        self._changing: dict[Hashable, list[str]] = {}  # By form: buffers that changed in the first step.
         self._before: list[tuple[int, int]] = []
 
-    def begin(self, microbatches: int) -> None:
+    def begin(self, microbatches: int, form: Hashable = None) -> None:
         """Begin a step: from now on, record the means and variances that BatchNorm layers in training mode compute.
 
         Call :meth:`finish` or :meth:`abandon` at the end of the step.
 
         Args:
             microbatches: Number of microbatches over all replicas, including empty microbatches.
+            form: Form of the batch. Steps of one form, such as all steps in training, change the same buffers.
         """
+        self._form = form
         training = [record for record in self._records if record.layer.training]
         if not training:
             self._table = None
@@ -118,7 +126,7 @@ class StageBuffers:
         self.abandon()
         if self._table is not None:
             self._table.update(self.group)
-        if self.group is not None and self._others:
+        if self.group is not None and self._others and self.copies_others:
             self._copy_others()
 
     def abandon(self) -> None:
@@ -133,21 +141,20 @@ class StageBuffers:
             ConfigurationError: A buffer has changed that did not change in the first step.
         """
         changed = [state != before for state, before in zip(self._states(), self._before, strict=True)]
-        if self._changing is None:
+        if self._form not in self._changing:
             device = self._module.get_buffer(self._others[0]).device
             flags = torch.tensor(changed, dtype=torch.int32, device=device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-            self._changing = [name for name, flag in zip(self._others, flags.tolist(), strict=True) if flag]
-        late = {name for name, is_changed in zip(self._others, changed, strict=True) if is_changed} - set(
-            self._changing
-        )
+            self._changing[self._form] = [name for name, flag in zip(self._others, flags.tolist(), strict=True) if flag]
+        changing = self._changing[self._form]
+        late = {name for name, is_changed in zip(self._others, changed, strict=True) if is_changed} - set(changing)
         if late:
             raise ConfigurationError(
                 f"the buffer {min(late)} has changed, but did not change in the first step, and only buffers that "
                 "change in the first step are copied to all replicas of a stage: change it in every step, or give the "
                 "stage one replica"
             )
-        for name in self._changing:
+        for name in changing:
             values = self._module.get_buffer(name).contiguous()
             dist.broadcast(values, group=self.group, group_src=0)
             self._module.get_buffer(name).copy_(values)

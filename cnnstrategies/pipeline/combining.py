@@ -61,6 +61,18 @@ class StoredValues(NamedTuple):
         """Whether the same things have been stored, possibly with other values."""
         return self.keys == other.keys and self.tree == other.tree
 
+    def detached(self) -> "StoredValues":
+        """Return values for another rank: a pair of a tensor and whether it requires a gradient for each tensor."""
+        pairs = [(leaf.detach(), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return self._replace(leaves=pairs)
+
+    def attached(self, device: torch.device) -> "StoredValues":
+        """Return another rank's values from the result of :meth:`detached`."""
+        leaves = [
+            leaf[0].to(device).requires_grad_(leaf[1]) if isinstance(leaf, tuple) else leaf for leaf in self.leaves
+        ]
+        return self._replace(leaves=leaves)
+
     def items(self, leaves: Sequence[Any]) -> list[tuple[StoredKey, Any]]:
         """Return the keys with values that are built from other leaves."""
         return list(zip(self.keys, tree_unflatten(leaves, self.tree), strict=True))

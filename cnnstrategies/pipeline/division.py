@@ -78,7 +78,7 @@ class Division:
         stages: Number of stages.
         opened: Names of the opened containers. The network itself has the name "".
         owner: Stage of each parameter and buffer, by name. Parameters and buffers that training does not use belong to
-            the stage of their module, or else to stage 0.
+            the stage of their module, or else to the last stage, where the network's outputs are.
         used: Names of the parameters and buffers that the network uses in training, or that belong to modules that it
             uses.
 
@@ -235,7 +235,7 @@ class Division:
         network = self.network
         tensors: dict[str, Tensor] = dict(network.named_parameters(remove_duplicate=False))
         tensors |= network.named_buffers(remove_duplicate=False)
-        owner = {name: stages.get(id(tensor), 0) for name, tensor in tensors.items()}
+        owner = {name: stages.get(id(tensor), self.stages - 1) for name, tensor in tensors.items()}
         return owner, frozenset(name for name, tensor in tensors.items() if id(tensor) in stages)
 
 

@@ -145,7 +145,7 @@ class GradientReducer:
         self._keeps = self._overlapping = False
 
     def _make_buckets(self) -> None:
-        self._buckets = [Bucket(parameters) for parameters in self._grouped()]
+        self._buckets = [Bucket(parameters) for parameters in bucketed(self.parameters, self.bucket_bytes)]
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(self.ready, bucket=bucket))  # type: ignore[no-untyped-call]
             for bucket in self._buckets
@@ -188,15 +188,16 @@ class GradientReducer:
             assert work is not None
             self._works.append(work)
 
-    def _grouped(self) -> list[list[nn.Parameter]]:
-        """Divide the parameters into buckets, last parameters first. All parameters of a bucket have the same dtype."""
-        groups: list[list[nn.Parameter]] = []
-        size = 0
-        for parameter in reversed(self.parameters):
-            bytes_ = parameter.nbytes
-            if not groups or size + bytes_ > self.bucket_bytes or groups[-1][0].dtype != parameter.dtype:
-                groups.append([])
-                size = 0
-            groups[-1].append(parameter)
-            size += bytes_
-        return groups
+
+def bucketed(parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> list[list[nn.Parameter]]:
+    """Divide parameters into buckets, last parameters first. All parameters of a bucket have the same dtype."""
+    groups: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in reversed(parameters):
+        bytes_ = parameter.nbytes
+        if not groups or size + bytes_ > bucket_bytes or groups[-1][0].dtype != parameter.dtype:
+            groups.append([])
+            size = 0
+        groups[-1].append(parameter)
+        size += bytes_
+    return groups

@@ -30,7 +30,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         reason: Why the stage must run the whole batch as one microbatch; None if it may run parts.
-        stored: What the stage has stored for the batch; None if there is a reason.
+        stored: What the stage has stored for the batch, without the values; None if there is a reason.
         rules: The rule of each stored leaf.
     """
 
@@ -108,7 +108,7 @@ class MixingProbe:
                 )
                 return Verdict(reason, None, [])
             rules.append(rule._replace(is_certain=rule.kind == "same" and _depends_on_parameters_only(leaf, inputs)))
-        return Verdict(None, values, rules)
+        return Verdict(None, values._replace(leaves=[]), rules)
 
     def _forward(
         self, arguments: Arguments, twice: bool = False

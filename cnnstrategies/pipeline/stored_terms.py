@@ -56,7 +56,7 @@ class StoredTerms:
         run: Function that runs the stage.
         run_again: Function that runs the stage once more for a probe, which BatchNorm layers must not count.
         places: The rules of this rank.
-        ranks: Ranks of each stage.
+        ranks: For each stage, the ranks of its replicas.
     """
 
     def __init__(
@@ -73,31 +73,31 @@ class StoredTerms:
         self.probe = MixingProbe(run_again, modules, self.watch)
         self.run, self.places, self.ranks = run, places, ranks
         self.stage = next(stage for stage, members in enumerate(ranks) if places.rank in members)
+        self.group = ranks[self.stage]
         self.known: dict[Hashable, tuple[StoredValues, list[Rule]]] = {}
         self.reports: dict[int, _Report] = {}
 
-    @property
-    def modes(self) -> tuple[bool, ...]:
-        """Which of the network's modules are in training mode."""
-        return tuple([module.training for module in self.watch.modules])
-
-    def begin(self, sizes: Sequence[int], needs_gradient: bool, device: torch.device) -> "CallTerms":
+    def begin(self, sizes: Sequence[int], needs_gradient: bool, device: torch.device, form: Hashable) -> "CallTerms":
         """Begin a call of the network.
 
         Args:
             sizes: Number of samples of each microbatch, also of those that run on other replicas.
             needs_gradient: Whether the forwards run with autograd.
             device: Device of this rank.
+            form: Key that is equal for batches of the same form.
         """
         self.watch.begin()
-        return CallTerms(self, sizes, needs_gradient, device)
+        return CallTerms(self, sizes, needs_gradient, device, form)
 
 
 class CallTerms:
     """What one call of the network stores."""
 
-    def __init__(self, terms: StoredTerms, sizes: Sequence[int], needs_gradient: bool, device: torch.device) -> None:
+    def __init__(
+        self, terms: StoredTerms, sizes: Sequence[int], needs_gradient: bool, device: torch.device, form: Hashable
+    ) -> None:
         self._terms, self._sizes, self._needs_gradient, self._device = terms, sizes, needs_gradient, device
+        self._form = form
         self._arguments: dict[int, tuple[Any, ...]] = {}
         self._stored: dict[int, StoredValues] = {}
         self._before: dict[StoredKey, Any] = {}
@@ -133,7 +133,7 @@ class CallTerms:
         self._arguments.clear()
         report = _Report(reason, _NOTHING)
         if reason is None and self._stored:
-            report = _Report(None, self._combine(self._stored))
+            report = _Report(None, self._combine())
         news = None if report == terms.reports.get(places.rank) else report
         for rank, received in enumerate(places.exchange(news, range(places.world_size), "stored")):
             if received is not None:
@@ -190,14 +190,17 @@ class CallTerms:
                 result = [None if gradient is None else brought.get(id(gradient), gradient) for gradient in of_stage]
         return result
 
-    def roots(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
+    def roots(
+        self, microbatch: int, gradients: Sequence[Tensor | None], keep: bool
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return a microbatch's stored tensors with their gradients.
 
         Args:
             microbatch: The microbatch.
             gradients: Result of :meth:`own_gradients`.
+            keep: Whether the tensors are needed again.
         """
-        leaves = self._stored.pop(microbatch).leaves
+        leaves = self._stored[microbatch].leaves if keep else self._stored.pop(microbatch).leaves
         tensors, starts = [], []
         for index, gradient in zip(self._with_gradient, gradients, strict=True):
             if gradient is not None:
@@ -206,47 +209,64 @@ class CallTerms:
         return tensors, starts
 
     def _find_rules(self) -> str | None:
-        """Find the rules by which the microbatches' values are combined.
+        """Find the rules by which the microbatches' values are combined, together with the stage's other replicas.
 
         Returns:
             Why the stage needs the whole batch as one microbatch; None if it does not.
         """
-        terms, table = self._terms, self._stored
+        terms = self._terms
+        self._share()
         if sum(map(bool, self._sizes)) < 2:
-            self._rules = [Rule("same") for values in table.values() for _ in values.leaves]
+            self._rules = [Rule("same") for values in self._stored.values() for _ in values.leaves]
             return None
-        form = self._form()
-        if form in terms.known and self._fits(table, *terms.known[form]):
-            self._rules = terms.known[form][1]
+        known = terms.known.get(self._form)
+        if known is not None and self._fits(*known):
+            self._rules = known[1]
             return None
         verdict = terms.probe.verdict(list(self._arguments.values()), [self._sizes[m] for m in self._arguments])
-        if verdict is None or verdict.stored is None:
-            return None if verdict is None else verdict.reason
-        terms.known[form] = verdict.stored, verdict.rules
+        if len(terms.group) > 1:
+            verdicts = [v for v in terms.places.exchange(verdict, terms.group, "probe") if v is not None]
+            verdict = next((v for v in verdicts if v.reason is not None), verdicts[0] if verdicts else None)
+        if verdict is None:
+            stored = next((key for values in self._stored.values() for key in values.keys), None)
+            return None if stored is None else f"it stores {stored}, and there are too few samples to find out how"
+        if verdict.stored is None:
+            return verdict.reason
+        terms.known[self._form] = verdict.stored, verdict.rules
         self._rules = verdict.rules
-        fits = self._fits(table, verdict.stored, verdict.rules)
+        fits = self._fits(verdict.stored, verdict.rules)
         return None if fits else "it stores different things in different microbatches"
 
-    def _form(self) -> Hashable:
-        arguments = next(iter(self._arguments.values()), ())
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
-        kind = self._device.type
-        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        return tuple(self._sizes), shapes, self._needs_gradient, autocast, self._terms.modes
+    def _share(self) -> None:
+        """Get what the microbatches of the stage's other replicas have stored."""
+        terms = self._terms
+        if len(terms.group) == 1:
+            return
+        own = {microbatch: values.detached() for microbatch, values in self._stored.items() if values.keys}
+        for others, before in terms.places.exchange(
+            (own, list(self._before.items())), terms.group, "stored by replicas"
+        ):
+            self._before = {**dict(before), **self._before}
+            for microbatch, values in others.items():
+                self._stored.setdefault(microbatch, values.attached(self._device))
+        nothing = StoredValues.of({})
+        for microbatch, size in enumerate(self._sizes):
+            if size:
+                self._stored.setdefault(microbatch, nothing)
 
-    def _fits(self, table: Mapping[int, StoredValues], known: StoredValues, rules: Sequence[Rule]) -> bool:
+    def _fits(self, known: StoredValues, rules: Sequence[Rule]) -> bool:
         """Whether the microbatches have stored values that the rules can combine."""
-        if not all(values.has_form_of(known) for values in table.values()):
+        if not all(values.has_form_of(known) for values in self._stored.values()):
             return False
-        columns = zip(*(values.leaves for values in table.values()), strict=True)
+        columns = zip(*(values.leaves for values in self._stored.values()), strict=True)
         return all(
             rule.kind != "same" or rule.is_certain or all(is_same(leaf, other) for other in others)
             for rule, (leaf, *others) in zip(rules, columns, strict=True)
         )
 
-    def _combine(self, table: Mapping[int, StoredValues]) -> TensorHeader:
+    def _combine(self) -> TensorHeader:
         """Combine the microbatches' values. Return the header of what the other ranks must know."""
-        places, watch = self._terms.places, self._terms.watch
+        places, watch, table = self._terms.places, self._terms.watch, self._stored
         order = sorted(table)
         samples = [self._sizes[microbatch] for microbatch in order]
         values = table[order[0]]

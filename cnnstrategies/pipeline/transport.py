@@ -142,6 +142,7 @@ class Transport:
     Attributes:
         placement: Numbering of the ranks, and the microbatches of each rank.
         device: Device of this rank's stage.
+        timeout: Time-out of groups.
         rank: This rank.
         place: Stage and replica of this rank.
         has_tags: Whether the backend matches sends and receives by tag.
@@ -151,6 +152,7 @@ class Transport:
     def __init__(self, placement: Placement, timeout: timedelta, device: torch.device = CPU) -> None:
         self.placement = placement
         self.device = device
+        self.timeout = timeout
         self.rank = dist.get_rank()
         self.place = placement.place(self.rank)
         self.has_tags = dist.get_backend() == "gloo"

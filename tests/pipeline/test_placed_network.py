@@ -1,8 +1,12 @@
 """Tests of a program that all ranks run as on one device, with a network whose stages are on different ranks."""
 
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -11,11 +15,33 @@ from torch import Tensor, nn
 
 from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
+from cnnstrategies.pipeline.random_draws import GeneratorStates
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.placed import GlooLink, Places
 
 STEPS = 3
+CPU = torch.device("cpu")
+# Cuts of a Residual network, and the number of replicas of each stage.
+LAYOUTS = [
+    (["first.0", "second"], (1, 1, 1)),
+    (["first"], (2, 1)),
+    (["first"], (1, 2)),
+    (["first"], (2, 2)),
+    (["first"], (3, 1)),
+]
+
+
+@contextmanager
+def placed(
+    network: nn.Module, cuts: list[str], replicas: tuple[int, ...], places: Places, microbatches: int = 3
+) -> Iterator[PlacedNetwork]:
+    """Divide a network in a context in which this rank follows the rules."""
+    transport = Transport(Placement(replicas, microbatches=microbatches), timedelta(minutes=1))
+    placed_network = PlacedNetwork(network, list(cuts), places, transport, AHEAD)
+    vars(network)["forward"] = placed_network
+    with places:
+        yield placed_network
 
 
 class Program:
@@ -51,34 +77,170 @@ class Program:
             assert left.grad is not None
             self.read.append(float(left.grad.norm()))
 
+    def result(self, read: Callable[[Tensor], Tensor]) -> tuple[dict[str, Tensor], list[float], list[Any]]:
+        """Return the parameters, the values that the program has read, and the shapes of hooked gradients."""
+        return {n: read(p.detach()) for n, p in self.network.named_parameters()}, self.read, sorted(self.hooked)
 
-def run_program(cuts: list[str]) -> tuple[dict[str, Tensor], list[float], list[Any]]:
-    """Run the program on a rank of a pipeline."""
-    program = Program()
+
+class Experts(nn.Module):
+    """A layer whose input chooses one of two convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positive, self.negative = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.positive(x) if x.sum() > 0 else self.negative(x)
+
+
+class Chosen(nn.Module):
+    """A network that does not use all its parameters for each batch, and returns a detached tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.head = Experts(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.experts(x)
+        return self.head(x.mean((2, 3))), x.detach()
+
+
+def chosen() -> Chosen:
+    torch.manual_seed(1)
+    return Chosen().double()
+
+
+def train_experts(network: nn.Module) -> list[Any]:
+    """Return the names of the parameters with a gradient in each step, and values."""
+    optimizer = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    results: list[Any] = []
+    for sign in (1, 1, -1, -1, 1):
+        images = (sign * views()[0].abs()).requires_grad_()
+        logits, features = network(images)
+        assert not features.requires_grad
+        loss = (logits.square().mean() + features.mean()) * 2
+        # The first gradient is for an adversarial image.
+        (gradient,) = torch.autograd.grad(loss, images, retain_graph=True)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        results.append([name for name, parameter in network.named_parameters() if parameter.grad is not None])
+        results += [loss.item(), float(gradient.norm())]
+    return results
+
+
+class Noise(nn.Module):
+    """A layer that draws random numbers from one of three generators."""
+
+    def __init__(self, kind: str, amount: float = 0.5) -> None:
+        super().__init__()
+        self.kind, self.amount = kind, amount
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.amount:
+            return x
+        if self.kind == "cpu":
+            return nn.functional.dropout(x, self.amount)
+        return x * (random.random() if self.kind == "python" else float(np.random.random()))
+
+
+def noisy(amount: float = 0.5) -> nn.Sequential:
+    torch.manual_seed(2)
+    random.seed(2)
+    np.random.seed(2)
+    first = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), Noise("cpu", amount))
+    return nn.Sequential(
+        first, Noise("python", amount), Noise("numpy", amount), nn.Conv2d(4, 2, 1), Noise("cpu", amount)
+    ).double()
+
+
+def call_noisy(network: nn.Module, read: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> list[Any]:
+    """Return the results of calls, and digests of the generators' states after them."""
+    results: list[Any] = []
+    for training in (True, True, False, True):
+        output = network.train(training)(views()[0])
+        if training:
+            output.sum().backward()
+        results += [read(output.detach()), GeneratorStates.current(CPU).digest()]
+    return [*results, *(read(buffer) for buffer in network.buffers())]
+
+
+def run_all(cuts: list[str], replicas: tuple[int, ...]) -> list[Any]:
+    """Run all programs on a rank of a pipeline."""
     size = dist.get_world_size()
     places = Places(dist.get_rank(), size, GlooLink(dist.new_group(range(size)), dist.get_rank(), size))
-    transport = Transport(Placement((1,) * size, microbatches=3), timedelta(minutes=1))
+    program = Program()
     parameters = list(program.network.parameters())
-    network = PlacedNetwork(program.network, list(cuts), places, transport, AHEAD)
-    vars(program.network)["forward"] = network
-    if places.rank < size - 1:
-        places.put_away(program.scale, (size - 1,), "scale")
-    else:
-        places.mark(program.scale, (size - 1,), "scale")
-    with places:
+    with placed(program.network, cuts, replicas, places) as network:
+        if places.rank in network.ranks[-1]:
+            places.mark(program.scale, network.ranks[-1], "scale")
+        else:
+            places.put_away(program.scale, network.ranks[-1], "scale")
         program.run()
-        state = {name: places.everywhere(tensor.detach()) for name, tensor in program.network.named_parameters()}
+        results: list[Any] = [program.result(places.everywhere)]
     assert all(now is then for now, then in zip(program.network.parameters(), parameters, strict=True))
+    if len(replicas) == 2:
+        results += more_programs(replicas, places)
     places.messages.close()
-    return state, program.read, program.hooked
+    return results
 
 
-def test_all_ranks_run_the_program_of_one_device() -> None:
+def more_programs(replicas: tuple[int, ...], places: Places) -> list[Any]:
+    """Run the programs of networks for two stages."""
+    experts = chosen()
+    with placed(experts, ["experts"], replicas, places):
+        results: list[Any] = [train_experts(experts)]
+    network = noisy()
+    with placed(network, ["0"], replicas, places) as placed_network:
+        placed_network.runner.microbatches = 1
+        results.append(call_noisy(network, places.everywhere))
+    network = noisy()
+    with placed(network, ["0"], replicas, places):
+        results.append(call_noisy(network, places.everywhere))
+    network = noisy(0.0)
+    with placed(network, ["0"], replicas, places):
+        results.append(begin_to_draw(network, places))
+    return results
+
+
+def begin_to_draw(network: nn.Module, places: Places) -> list[Any]:
+    """Let a network draw random numbers that has not drawn before. Return digests of the generators' states."""
+    digests, outputs = [], []
+    for amount in (0.0, 0.5, 0.5):
+        for module in network.modules():
+            if isinstance(module, Noise):
+                module.amount = amount
+        calls = [network(views()[0]) for _ in range(2)]
+        digests.append(GeneratorStates.current(CPU).digest())
+        sum(output.sum() for output in calls).backward()
+        outputs += [places.everywhere(output.detach()) for output in calls]
+    for index, output in enumerate(outputs[2:]):
+        assert not any(torch.equal(output, other) for other in outputs[2:][:index])
+    assert digests[0] == digests[1] != digests[2]
+    return digests
+
+
+def check_equal(value: Any, expected: Any) -> None:
+    """Check that nested containers are equal, tensors and numbers with a tolerance of 1e-12."""
+    if isinstance(expected, (Tensor, float)):
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+    elif isinstance(expected, (list, tuple)):
+        for part, expected_part in zip(value, expected, strict=True):
+            check_equal(part, expected_part)
+    elif isinstance(expected, dict):
+        check_equal(sorted(value.items()), sorted(expected.items()))
+    else:
+        assert value == expected
+
+
+def test_all_ranks_run_the_programs_of_one_device() -> None:
     program = Program()
     program.run()
-    for cuts in (["first"], ["first.0", "second"]):
-        for state, read, hooked in run_ranks(len(cuts) + 1, run_program, cuts):
-            torch.testing.assert_close(read, program.read, rtol=1e-12, atol=1e-12)
-            assert sorted(hooked) == sorted(program.hooked)
-            for name, parameter in program.network.named_parameters():
-                torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-12, atol=1e-12)
+    expected = [program.result(lambda tensor: tensor), train_experts(chosen()), call_noisy(noisy())]
+    first: list[Any] = []
+    for cuts, replicas in LAYOUTS:
+        for results in run_ranks(sum(replicas), run_all, cuts, replicas):
+            check_equal(results[:3], expected[: len(results)])
+            # It does not matter which rank runs a microbatch.
+            first = first or results[3:]
+            check_equal(results[3:], first[: len(results[3:])])

@@ -184,7 +184,8 @@ def hooked(module: Module, loss: Tensor) -> Tensor:
 
 def kept(module: Module, loss: Tensor) -> Tensor:
     for layer in module.layers:
-        assert len(layer.before) == SAMPLES and layer.after["means"][1] == "means"
+        assert len(layer.before) == SAMPLES
+        assert layer.after["means"][1] == "means"
         similarity = layer.after["means"][0] @ layer.after["means"][0].T
         loss = loss + similarity.logsumexp(1).mean() + layer.before.std(0).sum() * layer.after["maps"].amax()
     return loss
@@ -250,12 +251,12 @@ def train(case: str, module: Module, network: Any) -> list[float]:
     return losses
 
 
-def train_stage(cases: list[str]) -> dict[str, Any]:
+def train_stage(replicas: tuple[int, ...], cases: list[str]) -> dict[str, Any]:
     """Train all cases on a rank of a pipeline."""
     size = dist.get_world_size()
-    cuts = ["stem", "middle"][: size - 1]
+    cuts = ["stem", "middle"][: len(replicas) - 1]
     places = Places(dist.get_rank(), size, GlooLink(dist.new_group(range(size)), dist.get_rank(), size))
-    transport = Transport(Placement((1,) * size, microbatches=3), timedelta(minutes=1))
+    transport = Transport(Placement(replicas, microbatches=3), timedelta(minutes=1))
     results = {}
     for case in cases:
         module = create(case)
@@ -285,6 +286,6 @@ def compare(result: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def test_stored_values_are_those_of_the_whole_batch() -> None:
     expected = run_apart(train_alone, list(CASES))
-    for stages in (2, 3):
-        for result in run_ranks(stages, train_stage, list(CASES)):
+    for replicas in ((1, 1), (1, 1, 1), (2, 1), (1, 2)):
+        for result in run_ranks(sum(replicas), train_stage, replicas, list(CASES)):
             compare(result, expected)

@@ -61,7 +61,8 @@ def train_stage(cuts: list[str]) -> tuple[int, dict[str, Tensor | None], Any]:
     batches = [runner.begin(view if runner.stage == 0 else None, SAMPLES, True) for view in images]
     gradients: list[list[Tensor | None]] = [[], []]
     if runner.last:
-        outputs = [{name: tensor.requires_grad_() for name, tensor in batch.outputs.items()} for batch in batches]
+        results = [batch.header.unpack(batch.outputs(batch.header))[0] for batch in batches if batch.header]
+        outputs = [{name: tensor.requires_grad_() for name, tensor in result.items()} for result in results]
         contrastive(*outputs).backward()
         gradients = [[tensor.grad for tensor in output.values()] for output in outputs]
     sums: dict[str, Any] = {}

@@ -1,0 +1,51 @@
+"""Gradients of one microbatch, and their sums over the microbatches of a rank."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def add_gradients(sums: list[Tensor | None], gradients: Sequence[Tensor | None], summed: set[int]) -> None:
+    """Add gradients to sums.
+
+    Args:
+        sums: The sums; None if there is no gradient yet.
+        gradients: The gradients.
+        summed: Indices of the sums that are new tensors, and not gradients that autograd has returned. These sums are
+            changed in place, because new large tensors take time.
+    """
+    for index, gradient in enumerate(gradients):
+        present = sums[index]
+        if gradient is None or present is None:
+            sums[index] = gradient if present is None else present
+        elif index in summed:
+            present.add_(gradient)
+        else:
+            sums[index] = present + gradient
+            summed.add(index)
+
+
+def gradients_of(
+    roots: Sequence[Tensor], starts: Sequence[Tensor | None], inputs: Sequence[Tensor], keep: bool
+) -> list[Tensor | None]:
+    """Return the gradient of each input, from the gradients of results; None if there is no gradient.
+
+    Args:
+        roots: Results of a microbatch's forward.
+        starts: The gradient of each result; None if the loss does not depend on the result.
+        inputs: Parameters and inputs.
+        keep: Whether another backward through the same graph may follow.
+    """
+    pairs = [
+        (root, start) for root, start in zip(roots, starts, strict=True) if root.requires_grad and start is not None
+    ]
+    wanted = [index for index, tensor in enumerate(inputs) if tensor.requires_grad]
+    gradients: list[Tensor | None] = [None] * len(inputs)
+    if pairs and wanted:
+        ends, begins = zip(*pairs, strict=True)
+        chosen = [inputs[index] for index in wanted]
+        computed = torch.autograd.grad(ends, chosen, begins, retain_graph=keep, allow_unused=True)
+        for index, gradient in zip(wanted, computed, strict=True):
+            gradients[index] = gradient
+    return gradients

@@ -1,0 +1,186 @@
+"""One call of a network whose values have places: an autograd function that runs on all ranks."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from cnnstrategies._torch_private import keeps_graph
+from cnnstrategies.pipeline.channels import TensorHeader
+from cnnstrategies.pipeline.forms import BackwardReport, Form, ForwardReport
+from cnnstrategies.pipeline.random_draws import advance
+from cnnstrategies.pipeline.whole_batch import WholeBatch
+
+if TYPE_CHECKING:
+    from cnnstrategies.pipeline.placed_network import PlacedNetwork
+
+
+class PlacedCall:
+    """One call of a network: its arguments, and what its backward needs.
+
+    Args:
+        network: The network.
+        images: Nested containers of tensors with one row per sample.
+        names: Names of the parameters that are arguments of the autograd function.
+
+    Attributes:
+        header: Header of the network's result, after :meth:`forward`.
+    """
+
+    def __init__(self, network: "PlacedNetwork", images: Any, names: Sequence[str]) -> None:
+        self.network, self.images, self.names = network, images, names
+        self.places = network.places
+        self.first, self.last = network.ranks[0], network.ranks[-1]
+        # The rank that computes the first rows of the network's result.
+        self._first_of_last = network.runner.placement.rank_of(len(network.ranks) - 1, 0)
+        self.needs_gradient = torch.is_grad_enabled()
+        self.header: TensorHeader | None = None
+        self._key = network.form_of(images)
+        self._form: Form | None = None
+        self._batch: WholeBatch | None = None
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """Run the forwards, and return the tensors of the network's result."""
+        places, runner, leaves = self.places, self.network.runner, _tensors(self.images)
+        brought = places.bring_all(leaves, self.first, "images")
+        form = self.network.forms.get(self._key)
+        with places.local():
+            for leaf in leaves:
+                if id(leaf) in brought:
+                    brought[id(leaf)].requires_grad_(leaf.requires_grad)
+            images = tree_map(lambda leaf: brought.get(id(leaf), leaf), self.images)
+            in_order = form is None or bool(form.drawn)
+            batch = self.network.begin(images, len(leaves[0]), self.needs_gradient, self._key, in_order)
+        self._batch = batch
+        report = ForwardReport(batch.header, sorted(batch.draws.drawn))
+        if form is None or form.varies:
+            reports = places.exchange(report, range(places.world_size), "forms")
+            header = reports[self._first_of_last].header
+            assert header is not None
+            form = self.network.forms.setdefault(self._key, Form(header))
+            form.learn_forward(header, reports)
+        form.check(report)
+        self._form, self.header = form, form.header
+        self._advance(batch, form)
+        assert batch.terms is not None
+        stored = batch.terms.outputs()
+        with places.local():
+            if runner.last:
+                return *places.mark(batch.outputs(form.header), self.last, "the network's output"), *stored
+            device = runner.transport.device
+            shapes = [spec.empty(torch.device("meta")) for spec in form.header.tensors]
+            tensors = [places.foreign_like(shape, self.last, "the network's output", device) for shape in shapes]
+            return *tensors, *stored
+
+    def place_stored(self, stored: Sequence[Tensor]) -> None:
+        """Store what the stages' forwards have stored in the attributes of this rank's modules.
+
+        Args:
+            stored: Results of the autograd function, after those of :attr:`header`.
+        """
+        assert self._batch is not None
+        assert self._batch.terms is not None
+        self._batch.terms.place(stored)
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run the backwards, and return the gradients of the images' tensors and of the parameters."""
+        places, runner, batch = self.places, self.network.runner, self._batch
+        assert batch is not None
+        assert batch.terms is not None
+        assert self.header is not None
+        count = len(self.header.tensors)
+        brought = places.bring_all([g for g in gradients[:count] if g is not None], self.last, "gradients of outputs")
+        of_outputs = [g if g is None else brought.get(id(g), g) for g in gradients[:count]]
+        of_stored = batch.terms.own_gradients(gradients[count:])
+        with places.local():
+            sums, of_images = batch.backward(of_outputs, keeps_graph(), of_stored)
+        by_name = dict(self.network.division.network.named_parameters())
+        own = {id(parameter): gradient for parameter, gradient in zip(batch.parameters, sums, strict=True)}
+        # Image gradients exist in the first stage only, in the order of the images. Parameters have names.
+        computed: dict[int | str, Tensor | None] = dict(enumerate(of_images))
+        computed |= {name: own.get(id(by_name[name])) for name in self.names}
+        outputs = tuple(gradient is not None for gradient in gradients)
+        used = self._used(outputs, {key for key, gradient in computed.items() if gradient is not None})
+        owner = self.network.division.owner
+        targets: list[tuple[int | str, tuple[int, ...], Tensor]]
+        targets = [(index, self.first, image) for index, image in enumerate(_tensors(self.images))]
+        targets += [(name, self.network.ranks[owner[name]], by_name[name]) for name in self.names]
+        with places.local():
+            shared = sorted(key for key in used if isinstance(key, int)) if runner.stage == 0 else []
+            computed |= zip(shared, batch.image_gradients(computed, shared), strict=True)
+            summed = [name for name in self.names if name in used and owner[name] == runner.stage]
+            computed |= zip(
+                summed,
+                runner.replicas.sum_gradients([by_name[name] for name in summed], [computed[name] for name in summed]),
+                strict=True,
+            )
+        return [self._at(place, computed.get(key), tensor) if key in used else None for key, place, tensor in targets]
+
+    def _advance(self, batch: WholeBatch, form: Form) -> None:
+        """Set all ranks' generators to equal states, which are other states than before if a stage has drawn."""
+        runner, device = self.network.runner, self.network.runner.transport.device
+        if batch.draws.in_order and form.drawn:
+            self.places.tell((self._first_of_last,), lambda: batch.draws.after, "generators").restore(device)
+            return
+        with self.places.local():
+            advance(form.drawn, device)
+        if not batch.draws.drawn <= form.drawn:
+            runner.unseen_draws += 1
+
+    def _used(self, outputs: tuple[bool, ...], own: set[int | str]) -> set[int | str]:
+        """Return the keys of all tensors that have a gradient on any rank.
+
+        The ranks exchange the keys in the first backward with a form and a set of outputs, and later when a rank says
+        that its own keys have changed.
+
+        Args:
+            outputs: For each output, whether it has a gradient.
+            own: Keys of the tensors that have a gradient on this rank.
+        """
+        places, form, batch = self.places, self._form, self._batch
+        assert form is not None
+        assert batch is not None
+        everyone, drawn = range(places.world_size), batch.draws.drawn
+        known = form.used.get(outputs)
+        if known is not None:
+            has_changed = own != known.of_rank or not drawn <= form.drawn
+            if not any(places.exchange(has_changed, everyone, "changes")):
+                return known.of_all
+        reports = places.exchange(BackwardReport(sorted(own, key=str), sorted(drawn)), everyone, "used")
+        return form.learn_backward(outputs, reports, places.rank)
+
+    def _at(self, place: tuple[int, ...], gradient: Tensor | None, like: Tensor) -> Tensor:
+        """Return a gradient of a place: this rank's gradient, or a foreign tensor."""
+        if self.places.rank in place:
+            assert gradient is not None
+            return self.places.mark(gradient, place)
+        return self.places.foreign_like(like.detach(), place)
+
+
+class NetworkFunction(torch.autograd.Function):
+    """A network as one function of the images and the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, call: PlacedCall, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run the forwards of this rank's stage."""
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        results = call.forward()
+        assert call.header is not None
+        specs = call.header.tensors
+        # What has been stored follows. All of it has a gradient.
+        ctx.mark_non_differentiable(*[r for r, spec in zip(results, specs, strict=False) if not spec.needs_gradient])
+        return results
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """Run the backwards of this rank's stage."""
+        return (None, *ctx.call.backward(gradients))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in nested containers."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

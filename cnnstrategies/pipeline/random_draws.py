@@ -1,0 +1,185 @@
+"""Random numbers that a divided network draws: seeds of microbatches, and the generators' states after a call."""
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cnnstrategies.pipeline.transport import Pending, Transport
+
+_CONTENT = "the states of the random number generators"  # for error messages
+
+
+class GeneratorStates(NamedTuple):
+    """States of the random number generators from which a network's code draws without naming a generator.
+
+    Attributes:
+        cpu: torch's generator for the CPU.
+        python: The module `random`.
+        numpy: The module `numpy.random`.
+        device: torch's generator for this rank's device; None if the device is the CPU.
+    """
+
+    cpu: Tensor
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    device: Tensor | None
+
+    @classmethod
+    def current(cls, device: torch.device) -> "GeneratorStates":
+        """Return the current states on this rank."""
+        generator = generator_of(device)
+        numpy_state: Any = np.random.get_state()
+        return cls(
+            torch.default_generator.get_state(),
+            random.getstate(),
+            numpy_state,
+            None if generator is None else generator.get_state(),
+        )
+
+    def restore(self, device: torch.device) -> None:
+        """Set the generators to these states."""
+        torch.default_generator.set_state(self.cpu)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        generator = generator_of(device)
+        if generator is not None and self.device is not None:
+            generator.set_state(self.device)
+
+    def changed(self, later: "GeneratorStates") -> set[str]:
+        """Return the names of the generators whose states differ in two objects."""
+        changes = {
+            "cpu": not torch.equal(self.cpu, later.cpu),
+            "python": self.python != later.python,
+            # The last three numbers say which of the array's numbers the generator has used.
+            "numpy": self.numpy[2:] != later.numpy[2:] or not np.array_equal(self.numpy[1], later.numpy[1]),
+            "device": self.device is not None and later.device is not None and not self.device.equal(later.device),
+        }
+        return {name for name, is_changed in changes.items() if is_changed}
+
+    def digest(self) -> bytes:
+        """Return bytes that are equal on all ranks with equal states, and differ for different states."""
+        result = hashlib.blake2b(self.cpu.numpy().tobytes(), digest_size=16)
+        result.update(repr(self.python).encode())
+        result.update(self.numpy[1].tobytes() + repr(self.numpy[2:]).encode())
+        if self.device is not None:
+            result.update(self.device.numpy().tobytes())
+        return result.digest()
+
+
+def generator_of(device: torch.device) -> torch.Generator | None:
+    """Return the generator of a device; None if the device is the CPU."""
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
+
+
+def seed_all(seed: int, device: torch.device) -> None:
+    """Set all generators to states that follow from a seed of 64 bits."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    generator = generator_of(device)
+    if generator is not None:
+        generator.manual_seed(seed)
+
+
+def advance(names: Iterable[str], device: torch.device) -> None:
+    """Draw a number from each of the named generators.
+
+    After a call in which a stage has drawn, all ranks do this, so that their generators have equal states, and the next
+    call has other seeds.
+
+    Args:
+        names: Names as in :class:`GeneratorStates`.
+        device: Device of this rank.
+    """
+    names = set(names)
+    if "cpu" in names:
+        torch.rand(())
+    if "python" in names:
+        random.random()
+    if "numpy" in names:
+        np.random.random()
+    generator = generator_of(device)
+    if "device" in names and generator is not None:
+        torch.rand((), device=device)
+
+
+class Draws:
+    """The random draws of one rank in one call of a divided network.
+
+    Each microbatch of each stage draws from a seed of its own. The seed follows from the generators' states at the
+    call, which are equal on all ranks, from the stage and from the microbatch. So no two microbatches get equal
+    numbers, and it does not matter which rank runs a microbatch. The numbers are not those that one device would draw
+    for the whole batch.
+
+    If the batch is one microbatch, the stages can draw in order instead, and then draw the numbers that one device
+    would draw. Each stage sends its generators' states to the next stage.
+
+    Args:
+        transport: Connections of this rank.
+        in_order: Whether the stages draw in order.
+        salt: Number that also enters the seeds.
+
+    Attributes:
+        in_order: Whether the stages draw in order.
+        drawn: Names of the generators from which this rank's microbatches have drawn, as in `GeneratorStates`.
+        after: In the last stage, the generators' states after the forward, if the stages draw in order.
+    """
+
+    def __init__(self, transport: Transport, in_order: bool, salt: int) -> None:
+        self.in_order = in_order
+        self.drawn: set[str] = set()
+        self.after: GeneratorStates | None = None
+        self._transport, self._stage = transport, transport.place.stage
+        self._before = GeneratorStates.current(transport.device)
+        self._seed = b"" if in_order else self._before.digest() + f"{self._stage}:{salt}".encode()
+        self._sends: list[Pending] = []
+
+    @contextmanager
+    def microbatch(self, microbatch: int) -> Iterator[None]:
+        """Return a context for the forward of a microbatch."""
+        device = self._transport.device
+        if self.in_order:
+            start = self._before if self._stage == 0 else self._received(microbatch)
+            start.restore(device)
+        else:
+            digest = hashlib.blake2b(self._seed + f":{microbatch}".encode(), digest_size=8).digest()
+            seed_all(int.from_bytes(digest, "little") >> 1, device)
+            start = GeneratorStates.current(device)
+        yield
+        self.drawn |= start.changed(GeneratorStates.current(device))
+
+    def pass_on(self, microbatch: int) -> None:
+        """Send the generators' states to the next stage, or keep them in the last stage, if the stages draw in order.
+
+        Call this after the forward of the microbatch and after :meth:`Channels.send_forward`. The receiver needs the
+        header that this method may send.
+        """
+        if not self.in_order:
+            return
+        transport, placement = self._transport, self._transport.placement
+        states = GeneratorStates.current(transport.device)
+        if self._stage == placement.stages - 1:
+            self.after = states
+        else:
+            target = placement.rank_of(self._stage + 1, microbatch)
+            self._sends += transport.send_object(states, target, _CONTENT)
+
+    def finish(self) -> None:
+        """Restore the states at the call."""
+        self._before.restore(self._transport.device)
+
+    def wait(self) -> None:
+        """Wait until the next stage has received the states."""
+        for send in self._sends:
+            send.wait()
+
+    def _received(self, microbatch: int) -> GeneratorStates:
+        source = self._transport.placement.rank_of(self._stage - 1, microbatch)
+        states: GeneratorStates = self._transport.receive_object(source, _CONTENT)
+        return states

@@ -1,0 +1,1 @@
+"""Pipeline training in which every rank runs the module's steps once, as one device does."""

@@ -1,0 +1,119 @@
+"""Give the parameters and buffers of a module their places, and bring values back for checkpoints and at the end."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from cnnstrategies._torch_private import swap_contents
+from cnnstrategies.pipeline.placed_network import PlacedNetwork
+from cnnstrategies.placed import ForeignTensor, Places
+from cnnstrategies.strategies.whole_step.network import tensors_of
+from cnnstrategies.strategies.without_ddp import check_optimizer_states
+
+
+class PlacedModule:
+    """A module whose parameters and buffers have places.
+
+    The parameters and buffers of the divided network are in their stages. All others are in the last stage, where the
+    network's outputs are, so that the loss needs no messages. All ranks call each method.
+
+    Args:
+        module: The module.
+        placed: The module's divided network.
+        places: The rules of this rank.
+    """
+
+    def __init__(self, module: LightningModule, placed: PlacedNetwork, places: Places) -> None:
+        self.module, self.places = module, places
+        last = placed.ranks[-1]
+        for name, tensor in list(tensors_of(module)):
+            if places.place_of(tensor) is not None:
+                continue
+            if places.rank in last:
+                places.mark(tensor, last, name)
+            else:
+                places.put_away(tensor, last, name)
+
+    def state_on_rank_zero(self) -> dict[str, Any]:
+        """Return the module's state dict. On rank 0 it has the values of all ranks."""
+        state = self.module.state_dict()
+        tensors = [value.detach() for value in state.values() if isinstance(value, Tensor)]
+        brought = self.places.bring_all(tensors, (0,), "state")
+        values = iter([brought.get(id(tensor), tensor) for tensor in tensors])
+        result = {name: next(values) if isinstance(value, Tensor) else value for name, value in state.items()}
+        return self._unmarked(result) if self.places.rank == 0 else result
+
+    def optimizer_state_on_rank_zero(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state dict. On rank 0 it has the values of all ranks."""
+        packed = optimizer.state_dict()
+        by_owner: dict[int, list[int]] = {}
+        for index, parameter in enumerate(_parameters(optimizer)):
+            place = self.places.place_of(parameter)
+            by_owner.setdefault(0 if place is None else place[0], []).append(index)
+        state: dict[int, Any] = {}
+        with self.places.local():
+            for owner, indices in sorted(by_owner.items()):
+                own = {index: packed["state"][index] for index in indices if index in packed["state"]}
+                if owner == self.places.rank == 0:
+                    state |= own
+                elif owner == self.places.rank:
+                    self.places.messages.send(0, "optimizer", own)
+                elif self.places.rank == 0:
+                    state |= self.places.messages.receive(owner, "optimizer")
+        if self.places.rank:
+            return packed
+        ordered = {index: state[index] for index in sorted(state)}
+        return {**packed, "state": self._unmarked(ordered)}
+
+    def load_optimizer_states(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
+        """Load the whole states of optimizers. Each rank keeps the values of its own parameters.
+
+        Raises:
+            ConfigurationError: The checkpoint has another number of states.
+        """
+        check_optimizer_states(len(states), len(optimizers))
+        for optimizer, state in zip(optimizers, states, strict=True):
+            with self.places.local():
+                optimizer.load_state_dict(dict(state))
+            for parameter in _parameters(optimizer):
+                place = self.places.place_of(parameter)
+                if place is not None and parameter in optimizer.state:
+                    entries = optimizer.state[parameter]
+                    for name, value in entries.items():
+                        if isinstance(value, Tensor):
+                            entries[name] = self.places.give(value, place, f"{name} of the optimizer")
+
+    def restore(self, optimizers: Sequence[Optimizer]) -> None:
+        """Bring the values of all parameters and buffers to all ranks, and the optimizers' states to rank 0."""
+        states = [self.optimizer_state_on_rank_zero(optimizer) for optimizer in optimizers]
+        for _, tensor in list(tensors_of(self.module)):
+            if self.places.place_of(tensor) is None:
+                continue
+            whole = self.places.everywhere(tensor.detach(), "the end")
+            if isinstance(tensor, ForeignTensor):
+                with self.places.local():
+                    tensor.grad = None
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    value = nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole
+                    swap_contents(tensor, value)
+        for optimizer, state in zip(optimizers, states, strict=True):
+            with self.places.local():
+                if self.places.rank == 0:
+                    optimizer.load_state_dict(state)
+                else:
+                    # Values of parameters that this rank has brought back may be out of date.
+                    optimizer.state.clear()
+
+    def _unmarked(self, value: Any) -> Any:
+        """Return copies of tensors, for code that only this rank runs, such as the writing of a checkpoint."""
+        with self.places.local():
+            return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return an optimizer's parameters in the order of the indices in its state dict."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,317 @@
+"""Pipeline training in which every rank runs the module's steps once, with the whole batch, as one device does."""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.models.own_forward import network_at
+from cnnstrategies.pipeline.engine import AHEAD
+from cnnstrategies.pipeline.placed_network import PlacedNetwork
+from cnnstrategies.pipeline.stage import check_cuts
+from cnnstrategies.pipeline.timetable import check_layout
+from cnnstrategies.pipeline.tracing import cut_positions, trace_open
+from cnnstrategies.pipeline.transport import Transport, new_group
+from cnnstrategies.placed import GlooLink, Places
+from cnnstrategies.strategies.balancing import gather_rows
+from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
+from cnnstrategies.strategies.hybrid_pipeline.comparison import example_images, is_attached
+from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout
+from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
+from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
+from cnnstrategies.strategies.whole_step.logs import PlacedLogs
+from cnnstrategies.strategies.whole_step.network import DividedForward, find_network, module_at
+from cnnstrategies.strategies.whole_step.placing import PlacedModule
+
+
+class WholeStepStrategy(HybridPipelineStrategy):
+    """Pipeline training in which every rank runs the module's steps, hooks and callbacks as one device does.
+
+    The module keeps its own network on every rank. Parameters and buffers of other stages are foreign tensors, see
+    :mod:`cnnstrategies.placed`. A call of the network runs the stages for all microbatches of the batch, and its result
+    is in the last stage. Whatever the module computes from the result follows the rules for placed tensors.
+
+    The arguments are those of :class:`HybridPipelineStrategy`. The schedule is always ``gpipe``.
+
+    Attributes:
+        places: The rules of this rank; None outside of a run.
+    """
+
+    places: Places | None = None
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if self.request.shares != "equal":
+            raise ConfigurationError(f"shares={self.request.shares!r}: only equal shares are possible")
+        self._connections: Transport | None = None
+        self._forward: DividedForward | None = None
+        self._placed: PlacedModule | None = None
+        self._logs: PlacedLogs | None = None
+
+    # Before the processes start
+
+    @override
+    def _check(self, before_setup: bool = False) -> None:
+        module = self.lightning_module
+        if module is None or module is self._checked:
+            return
+        devices = self.num_nodes * self.num_processes
+        network = module_at(module, find_network(module, self.submodule))
+        if before_setup and not is_attached(module) and not any(True for _ in network.parameters()):
+            return
+        placement = self.request.placement_on(devices, self.request.microbatches_on(devices, network))
+        check_layout(self.request.stage_count - 1, placement, devices)
+        traced = trace_open(network)
+        number = len(cut_positions(traced))
+        if number < self.request.stage_count - 1:
+            raise ConfigurationError(
+                f"stages={self.request.stage_count}: {type(network).__name__} has {number} places to cut; use at most "
+                f"{number + 1} stages"
+            )
+        if self.request.cuts is not None:
+            check_cuts(traced, self.request.cuts)
+        self._checked = module
+
+    @override
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Return a context in which the module's ``configure_model`` builds the network."""
+        yield
+
+    # Set-up
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        module = self.lightning_module
+        assert module is not None
+        self._check()
+        self._failed = False
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        path = find_network(module, self.submodule)
+        broadcast_weights(module, self.time_limit)
+        if trainer.state.fn == TrainerFn.FITTING:
+            # The optimizers are created with the whole network, because their groups are those of a checkpoint.
+            self.setup_optimizers(trainer)
+        network = module_at(module, path)
+        if self._layout is None or self._layout[0] is not network:
+            self._layout = (network, self._layout_of(trainer, path))
+        self._divide(network, self._layout[1])
+        self.setup_precision_plugin()
+        self._same_random_numbers()
+        assert self.places is not None
+        self.places.__enter__()
+
+    def _layout_of(self, trainer: Trainer, path: str) -> ChosenLayout:
+        example = partial(example_images, trainer.lightning_module, path)
+        network = network_at(trainer.lightning_module, path)
+        return self.request.choose(network, trainer, trainer.world_size, self.root_device, example)
+
+    def _divide(self, network: nn.Module, layout: ChosenLayout) -> None:
+        """Divide the network, and give all parameters and buffers of the module their places."""
+        assert self.lightning_module is not None
+        placement = self.request.placement_on(self.world_size, layout.microbatches)
+        self._connections = transport = Transport(placement, self.time_limit, self.root_device)
+        group = new_group(range(self.world_size), self.time_limit, backend="gloo")
+        assert group is not None
+        self.places = Places(self.global_rank, self.world_size, GlooLink(group, self.global_rank, self.world_size))
+        ahead = AHEAD if transport.has_tags else 0
+        placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead)
+        self._forward = DividedForward(placed)
+        self._placed = PlacedModule(self.lightning_module, placed, self.places)
+        self._logs = PlacedLogs(self.lightning_module, self.places)
+
+    def _same_random_numbers(self) -> None:
+        """Continue on all ranks with the random numbers of rank 0."""
+        assert self.places is not None
+        [*states] = self.broadcast([torch.get_rng_state(), random.getstate()])
+        torch.set_rng_state(states[0].cpu())
+        random.setstate(states[1])
+
+    @property
+    def _rules(self) -> Places:
+        assert self.places is not None, "the strategy has been set up"
+        return self.places
+
+    # Devices and data
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": 1, "rank": 0}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> Any:
+        return dataloader
+
+    @override
+    def keeps_sampler(self, loader: DataLoader[Any]) -> bool:
+        return False
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        return FailingTogetherDDPStrategy.batch_to_device(self, batch, device, dataloader_idx)
+
+    # Steps
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        yield
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("training_step", self.precision_plugin.train_step_context(), args, kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("validation_step", self.precision_plugin.val_step_context(), args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("test_step", self.precision_plugin.test_step_context(), args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
+
+    def _step(self, name: str, context: AbstractContextManager[Any], args: Sequence[Any], kwargs: Any) -> Any:
+        assert self._logs is not None
+        with context, self._logs.step():
+            return getattr(self.lightning_module, name)(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward, and bring each gradient to the place of its parameter."""
+        module = self.lightning_module
+        assert module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        self._rules.settle_gradients(module.parameters())
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        return FailingTogetherDDPStrategy.optimizer_step(self, *args, **kwargs)
+
+    # Collectives
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return a value that all ranks have: each rank has counted the whole batch, so nothing is combined."""
+        return self._rules.everywhere(tensor.detach(), "reduce") if isinstance(tensor, Tensor) else tensor
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensor, as on one device, because each rank has the whole batch."""
+        return tensor
+
+    @override
+    def _most(self, number: int) -> int:
+        return int(max(row[0] for row in self._gather_early([number])))
+
+    @override
+    def _gather(self, row: list[float]) -> list[list[float]]:
+        return gather_rows(row, self._transport().control)
+
+    @override
+    def _gather_early(self, row: list[float]) -> list[list[float]]:
+        return super()._gather_early(row) if self._connections is None else self._gather(row)
+
+    @override
+    def _transport(self) -> Transport:
+        assert self._connections is not None, "the strategy has been set up"
+        return self._connections
+
+    # Checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state dict, on rank 0 with the values of all ranks. All ranks must call this."""
+        assert self.lightning_module is not None
+        return self.lightning_module.state_dict() if self._placed is None else self._placed.state_on_rank_zero()
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        FailingTogetherDDPStrategy.load_model_state_dict(self, checkpoint, strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state, on rank 0 with the values of all ranks. All ranks must call this."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # Lightning may have wrapped the optimizer.
+        return optimizer.state_dict() if self._placed is None else self._placed.optimizer_state_on_rank_zero(optimizer)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._placed is not None
+        self._placed.load_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        FailingTogetherDDPStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+    # Facts
+
+    @override
+    def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
+        return []
+
+    @override
+    def differences(self, batch_size: int | None) -> list[str]:
+        return []
+
+    @property
+    @override
+    def parameters_per_device(self) -> list[int]:
+        """Numbers of parameters that the devices of each stage hold."""
+        assert self._forward is not None
+        division = self._forward.placed.division
+        counts = [0] * division.stages
+        for _, stage, tensor in division.tensors():
+            counts[stage] += tensor.numel() if isinstance(tensor, nn.Parameter) else 0
+        return counts
+
+    @override
+    def check_job(self, module: LightningModule, processes: int) -> None:
+        pass
+
+    # The end
+
+    @override
+    def teardown(self) -> None:
+        """Bring the whole network back to all ranks. After a failure each rank keeps the values that it has."""
+        places, self.places = self.places, None
+        if places is not None:
+            assert self._forward is not None
+            assert self._logs is not None
+            assert self._placed is not None
+            self._forward.remove()
+            self._logs.remove()
+            if not self._failed:
+                self._placed.restore(self.optimizers)
+            places.__exit__(None, None, None)
+            self._in_parts = self._failed
+            if not self._failed:
+                places.messages.close()
+                self._transport().close()
+        self._connections = self._forward = self._placed = self._logs = None
+        FailingTogetherDDPStrategy.teardown(self)
