@@ -1,5 +1,6 @@
 """Divide a network into stages that call the user's own modules, in the user's own tree of modules."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -125,6 +126,12 @@ class Division:
         """Compile the stages. The arguments are passed to ``torch.compile``."""
         self._compile = lambda run: torch.compile(run, **options)
         self._traces = [replace(trace, runs=tuple(map(self._compile, trace.runs))) for trace in self._traces]
+
+    def for_copy(self, network: nn.Module) -> "Division":
+        """Return the division of a copy of the network into the same stages."""
+        division = copy.copy(self)
+        vars(division).update(network=network, _modules=dict(network.named_modules()), _traces=[])
+        return division
 
     def tensors(self, network: nn.Module | None = None) -> Iterator[tuple[str, int, Tensor]]:
         """Yield the name, the stage and the tensor of each parameter and buffer, each tensor once.

@@ -1,13 +1,15 @@
 """Call a divided network as on one device: on every rank, once, with a whole batch."""
 
+import weakref
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.forms import Form, form_of
+from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
 from cnnstrategies.pipeline.placed_call import NetworkFunction, PlacedCall
 from cnnstrategies.pipeline.stored_terms import NeedsOneMicrobatchError
 from cnnstrategies.pipeline.transport import Transport
@@ -24,7 +26,8 @@ class PlacedNetwork:
     hooks of parameters see the gradient of the whole batch.
 
     Parameters and buffers of other stages become foreign tensors in place, and those of this rank's stage are marked.
-    Copies of the network that were made before need the same, see :meth:`place_state`.
+    Copies of the network that were made before need the same, see :func:`.network_copies.adopt_copies`. A copy by
+    ``copy.deepcopy`` runs as a divided network, too, if the attribute ``forward`` of the network is this object.
 
     Args:
         network: The network. All ranks have the same values.
@@ -40,6 +43,7 @@ class PlacedNetwork:
         runner: The stage of this rank.
         ranks: For each stage, the ranks of its replicas.
         forms: What all ranks know about earlier calls, by the form of the batch; see :meth:`form_of`.
+        copies: Copies of the network whose attribute ``forward`` divides them, or has divided them.
         one_microbatch: Why the network runs batches as one microbatch; None if it does not.
     """
 
@@ -52,15 +56,21 @@ class PlacedNetwork:
         ahead: int,
         owner: nn.Module | None = None,
     ) -> None:
-        self.division = Division(network, cuts)
         self.places = places
-        self.runner = StageRunner(self.division, transport, ahead)
+        self.copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._begin(Division(network, cuts), transport, ahead, network if owner is None else owner)
+
+    def _begin(self, division: Division, transport: Transport, ahead: int, owner: nn.Module) -> None:
+        network = division.network
+        self.division = division
+        self.runner = StageRunner(division, transport, ahead)
         self.forms: dict[Hashable, Form] = {}
         self._modules = tuple(network.modules())
         self._graphs = self.division.graphs()
         self.ranks = [tuple(sorted(transport.placement.ranks(stage))) for stage in range(self.division.stages)]
         self.place_state(network)
-        self.runner.watch(network if owner is None else owner, places, self.ranks)
+        self._owner = owner if any(module is network for module in owner.modules()) else network
+        self.runner.watch(self._owner, self.places, self.ranks)
         self.one_microbatch: str | None = None
         self._whole: set[Hashable] = set()  # Forms of batches that run as one microbatch.
 
@@ -71,10 +81,28 @@ class PlacedNetwork:
             network: The network, or a copy of the network.
         """
         for name, stage, tensor in list(self.division.tensors(network)):
-            if stage == self.runner.stage:
-                self.places.mark(tensor, self.ranks[stage], name)
-            else:
-                self.places.put_away(tensor, self.ranks[stage], name)
+            self.places.set_place(tensor, self.ranks[stage], name)
+
+    def for_copy(self, network: nn.Module) -> Self:
+        """Return a copy of the network as a divided network, with the same stages. All ranks must call this."""
+        copied = object.__new__(type(self))
+        copied.places, copied.copies = self.places, self.copies
+        with self.places.local():
+            copied._begin(self.division.for_copy(network), self.runner.transport, self.runner.ahead, self._owner)
+        copied.runner.microbatches = self.runner.microbatches
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the attribute ``forward`` of a copy of the network."""
+
+        def install(placed: "PlacedNetwork") -> None:
+            vars(placed.division.network)["forward"] = placed
+
+        return copied_forward(self, self.division.network, memo, install)
+
+    def __reduce__(self) -> Any:
+        """Pickle the network's own ``forward``."""
+        return own_forward(self.division.network)
 
     def form_of(self, images: Any) -> Hashable:
         """Return a key that is equal for batches of the same form. All ranks compute equal keys."""

@@ -128,7 +128,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         assert group is not None
         self.places = Places(self.global_rank, self.world_size, GlooLink(group, self.global_rank, self.world_size))
         ahead = AHEAD if transport.has_tags else 0
-        placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead)
+        placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead, self.lightning_module)
         self._forward = DividedForward(placed)
         self._placed = PlacedModule(self.lightning_module, placed, self.places)
         self._logs = PlacedLogs(self.lightning_module, self.places)
