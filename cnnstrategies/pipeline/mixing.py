@@ -70,7 +70,7 @@ class MixingProbe:
             parts = [_rows(whole, samples[0], 0, counts[0]), _rows(whole, samples[0], counts[0], samples[0])]
         self._random = random_states()
         with ExitStack() as stack:
-            stack.enter_context(saved_tensors_hooks(_nothing, _nothing))
+            stack.enter_context(saved_tensors_hooks(_nothing, _no_tensor))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_fixed_statistics(self._modules.values()))
             stack.callback(restore_random, self._random)
@@ -125,7 +125,7 @@ class MixingProbe:
 
         for _ in range(2 if twice else 1):
             restore_random(self._random)
-            with _FixedDraws():
+            with _FixedDraws():  # type: ignore[no-untyped-call]
                 output = self._run(*tree_map(copy, arguments))
         stored = self._watch.take()
         return tree_map(_detached, output), stored, dict(self._watch.before), inputs
@@ -237,7 +237,8 @@ def _depends_on_parameters_only(leaf: Any, inputs: Sequence[Tensor]) -> bool:
     if not (isinstance(leaf, Tensor) and leaf.grad_fn is not None):
         return False
     ids = {id(tensor) for tensor in inputs}
-    nodes, seen = [leaf.grad_fn], set()
+    nodes: list[Any] = [leaf.grad_fn]
+    seen: set[Any] = set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
@@ -259,3 +260,7 @@ def _detached(leaf: Any) -> Any:
 
 def _nothing(tensor: Tensor) -> None:
     """Keep no activation for a backward pass, because none follows."""
+
+
+def _no_tensor(_: None) -> Tensor:
+    raise RuntimeError("a probe does not compute gradients")
