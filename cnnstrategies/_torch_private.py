@@ -185,6 +185,10 @@ NO_OWN_FUNCTIONS = torch._C._disabled_torch_function_impl
 without_functions = torch._C.DisableTorchFunction
 
 
+# A context, for use inside `without_functions`, in which classes' own versions of torch's functions run again.
+with_functions = torch._C._EnableTorchFunction
+
+
 @contextmanager
 def without_modes() -> Iterator[None]:
     """Return a context in which no mode intercepts operations or functions of torch."""

@@ -19,7 +19,17 @@ from torch.utils._pytree import tree_leaves
 FACTORS = (1.0, 1.0, 1.0, 1.0, 1.0, 1e4, 1e-3)
 FEW = 4  # Number of parameters that a trial takes from the beginning, and from the end, of each parameter group.
 LARGEST_SIZE = 3  # Largest size of a dimension of a made-up parameter.
+# Optimizers in torch.optim that update each element only from the gradients of this element. Parts of a tensor can
+# therefore be updated separately.
+_ELEMENTWISE = (
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop",
+)  # fmt: skip
 DECAY = 0.1  # Factor of a parameter's value in its gradient, so that gradients depend on the steps before.
+
+
+def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
+    """Return whether an optimizer is known to update each element of a tensor independently of the other elements."""
+    return any(optimizer_class is getattr(torch.optim, name) for name in _ELEMENTWISE)
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,9 @@ def trial_of(
     tried: Any = object.__new__(type(optimizer))
     # A learning-rate scheduler replaces `step` by a function that makes a step of the original optimizer.
     attributes = {name: value for name, value in vars(optimizer).items() if name not in ("step", "state")}
-    vars(tried).update(copy.deepcopy(attributes, dict(made)))
+    # Hooks may belong to objects of any size, such as the user's module.
+    hooks = {name: type(value)() for name, value in attributes.items() if name.endswith("_hooks")}
+    vars(tried).update(copy.deepcopy(attributes | hooks, dict(made)))
     tried.state = type(optimizer.state)(dict)
     chosen: list[nn.Parameter] = []
     for group in tried.param_groups:
@@ -125,6 +137,19 @@ def values_after_steps(
     return trial.values()
 
 
+def values_of_all(optimizer: Optimizer, device: torch.device) -> tuple[torch.dtype, dict[int, Tensor]]:
+    """Return the values of made-up parameters after steps of a copy that holds all of them, and their dtype.
+
+    The dtype is float64, which shows small differences, or float32 if the optimizer fails with float64. The function
+    sets the seed 0.
+    """
+    torch.manual_seed(0)
+    try:
+        return torch.float64, values_after_steps(optimizer, device)
+    except Exception:
+        return torch.float32, values_after_steps(optimizer, device, dtype=torch.float32)
+
+
 def draws_random_numbers(
     optimizer: Optimizer, whole: dict[int, Tensor], device: torch.device, dtype: torch.dtype = torch.float64
 ) -> bool:
@@ -138,6 +163,14 @@ def draws_random_numbers(
     """
     torch.manual_seed(1)
     return are_different(values_after_steps(optimizer, device, dtype=dtype), whole)
+
+
+def removes_gradients(optimizer: Optimizer, device: torch.device, dtype: torch.dtype = torch.float64) -> bool:
+    """Return whether a step of an optimizer leaves parameters without their gradients."""
+    trial = trial_of(optimizer, device, dtype=dtype)
+    with torch.compiler.set_stance("force_eager"):
+        trial.step(1.0)
+    return any(parameter.grad is None for parameter in trial.parameters)
 
 
 def counters_of(

@@ -208,6 +208,8 @@ class StreamComparison:
         Returns:
             Whether the data are divided among all processes; None if this is not known yet.
         """
+        if not any(row[0] for row in rows):
+            return None  # The absence of batches does not make data differ that have been equal before.
         self._history.append(rows)
         verdicts = [[self._compare(source, other) for source in self._sources] for other in self._others]
         if any(all(verdict is False for verdict in row) for row in verdicts):

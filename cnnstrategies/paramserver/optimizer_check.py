@@ -18,12 +18,13 @@ from cnnstrategies.optimizer_trial import (
     attribute_with_tensors,
     counters_of,
     draws_random_numbers,
+    is_elementwise,
     mixes_parameters,
     trial_of,
-    values_after_steps,
+    values_of_all,
 )
 from cnnstrategies.paramserver.optimizer_state import cut_state, join_state, pack_state, unpack_state
-from cnnstrategies.paramserver.optimizers import is_elementwise, load_optimizer
+from cnnstrategies.paramserver.optimizers import load_optimizer
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import Slice, cut
 from cnnstrategies.paramserver.specification import Options, Specification, check_before_sending, hyperparameters
@@ -78,7 +79,7 @@ def check_on_servers(optimizer: Optimizer) -> ServedOptimizer:
         raise ConfigurationError(f"{name} keeps tensors of all parameters in its attribute {attribute}: {REMEDY}")
     with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
         try:
-            dtype, expected = _whole(optimizer)
+            dtype, expected = values_of_all(optimizer, CPU)
             if draws_random_numbers(optimizer, expected, CPU, dtype):
                 raise ConfigurationError(
                     f"{name} draws random numbers in its steps, and each server would draw different ones: {REMEDY}"
@@ -99,18 +100,6 @@ def check_on_servers(optimizer: Optimizer) -> ServedOptimizer:
             f"{name} makes different steps on servers, for example because an argument of its constructor is not in "
             f"its parameter groups, or because its steps change its hyperparameters: {REMEDY}"
         )
-
-
-def _whole(optimizer: Optimizer) -> tuple[torch.dtype, dict[int, Tensor]]:
-    """Return the values of made-up parameters after a single process's steps, and the dtype of the parameters.
-
-    The dtype is float64, which shows small differences, or float32 if the optimizer fails with float64.
-    """
-    torch.manual_seed(0)
-    try:
-        return torch.float64, values_after_steps(optimizer, CPU)
-    except Exception:
-        return torch.float32, values_after_steps(optimizer, CPU, dtype=torch.float32)
 
 
 def _values_on_server(optimizer: Optimizer, dtype: torch.dtype, served: ServedOptimizer) -> dict[int, Tensor]:

@@ -11,13 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.optimizer_trial import is_elementwise
 from cnnstrategies.paramserver.specification import DTYPES
 
-# Optimizers in torch.optim that update each element only from the gradients of this element. Parts of a tensor can
-# therefore be updated separately.
-_ELEMENTWISE = (
-    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop",
-)  # fmt: skip
 # A value in the optimizer's state of a parameter. Optimizers with preconditioners keep lists of tensors, for example.
 StateValue: TypeAlias = (
     "Tensor | float | int | bool | str | list[StateValue] | tuple[StateValue, ...] | deque[StateValue]"
@@ -50,11 +46,6 @@ def load_optimizer(path: str) -> type[Optimizer]:
             "optimizer, such as SGD or AdamW"
         )
     return optimizer_class
-
-
-def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
-    """Return whether an optimizer is known to update each element of a tensor independently of the other elements."""
-    return any(optimizer_class is getattr(torch.optim, name) for name in _ELEMENTWISE)
 
 
 class FusedOptimizer:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cnnstrategies.optimizer_trial import is_elementwise
 from cnnstrategies.paramserver.compression import may_be_lossy
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.optimizers import is_elementwise, load_optimizer
+from cnnstrategies.paramserver.optimizers import load_optimizer
 from cnnstrategies.paramserver.specification import DTYPES, Specification
 
 SHARED_BYTES = 1 << 18  # largest size, in bytes, of a slice with several parameters

@@ -18,7 +18,18 @@ The package needs only torch, so a script without Lightning can use it. ::
 from cnnstrategies.placed.decision import Place
 from cnnstrategies.placed.foreign import ForeignTensor
 from cnnstrategies.placed.gloo_link import GlooLink
+from cnnstrategies.placed.hidden import HiddenGradients, hide_foreign_gradients
 from cnnstrategies.placed.messages import DivergedError, MessageLink, RefusedError
 from cnnstrategies.placed.places import Places
 
-__all__ = ["DivergedError", "ForeignTensor", "GlooLink", "MessageLink", "Place", "Places", "RefusedError"]
+__all__ = [
+    "DivergedError",
+    "ForeignTensor",
+    "GlooLink",
+    "HiddenGradients",
+    "MessageLink",
+    "Place",
+    "Places",
+    "RefusedError",
+    "hide_foreign_gradients",
+]

@@ -145,13 +145,20 @@ class ForeignTensor(Tensor):
         """Return the tensor itself, because it has no memory to share. torch's own method would end the process."""
         return self
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the values, which the place's first rank sends."""
+        values = self.interpreter.everywhere(self.detach(), "pickle")
+        if isinstance(self, nn.Parameter):
+            values = nn.Parameter(values, self.requires_grad)
+        return values.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RefusedError(
-            f"pickling, or access to the storage, needs the values of {self!r}, which this rank does not have: use "
-            "tensor.tolist() or tensor.numpy() on all ranks"
+            f"access to the storage needs the values of {self!r}, which this rank does not have: use tensor.tolist() "
+            "or tensor.numpy() on all ranks"
         )
 
-    __reduce_ex__ = untyped_storage = storage = data_ptr = _refuse
+    untyped_storage = storage = data_ptr = _refuse
 
 
 # All ranks must use the same functions for lists. Otherwise ranks with foreign gradients would clip them one by one.

@@ -4,7 +4,9 @@ Foreign tensors have methods of their own for these functions. This mode does th
 tensor, so that they send the values.
 """
 
+import inspect
 from collections.abc import Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +31,10 @@ ONE_HOT = torch.nn.functional.one_hot
 # Functions whose C++ code reads the places at which a tensor is split from a tensor's memory.
 SPLITS = {torch.tensor_split, Tensor.tensor_split}
 # Functions that show or copy a tensor on this rank only.
-ALONE = {Tensor.__repr__, Tensor.__deepcopy__, Tensor.__reduce_ex__}
-INTERCEPTED = {*READS, *MAKERS, *INDEXING, *SPLITS, *ALONE, PUT_DATA, ONE_HOT}
+ALONE = {Tensor.__repr__, Tensor.__deepcopy__}
+# Functions that pickling calls. Of a tensor without Python attributes, a mode can only intercept the second one.
+PICKLES = {Tensor.__reduce_ex__, Tensor.untyped_storage}
+INTERCEPTED = {*READS, *MAKERS, *INDEXING, *SPLITS, *ALONE, *PICKLES, PUT_DATA, ONE_HOT}
 
 
 class Functions(TorchFunctionMode):
@@ -58,6 +62,10 @@ class Functions(TorchFunctionMode):
             return func(args[0], self._index(args[1]), *args[2:], **kwargs)
         if func is ONE_HOT:
             return self._one_hot(func, *args, **kwargs)
+        if func in PICKLES:
+            if self._places.place_of(args[0]) is not None and is_pickling(inspect.currentframe()):
+                self._places.everywhere(args[0].detach(), "pickle")
+            return func(*args, **kwargs)
         if func in SPLITS:
             splits = {name: self._split(value) for name, value in kwargs.items()}
             return func(args[0], *map(self._split, args[1:]), **splits)
@@ -126,6 +134,21 @@ class Functions(TorchFunctionMode):
                 place = self._places.place_of(original)
                 if place is not None:
                     self._places.mark(copied, place)
+
+
+def is_pickling(frame: FrameType | None) -> bool:
+    """Whether a function of a tensor is called because the tensor is pickled, as by `torch.save`.
+
+    `copy.copy` calls the same function, but a shallow copy of a tensor shares its storage and needs no values.
+
+    Args:
+        frame: The innermost frame of the call.
+    """
+    is_reduced = False
+    while frame is not None and frame.f_globals.get("__name__") in (__name__, "torch._tensor", "torch.overrides"):
+        is_reduced |= frame.f_code.co_name == "__reduce_ex__"
+        frame = frame.f_back
+    return is_reduced and frame is not None and frame.f_globals.get("__name__") != "copy"
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

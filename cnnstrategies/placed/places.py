@@ -1,7 +1,7 @@
 """A rank's knowledge of where tensors are, and the messages that bring values from one place to another."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -54,6 +54,7 @@ class Places:
         self.rank, self.world_size = rank, world_size
         self.messages = Messages(rank, world_size, link)
         self._active = False
+        self._spans: list[AbstractContextManager[None]] = []  # Contexts that `begin_local` has entered.
         self._runner = OperationRunner(self)
         self._operations, self._functions = Operations(self._runner), Functions(self)
 
@@ -66,6 +67,8 @@ class Places:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        while self._spans:  # An error has ended the code before `end_local`.
+            self.end_local()
         self._active = False
         self._operations.__exit__(*error)  # type: ignore[no-untyped-call]
         self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
@@ -88,6 +91,16 @@ class Places:
                 yield
         finally:
             self._active = before
+
+    def begin_local(self) -> None:
+        """Enter the context :meth:`local`, which :meth:`end_local` leaves, for code between two hooks."""
+        context = self.local()
+        context.__enter__()
+        self._spans.append(context)
+
+    def end_local(self) -> None:
+        """Leave the context that :meth:`begin_local` has entered last."""
+        self._spans.pop().__exit__(None, None, None)
 
     @contextmanager
     def operations_again(self) -> Iterator[None]:
@@ -151,6 +164,18 @@ class Places:
         if self.rank in place:
             return self.mark(value, place, label)
         return self.foreign_like(value, place, label)
+
+    def set_place(self, tensor: Tensor, place: tuple[int, ...], label: str) -> None:
+        """Give a parameter or buffer a place and a name: mark the tensor on the place's ranks, else make it foreign.
+
+        The tensor may already be foreign, or have a mark with another name.
+        """
+        if self.rank in place:
+            setattr(Tensor.untyped_storage(tensor), MARK, Mark(self, place, label))
+        elif isinstance(tensor, ForeignTensor):
+            tensor.place, tensor.label = place, label
+        else:
+            self.put_away(tensor, place, label)
 
     def put_away(self, tensor: Tensor, place: tuple[int, ...], label: str = "") -> None:
         """Make a parameter or buffer foreign in place, so that all references to it refer to the foreign tensor.

@@ -180,6 +180,7 @@ def test_streams_are_compared_by_their_first_batches() -> None:
     noisy = [batch(0, 64, noise=rank) for rank in range(4)]
     assert compared(noisy) == [False, True], "the targets are equal, so each rank draws its own augmentation"
     assert compared([small] * 4) == [None, False], "too few samples to be sure"
+    assert compared([small] * 4, [None] * 4) == [None, None, False], "all ranks have the same few batches"
     several = [[batch(8 * step, 8, noise=rank) for rank in range(4)] for step in range(8)]
     assert compared(*several)[:8] == [None] * 7 + [False]
     constant = [batch(64 * rank, 64, target=1) for rank in range(4)]

@@ -11,10 +11,23 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from cnnstrategies.placed import Places
 from cnnstrategies.placed.messages import LinkError
+
+
+def generator_states() -> tuple[Any, Any, Any]:
+    """Return the states of Python's, torch's and NumPy's random number generators."""
+    return random.getstate(), torch.get_rng_state(), np.random.get_state()
+
+
+def set_generators(states: tuple[Any, Any, Any]) -> None:
+    """Set the states of the random number generators."""
+    random.setstate(states[0])
+    torch.set_rng_state(states[1])
+    np.random.set_state(states[2])
 
 
 class Turns:
@@ -27,8 +40,7 @@ class Turns:
         self._waits_for: dict[int, int] = {}
         self._ended: set[int] = set()
         self._current = 0
-        state = random.getstate(), torch.get_rng_state()
-        self._generators = [state] * world_size
+        self._generators = [generator_states()] * world_size
 
     def run(self, function: Callable[[int, "MemoryLink"], Any]) -> tuple[list[Any], list[BaseException | None]]:
         """Return the ranks' results and errors."""
@@ -45,14 +57,13 @@ class Turns:
                 self._ended.add(rank)
                 self._pass_on(rank)
 
-        outside = random.getstate(), torch.get_rng_state()
+        outside = generator_states()
         threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(self.world_size)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        random.setstate(outside[0])
-        torch.set_rng_state(outside[1])
+        set_generators(outside)
         return results, errors
 
     def put(self, source: int, target: int, message: bytes) -> None:
@@ -77,14 +88,13 @@ class Turns:
 
     def _pass_on(self, rank: int) -> None:
         """Let the next rank run that can go on. If none can, the first that has not ended gets an error."""
-        self._generators[rank] = random.getstate(), torch.get_rng_state()
+        self._generators[rank] = generator_states()
         others = [(rank + step) % self.world_size for step in range(1, self.world_size + 1)]
         going = [other for other in others if self._can_go_on(other)]
         left = [other for other in others if other not in self._ended]
         if going or left:
             self._current = (going or left)[0]
-            random.setstate(self._generators[self._current][0])
-            torch.set_rng_state(self._generators[self._current][1])
+            set_generators(self._generators[self._current])
         self._changed.notify_all()
 
     def _wait_for_turn(self, rank: int) -> None:

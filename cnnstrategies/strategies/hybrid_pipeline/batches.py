@@ -1,6 +1,6 @@
 """Data for a pipeline: the first stage's replicas load batches, made of what the network takes and the rest."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -215,7 +215,7 @@ class StageLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches, then empty ones until every rank has had its last."""
-        batches = self.ranks.batches(self._own())
+        batches = self.ranks.batches(self._own(self.loader))
         served = 0
         while self.length is None or served < self.length:
             batch = next(batches, None)
@@ -225,9 +225,9 @@ class StageLoader:
             served += 1
             yield NoBatch() if batch is None else batch
 
-    def _own(self) -> Iterator[Any]:
+    def _own(self, batches: Iterable[Any]) -> Iterator[Any]:
         left, sampler = self._real_samples(), batches_of(self.loader)
-        for place, batch in enumerate(self.loader):
+        for place, batch in enumerate(batches):
             if left is None:
                 # One that has no sample repeats another's.
                 has_some = sampler is None or sampler.counts(sampler.skip + place)[sampler.rank]
@@ -267,20 +267,35 @@ class PredictionLoader(StageLoader):
 
     def __iter__(self) -> Iterator[Any]:
         """As that of other loaders."""
-        sampler: Any = getattr(self.loader, "batch_sampler", None)
         for place, batch in enumerate(super().__iter__()):
-            if self.ranks.all_load:
-                seen = getattr(sampler, "seen_batch_indices", [])
-                indices = self.ranks.indices(seen[place][: self._count] if place < len(seen) else [])
-                # Lightning reads the list at this place on every rank, and a rank may have fewer batches than others.
-                seen += [[]] * (place + 1 - len(seen))
-                seen[place] = indices
-            elif sampler is not None and not self.has_rows:
-                sampler.seen_batch_indices = [[]] * (place + 1)
-            elif hasattr(sampler, "seen_batch_indices"):
-                own = sampler.seen_batch_indices[place]
-                sampler.seen_batch_indices[place] = _of_all_replicas(own, getattr(sampler, "sampler", None))
+            note_indices(self.loader, self.ranks, place, self._count, self.has_rows)
             yield batch
+
+
+def note_indices(loader: Any, ranks: LoadingRanks, place: int, count: int, has_rows: bool) -> None:
+    """Put the indices of a global batch's samples where Lightning's prediction writers read them.
+
+    All ranks must call this for each batch.
+
+    Args:
+        loader: This rank's own loader.
+        ranks: The ranks that load.
+        place: Index of the batch in its epoch.
+        count: Number of samples that this rank has loaded for the batch.
+        has_rows: Whether this rank has the predictions of all samples. Otherwise it has none.
+    """
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    if ranks.all_load:
+        seen = getattr(sampler, "seen_batch_indices", [])
+        indices = ranks.indices(seen[place][:count] if place < len(seen) else [])
+        # Lightning reads the list at this place on every rank, and a rank may have fewer batches than others.
+        seen += [[]] * (place + 1 - len(seen))
+        seen[place] = indices
+    elif sampler is not None and not has_rows:
+        sampler.seen_batch_indices = [[]] * (place + 1)
+    elif hasattr(sampler, "seen_batch_indices"):
+        own = sampler.seen_batch_indices[place]
+        sampler.seen_batch_indices[place] = _of_all_replicas(own, getattr(sampler, "sampler", None))
 
 
 def _of_all_replicas(indices: list[int], sampler: object) -> list[int]:

@@ -1,0 +1,132 @@
+"""An optimizer's state of parameters at places: the state of a parameter is at the place of the parameter."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from cnnstrategies.placed.foreign import ForeignTensor
+from cnnstrategies.placed.places import Places
+from cnnstrategies.placed.results import ResultForm
+
+
+class StateForm(NamedTuple):
+    """Metadata of a tensor in an optimizer's state.
+
+    Attributes:
+        form: Shape, strides and dtype.
+        is_on_cpu: Whether the tensor is on the CPU, such as a number of steps. Other tensors are on the device of the
+            parameter.
+        label: Name of the tensor.
+    """
+
+    form: ResultForm
+    is_on_cpu: bool
+    label: str
+
+
+class PlacedState:
+    """Gives an optimizer's state the places of the parameters, so that all ranks can read the state.
+
+    A rank computes the state of its own parameters only. Of other parameters, a rank has the tensors of the state as
+    foreign tensors. Numbers of another rank's state, such as a number of steps that is not a tensor, are left out: they
+    would be out of date after the next step.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        # By id of a parameter whose state all ranks know: the parameter, which keeps the id in use.
+        self._described: dict[int, Tensor] = {}
+
+    def mark(self, state: Any, place: tuple[int, ...], label: str) -> None:
+        """Mark the tensors in the state of a parameter of this rank."""
+        for name, value in (state or {}).items():
+            self._places.mark(value, place, f"{name} of {label}")
+
+    def place_all(self, optimizer: Optimizer) -> None:
+        """Place the state of all parameters, of which all ranks have copies, as after ``load_state_dict``."""
+        with self._places.local():
+            for parameter in _parameters(optimizer):
+                state, place = optimizer.state.get(parameter), self._places.place_of(parameter)
+                if not state or place is None:
+                    continue
+                self._described[id(parameter)] = parameter
+                label = self._places.label_of(parameter)
+                self.mark(state, place, label)
+                if type(parameter) is ForeignTensor:
+                    forms = _forms(self._places, state)
+                    labels = {name: f"{name} of {label}" for name in forms}
+                    optimizer.state[parameter] = {
+                        name: self._foreign(form, parameter, labels[name]) for name, form in forms.items()
+                    }
+
+    def describe(self, optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
+        """Create the state of foreign parameters that have made their first step. All ranks must call this.
+
+        Args:
+            optimizer: The optimizer.
+            stepped: Parameters with a gradient in the last step that are not on all ranks.
+        """
+        new = {id(parameter) for parameter in stepped} - self._described.keys()
+        if not new:
+            return
+        by_place: dict[tuple[int, ...], list[Tensor]] = {}
+        for parameter in _parameters(optimizer):
+            place = self._places.place_of(parameter)
+            if id(parameter) in new and place is not None:
+                self._described[id(parameter)] = parameter
+                by_place.setdefault(place, []).append(parameter)
+        for place, parameters in sorted(by_place.items()):
+
+            def own_forms(parameters: Sequence[Tensor] = parameters) -> list[Any]:
+                states = [optimizer.state.get(parameter) for parameter in parameters]
+                return [None if state is None else _forms(self._places, state) for state in states]
+
+            all_forms = self._places.tell(place, own_forms, "the optimizer's state")
+            for parameter, forms in zip(parameters, all_forms, strict=True):
+                if type(parameter) is ForeignTensor and forms is not None:
+                    optimizer.state[parameter] = {name: self._foreign(form, parameter) for name, form in forms.items()}
+        # All ranks have the entries in the same order, so that loops over the state read the same values.
+        ordered = {
+            parameter: optimizer.state[parameter]
+            for parameter in _parameters(optimizer)
+            if parameter in optimizer.state
+        }
+        others = {key: value for key, value in optimizer.state.items() if key not in ordered}
+        optimizer.state.clear()
+        optimizer.state.update({**others, **ordered})
+
+    def _foreign(self, forms: Any, parameter: ForeignTensor, label: str | None = None) -> Any:
+        """Return a value of a foreign parameter's state from its form."""
+
+        def created(form: Any) -> Any:
+            if not isinstance(form, StateForm):
+                return form
+            device = torch.device("cpu") if form.is_on_cpu else parameter.device
+            shape, stride, dtype = form.form
+            name = form.label if label is None else label
+            return ForeignTensor.create(self._places, shape, stride, dtype, device, parameter.place, name)
+
+        return tree_map(created, forms, is_leaf=lambda value: isinstance(value, StateForm))
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _forms(places: Places, state: Any) -> dict[str, Any]:
+    """Return a parameter's state with a `StateForm` in place of each tensor, without entries that have numbers."""
+
+    def form_of(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return StateForm(ResultForm.of(value), value.device.type == "cpu", places.label_of(value))
+        return value
+
+    return {
+        name: tree_map(form_of, value)
+        for name, value in state.items()
+        if all(leaf is None or isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+    }
