@@ -138,7 +138,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         assert self.places is not None
         self._connections = transport = Transport(placement, self.time_limit, self.root_device)
         ahead = AHEAD if transport.has_tags else 0
-        placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead)
+        placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead, self.lightning_module)
         self._forward = DividedForward(placed)
         self._placed = PlacedModule(self.lightning_module, placed, self.places)
         self._logs = PlacedLogs(self.lightning_module, self.places)
