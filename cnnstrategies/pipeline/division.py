@@ -1,5 +1,6 @@
 """Divide a network into stages that call the user's own modules, in the user's own tree of modules."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -11,7 +12,7 @@ from torch import Tensor, fx, nn
 from cnnstrategies._torch_private import has_hooks
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.fixed import graph_module
-from cnnstrategies.pipeline.leaf_tracer import call_key
+from cnnstrategies.pipeline.leaf_tracer import CallKey, call_keys
 from cnnstrategies.pipeline.open_tracer import TAKEN, Attribute, fingerprint
 from cnnstrategies.pipeline.stage import (
     StageGraph,
@@ -126,6 +127,12 @@ class Division:
         self._compile = lambda run: torch.compile(run, **options)
         self._traces = [replace(trace, runs=tuple(map(self._compile, trace.runs))) for trace in self._traces]
 
+    def for_copy(self, network: nn.Module) -> "Division":
+        """Return the division of a copy of the network into the same stages."""
+        division = copy.copy(self)
+        vars(division).update(network=network, _modules=dict(network.named_modules()), _traces=[])
+        return division
+
     def tensors(self, network: nn.Module | None = None) -> Iterator[tuple[str, int, Tensor]]:
         """Yield the name, the stage and the tensor of each parameter and buffer, each tensor once.
 
@@ -155,10 +162,11 @@ class Division:
 
     def _cut_through(self, full: fx.GraphModule, stage_of: Mapping[fx.Node, int]) -> tuple[str, ...]:
         """Return the names of the containers of which one call has nodes in several stages."""
-        spans: dict[str, set[int]] = {}
-        paths = {}
+        spans: dict[CallKey, set[int]] = {}
+        paths: dict[CallKey, str] = {}
         for node, stage in stage_of.items():
-            for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+            calls = (node.meta.get("nn_module_stack") or {}).values()
+            for key, (path, _) in zip(call_keys(node), calls, strict=True):
                 spans.setdefault(key, set()).add(stage)
                 paths[key] = str(path)
         opened = {"", *(paths[key] for key, stages in spans.items() if len(stages) > 1)}
@@ -265,11 +273,10 @@ def match(full: fx.GraphModule, coarse: fx.GraphModule) -> dict[fx.Node, fx.Node
     """
     matched = dict(zip(_inputs(full), _inputs(coarse), strict=True))
     nodes = [node for node in ordered_nodes(coarse) if TAKEN not in node.meta]
-    calls = {call_key(node): node for node in nodes if node.op == "call_module"}
+    calls = {call_keys(node)[-1]: node for node in nodes if node.op == "call_module"}
     others = iter(node for node in nodes if node.op != "call_module")
     for node in ordered_nodes(full):
-        keys = list(node.meta.get("nn_module_stack") or ())
-        counterpart = next((calls[key] for key in keys if key in calls), None)
+        counterpart = next((calls[key] for key in call_keys(node) if key in calls), None)
         if counterpart is None:
             counterpart = next(others, None)
             if counterpart is None or (counterpart.op, counterpart.target) != (node.op, node.target):

@@ -34,6 +34,8 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 # Stands for a tensor in a nested result.
 VALUE = object()
+# Key of a call of a module, see `call_keys`.
+CallKey = tuple[str, ...]
 
 
 class TracedValue(fx.Proxy):
@@ -71,7 +73,7 @@ class LeafTracer(fx.Tracer):
         constants: Tensors that the network's code has made or read during the trace, and that are not attributes of
             the network. Keys are names of attributes that the graph reads.
         structures: Results of calls of traced modules that are not a single tensor, with `VALUE` in the place of each
-            tensor. Keys are those of torch.fx, see `call_key`.
+            tensor. For the keys see `call_keys`.
         unfoldable: Modules that return an object that contains tensors and is not a list, a tuple or a dictionary.
     """
 
@@ -83,7 +85,7 @@ class LeafTracer(fx.Tracer):
         self._seals = seals
         self._numbers = iter(numbers)
         self.constants: dict[str, Tensor] = {}
-        self.structures: dict[str, Any] = {}
+        self.structures: dict[CallKey, Any] = {}
         self.unfoldable: set[nn.Module] = set()
         self._tensors: dict[int, str] = {}
         self._tensor_proxies: dict[str, fx.Proxy] = {}
@@ -207,22 +209,30 @@ class LeafTracer(fx.Tracer):
             self._seals[m] = Seal("hooks", name, "it has hooks, which must not see proxies", self._place(m))
             return super().call_module(m, forward, args, kwargs)
         number = self.num_calls.get(name, 0)
-        began, calls, stack = len(self.graph.nodes), dict(self.num_calls), list(self.module_stack)
+        began, calls, stack = len(self.graph.nodes), self.num_calls, list(self.module_stack)
         states = random_states()
+
+        def counted(*inputs: Any, **options: Any) -> Any:
+            # The calls inside this call are counted from zero. A call therefore has the same key in a trace that does
+            # not go into all modules.
+            self.num_calls = {}
+            return forward(*inputs, **options)
+
         try:
-            result = super().call_module(m, forward, args, kwargs)
+            result = super().call_module(m, counted, args, kwargs)
             library = drawn_from(states)
             seal = Seal("random", name, draws(library), self._place(m)) if library else None
         except Exception as error:
             seal = self._seal_of(name, error)
+        self.num_calls = calls
         if seal is None:
             if not isinstance(result, fx.Proxy):
-                self._note_structure(m, f"{name}@{number}" if number else name, result)
+                key = f"{name}@{number}" if number else name
+                self._note_structure(m, (*self.module_stack, key), result)
             return result
         restore_random(states)
         self._remove_nodes(began)
-        self.num_calls.clear()
-        self.num_calls.update(calls)
+        calls[name] = number
         for key in [key for key in self.module_stack if key not in stack]:
             del self.module_stack[key]
         self._seals[m] = seal
@@ -255,7 +265,7 @@ class LeafTracer(fx.Tracer):
             for kind, original in originals.items():
                 kind.__enter__ = original
 
-    def _note_structure(self, module: nn.Module, key: str, result: Any) -> None:
+    def _note_structure(self, module: nn.Module, key: CallKey, result: Any) -> None:
         leaves, spec = tree_flatten(result)
         if any(hasattr(leaf, "__dict__") and not isinstance(leaf, fx.Proxy | Tensor) for leaf in leaves):
             self.unfoldable.add(module)
@@ -302,9 +312,14 @@ class LeafTracer(fx.Tracer):
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def call_key(node: fx.Node) -> str:
-    """Return the key of the innermost module call that has made a node. Each call of a module has a different key."""
-    return str(list(node.meta["nn_module_stack"])[-1])
+def call_keys(node: fx.Node) -> list[CallKey]:
+    """Return the keys of the module calls around a node, from the outermost to the innermost call.
+
+    Each call of a module has a different key: the names that torch.fx gives to the calls around it, and its own name.
+    For a node that is a call of a module, the last key belongs to this call.
+    """
+    names = [str(name) for name in node.meta.get("nn_module_stack") or ()]
+    return [tuple(names[: depth + 1]) for depth in range(len(names))]
 
 
 def is_of_attributes(node: fx.Node) -> bool:

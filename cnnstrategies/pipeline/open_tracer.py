@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_flatten_with_path, tree_unflatten
 
-from cnnstrategies.pipeline.leaf_tracer import VALUE, LeafTracer, call_key
+from cnnstrategies.pipeline.leaf_tracer import VALUE, CallKey, LeafTracer, call_keys
 from cnnstrategies.pipeline.seals import Seal
 
 # Key of a node's metadata: the node takes a value from the nested result of a module, and was not in the full graph.
@@ -38,7 +38,7 @@ class OpenTracer(LeafTracer):
     def __init__(
         self,
         opened: Collection[nn.Module],
-        structures: Mapping[str, Any],
+        structures: Mapping[CallKey, Any],
         reads: dict[Attribute, None],
         seals: dict[nn.Module, Seal],
         numbers: Sequence[Any],
@@ -68,7 +68,7 @@ class OpenTracer(LeafTracer):
         result = super().call_module(m, forward, args, kwargs)
         if m in self._opened:
             return result
-        key = call_key(result.node)
+        key = call_keys(result.node)[-1]
         if key not in self._known_structures:
             return result
         paths, spec = tree_flatten_with_path(self._known_structures[key])

@@ -52,7 +52,7 @@ class PlacedCall:
                     brought[id(leaf)].requires_grad_(leaf.requires_grad)
             images = tree_map(lambda leaf: brought.get(id(leaf), leaf), self.images)
             in_order = form is None or bool(form.drawn)
-            batch = runner.begin(images, len(leaves[0]), self.needs_gradient, self._key, in_order)
+            batch = self.network.begin(images, len(leaves[0]), self.needs_gradient, self._key, in_order)
         self._batch = batch
         report = ForwardReport(batch.header, sorted(batch.draws.drawn))
         if form is None or form.varies:
@@ -64,21 +64,38 @@ class PlacedCall:
         form.check(report)
         self._form, self.header = form, form.header
         self._advance(batch, form)
+        assert batch.terms is not None
+        stored = batch.terms.outputs()
         with places.local():
             if runner.last:
-                return tuple(places.mark(batch.outputs(form.header), self.last, "the network's output"))
+                return *places.mark(batch.outputs(form.header), self.last, "the network's output"), *stored
             device = runner.transport.device
             shapes = [spec.empty(torch.device("meta")) for spec in form.header.tensors]
-            return tuple(places.foreign_like(shape, self.last, "the network's output", device) for shape in shapes)
+            tensors = [places.foreign_like(shape, self.last, "the network's output", device) for shape in shapes]
+            return *tensors, *stored
+
+    def place_stored(self, stored: Sequence[Tensor]) -> None:
+        """Store what the stages' forwards have stored in the attributes of this rank's modules.
+
+        Args:
+            stored: Results of the autograd function, after those of :attr:`header`.
+        """
+        assert self._batch is not None
+        assert self._batch.terms is not None
+        self._batch.terms.place(stored)
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the backwards, and return the gradients of the images' tensors and of the parameters."""
         places, runner, batch = self.places, self.network.runner, self._batch
         assert batch is not None
-        brought = places.bring_all([g for g in gradients if g is not None], self.last, "gradients of outputs")
-        of_outputs = [gradient if gradient is None else brought.get(id(gradient), gradient) for gradient in gradients]
+        assert batch.terms is not None
+        assert self.header is not None
+        count = len(self.header.tensors)
+        brought = places.bring_all([g for g in gradients[:count] if g is not None], self.last, "gradients of outputs")
+        of_outputs = [g if g is None else brought.get(id(g), g) for g in gradients[:count]]
+        of_stored = batch.terms.own_gradients(gradients[count:])
         with places.local():
-            sums, of_images = batch.backward(of_outputs, keeps_graph())
+            sums, of_images = batch.backward(of_outputs, keeps_graph(), of_stored)
         by_name = dict(self.network.division.network.named_parameters())
         own = {id(parameter): gradient for parameter, gradient in zip(batch.parameters, sums, strict=True)}
         # Image gradients exist in the first stage only, in the order of the images. Parameters have names.
@@ -153,7 +170,8 @@ class NetworkFunction(torch.autograd.Function):
         results = call.forward()
         assert call.header is not None
         specs = call.header.tensors
-        ctx.mark_non_differentiable(*[r for r, spec in zip(results, specs, strict=True) if not spec.needs_gradient])
+        # What has been stored follows. All of it has a gradient.
+        ctx.mark_non_differentiable(*[r for r, spec in zip(results, specs, strict=False) if not spec.needs_gradient])
         return results
 
     @staticmethod

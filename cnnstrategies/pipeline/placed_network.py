@@ -1,16 +1,19 @@
 """Call a divided network as on one device: on every rank, once, with a whole batch."""
 
+import weakref
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.forms import Form, form_of
+from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
 from cnnstrategies.pipeline.placed_call import NetworkFunction, PlacedCall
+from cnnstrategies.pipeline.stored_terms import NeedsOneMicrobatchError
 from cnnstrategies.pipeline.transport import Transport
-from cnnstrategies.pipeline.whole_batch import StageRunner
+from cnnstrategies.pipeline.whole_batch import StageRunner, WholeBatch
 from cnnstrategies.placed import Places
 
 
@@ -23,7 +26,8 @@ class PlacedNetwork:
     hooks of parameters see the gradient of the whole batch.
 
     Parameters and buffers of other stages become foreign tensors in place, and those of this rank's stage are marked.
-    Copies of the network that were made before need the same, see :meth:`place_state`.
+    Copies of the network that were made before need the same, see :func:`.network_copies.adopt_copies`. A copy by
+    ``copy.deepcopy`` runs as a divided network, too, if the attribute ``forward`` of the network is this object.
 
     Args:
         network: The network. All ranks have the same values.
@@ -31,6 +35,7 @@ class PlacedNetwork:
         places: The rules of this rank.
         transport: Connections of this rank, for activations and their gradients.
         ahead: See `StageRunner`.
+        owner: The module that contains the network, in which forwards may store values; by default the network.
 
     Attributes:
         division: The division of the network.
@@ -38,19 +43,36 @@ class PlacedNetwork:
         runner: The stage of this rank.
         ranks: For each stage, the ranks of its replicas.
         forms: What all ranks know about earlier calls, by the form of the batch; see :meth:`form_of`.
+        copies: Copies of the network whose attribute ``forward`` divides them, or has divided them.
+        one_microbatch: Why the network runs batches as one microbatch; None if it does not.
     """
 
     def __init__(
-        self, network: nn.Module, cuts: Sequence[str | int], places: Places, transport: Transport, ahead: int
+        self,
+        network: nn.Module,
+        cuts: Sequence[str | int],
+        places: Places,
+        transport: Transport,
+        ahead: int,
+        owner: nn.Module | None = None,
     ) -> None:
-        self.division = Division(network, cuts)
         self.places = places
-        self.runner = StageRunner(self.division, transport, ahead)
+        self.copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._begin(Division(network, cuts), transport, ahead, network if owner is None else owner)
+
+    def _begin(self, division: Division, transport: Transport, ahead: int, owner: nn.Module) -> None:
+        network = division.network
+        self.division = division
+        self.runner = StageRunner(division, transport, ahead)
         self.forms: dict[Hashable, Form] = {}
         self._modules = tuple(network.modules())
         self._graphs = self.division.graphs()
         self.ranks = [tuple(sorted(transport.placement.ranks(stage))) for stage in range(self.division.stages)]
         self.place_state(network)
+        self._owner = owner if any(module is network for module in owner.modules()) else network
+        self.runner.watch(self._owner, self.places, self.ranks)
+        self.one_microbatch: str | None = None
+        self._whole: set[Hashable] = set()  # Forms of batches that run as one microbatch.
 
     def place_state(self, network: nn.Module) -> None:
         """Mark the parameters and buffers of this rank's stage, and make those of other stages foreign.
@@ -59,10 +81,28 @@ class PlacedNetwork:
             network: The network, or a copy of the network.
         """
         for name, stage, tensor in list(self.division.tensors(network)):
-            if stage == self.runner.stage:
-                self.places.mark(tensor, self.ranks[stage], name)
-            else:
-                self.places.put_away(tensor, self.ranks[stage], name)
+            self.places.set_place(tensor, self.ranks[stage], name)
+
+    def for_copy(self, network: nn.Module) -> Self:
+        """Return a copy of the network as a divided network, with the same stages. All ranks must call this."""
+        copied = object.__new__(type(self))
+        copied.places, copied.copies = self.places, self.copies
+        with self.places.local():
+            copied._begin(self.division.for_copy(network), self.runner.transport, self.runner.ahead, self._owner)
+        copied.runner.microbatches = self.runner.microbatches
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the attribute ``forward`` of a copy of the network."""
+
+        def install(placed: "PlacedNetwork") -> None:
+            vars(placed.division.network)["forward"] = placed
+
+        return copied_forward(self, self.division.network, memo, install)
+
+    def __reduce__(self) -> Any:
+        """Pickle the network's own ``forward``."""
+        return own_forward(self.division.network)
 
     def form_of(self, images: Any) -> Hashable:
         """Return a key that is equal for batches of the same form. All ranks compute equal keys."""
@@ -72,6 +112,22 @@ class PlacedNetwork:
             self._graphs = graphs
             self.forms.clear()
         return form_of(images, self._modules, [*self.division.network.parameters()], self.runner.transport.device.type)
+
+    def begin(self, images: Any, samples: int, needs_gradient: bool, form: Hashable, in_order: bool) -> WholeBatch:
+        """Run the forwards of this rank's stage, in one microbatch if a stage needs the whole batch.
+
+        The arguments are those of `StageRunner.begin`.
+        """
+        if form not in self._whole:
+            try:
+                return self.runner.begin(images, samples, needs_gradient, form, in_order)
+            except NeedsOneMicrobatchError as error:
+                self._whole.add(form)
+                self.one_microbatch = (
+                    f"{error.reason}, so the network runs batches as one microbatch, and only one of its "
+                    f"{self.division.stages} stages computes at a time"
+                )
+        return self.runner.begin(images, samples, needs_gradient, form, in_order, whole=True)
 
     def __call__(self, images: Any) -> Any:
         """Return the network's result for a batch. All ranks must call this.
@@ -88,4 +144,6 @@ class PlacedNetwork:
         leaves = [leaf for leaf in tree_leaves(images) if isinstance(leaf, Tensor)]
         tensors = NetworkFunction.apply(call, *leaves, *parameters)
         assert call.header is not None
-        return call.header.unpack(tensors)[0]
+        count = len(call.header.tensors)
+        call.place_stored(tensors[count:])
+        return call.header.unpack(tensors[:count])[0]

@@ -200,14 +200,15 @@ def _trace(
                 states = random_states()
                 graph = tracer.trace(network)
                 library = drawn_from(states)
-            changed = {**untouched.changed, **_leaks(network, tracer)}
+            is_last = len(sealed) == count
+            changed = {**untouched.changed, **(_leaks(network, tracer) if is_last else {})}
         except (ConfigurationError, UndecidedError):
             raise
         except Exception as error:
             raise cannot_trace(where(network, error), first_line(error)) from error
         finally:
             untouched.restore_outside()
-        if len(sealed) > count:
+        if not is_last:
             continue
         if library:
             raise ConfigurationError(f"{type(network).__name__}: {draws(library)}; {_DRAWN}")

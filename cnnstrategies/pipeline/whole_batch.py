@@ -20,8 +20,10 @@ from cnnstrategies.pipeline.random_draws import Draws
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage import StageGraph, put_module_at
 from cnnstrategies.pipeline.step import check_rows
+from cnnstrategies.pipeline.stored_terms import CallTerms, StoredTerms
 from cnnstrategies.pipeline.timetable import KINDS, Placement, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport
+from cnnstrategies.placed import Places
 
 SCHEDULE = "gpipe"
 
@@ -57,6 +59,7 @@ class StageRunner:
         self.channels = Channels(graph, self._turn, transport, ask_for_all=True)
         module, calls = _modules_of(division, graph)
         self.buffers = StageBuffers(module, self.replicas.group, calls)
+        self.terms: StoredTerms | None = None
 
     @property
     def placement(self) -> Placement:
@@ -75,8 +78,40 @@ class StageRunner:
             and name in self.division.used
         ]
 
+    def watch(self, owner: nn.Module, places: Places, ranks: Sequence[tuple[int, ...]]) -> None:
+        """Take care of what forwards store on modules from now on.
+
+        Args:
+            owner: The module in which forwards may store values: the network, or a module that contains it.
+            places: The rules of this rank.
+            ranks: For each stage, the ranks of its replicas.
+        """
+
+        def run(*inputs: Any) -> Any:
+            return self.division.run(self.stage, *inputs)
+
+        def run_again(*inputs: Any) -> Any:
+            with self.buffers.microbatch(0, again=True):
+                return run(*inputs)
+
+        network = self.division.network
+        modules = {
+            path: module
+            for node in self.division.graphs()[self.stage].graph.nodes
+            if node.op == "call_module"
+            for path, module in network.get_submodule(str(node.target)).named_modules(prefix=str(node.target))
+        }
+        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks)
+        self.buffers.copies_others = False
+
     def begin(
-        self, images: Any, samples: int, needs_gradient: bool, form: Hashable = None, in_order: bool = True
+        self,
+        images: Any,
+        samples: int,
+        needs_gradient: bool,
+        form: Hashable = None,
+        in_order: bool = True,
+        whole: bool = False,
     ) -> "WholeBatch":
         """Run all forwards of a batch. All ranks must call this, with equal arguments except the images.
 
@@ -88,13 +123,17 @@ class StageRunner:
             form: Key that is equal for batches whose values in the network have equal shapes and dtypes.
             in_order: Whether the stages draw random numbers one after the other, as on one device, if the batch is one
                 microbatch; see `Draws`.
+            whole: Whether the batch is one microbatch.
+
+        Raises:
+            NeedsOneMicrobatchError: A stage needs the batch as one microbatch. All ranks raise this error.
         """
         graph = self.division.graphs()[self.stage]
         if graph is not self.channels.graph:
             # The state of an opened container has changed, on all ranks. Other values may cross the cuts now.
             self.channels.graph = graph
             self.channels.forget_headers()
-        return WholeBatch(self, images, samples, needs_gradient, form, in_order)
+        return WholeBatch(self, images, samples, needs_gradient, form, in_order, 1 if whole else self.microbatches)
 
     def run_tasks(self, kind: Any, sizes: Sequence[int], key: Callable[[int], Hashable], run: Any) -> None:
         """Run all forwards or all backwards of the microbatches that have samples.
@@ -128,13 +167,21 @@ class WholeBatch:
         draws: Random draws of this rank's forwards.
         header: In the last stage, the header of the network's result for the whole batch. None in other stages, and if
             this rank has not run a microbatch.
+        terms: What the forwards have stored on modules; None if the runner does not watch them.
     """
 
     def __init__(
-        self, runner: StageRunner, images: Any, samples: int, needs_gradient: bool, form: Hashable, in_order: bool
+        self,
+        runner: StageRunner,
+        images: Any,
+        samples: int,
+        needs_gradient: bool,
+        form: Hashable,
+        in_order: bool,
+        parts: int,
     ) -> None:
         self._runner, self._images, self._needs_gradient, self._form = runner, images, needs_gradient, form
-        kind, parts = runner.transport.device.type, runner.microbatches
+        kind = runner.transport.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         unused = [0] * (runner.placement.microbatches - parts)
         self.sizes = [samples // parts + (index < samples % parts) for index in range(parts)] + unused
@@ -148,8 +195,13 @@ class WholeBatch:
         self._results: dict[int, list[Tensor]] = {}
         self._is_done = False
         runner.buffers.begin(len(self.sizes), form)
+        self.terms: CallTerms | None = None
+        if runner.terms is not None:
+            self.terms = runner.terms.begin(self.sizes, needs_gradient, runner.transport.device, form)
         try:
             runner.run_tasks("forward", self.sizes, self._key, self._forward)
+            if self.terms is not None:
+                self.terms.finish()
             with runner.transport.collective("combining the buffers of the stage"):
                 runner.buffers.finish()
         except BaseException:
@@ -176,7 +228,7 @@ class WholeBatch:
         return tensors
 
     def backward(
-        self, gradients: Sequence[Tensor | None], keep: bool = False
+        self, gradients: Sequence[Tensor | None], keep: bool = False, of_stored: Sequence[Tensor | None] = ()
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Run the backwards of this rank's microbatches. All ranks must call this.
 
@@ -186,6 +238,7 @@ class WholeBatch:
             gradients: In the last stage, the gradient of each tensor in the network's result for the whole batch;
                 ignored in other stages.
             keep: Whether another backward of this batch may follow.
+            of_stored: Gradients of what this stage has stored, see `CallTerms.own_gradients`.
 
         Returns:
             The gradients of ``parameters``, and in the first stage the gradients of the tensors in the images,
@@ -215,6 +268,9 @@ class WholeBatch:
             if not keep:
                 for held in (self._leaves, self._roots, self._parts):
                     held.pop(microbatch, None)
+            if self.terms is not None:
+                stored, starts = self.terms.roots(microbatch, of_stored, keep)
+                roots, received = [*roots, *stored], [*received, *starts]
             inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], _tensors(part)
             results = gradients_of(roots, received, [*parameters, *inputs, *images], keep)
             add_gradients(sums, results[: len(parameters)], summed)
@@ -261,7 +317,11 @@ class WholeBatch:
                 images = tree_map(lambda rows: self._part(rows, microbatch), self._images)
                 self._parts[microbatch] = images
             with runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
-                result = runner.division.run(runner.stage, *channels.inputs(values, images))
+                arguments = channels.inputs(values, images)
+                if self.terms is None:
+                    result = runner.division.run(runner.stage, *arguments)
+                else:
+                    result = self.terms.run(microbatch, arguments)
             if runner.last:
                 roots = self._hold(microbatch, result)
             else:

@@ -84,7 +84,8 @@ class HiddenGradients:
         self._state = PlacedState(places)
         self._is_hiding = False
         self._hidden: list[tuple[ForeignTensor, Tensor]] = []
-        self._own: list[tuple[Tensor, tuple[int, ...], str]] = []  # Parameters, their places and their labels.
+        # This rank's parameters with a gradient, their places and their labels.
+        self._stepped: list[tuple[Tensor, tuple[int, ...], str]] = []
         self._before = optimizer.register_step_pre_hook(self._begin)
         self._after = optimizer.register_step_post_hook(self._end)
         self._loaded = optimizer.register_load_state_dict_post_hook(self._state.place_all)
@@ -147,13 +148,13 @@ class HiddenGradients:
                 self._hidden.append((parameter, parameter.grad))
                 parameter.grad = None
             elif (place := place_of(parameter)) is not None:
-                self._own.append((parameter, place, self._places.label_of(parameter)))
+                self._stepped.append((parameter, place, self._places.label_of(parameter)))
 
     def _show(self, optimizer: Optimizer) -> list[Tensor]:
         """Undo `_hide`. Return the parameters with a gradient that are not on all ranks."""
         if not self._is_hiding:
             return []
-        for parameter, place, label in self._own:
+        for parameter, place, label in self._stepped:
             # Some optimizers replace the storage, by an assignment to `data` or `grad`.
             self._places.mark(parameter, place, label)
             if parameter.grad is not None:
@@ -161,8 +162,8 @@ class HiddenGradients:
             self._state.mark(optimizer.state.get(parameter), place, label)
         for foreign, gradient in self._hidden:
             foreign.grad = gradient
-        stepped = [*(parameter for parameter, _, _ in self._own), *(foreign for foreign, _ in self._hidden)]
-        self._own, self._hidden, self._is_hiding = [], [], False
+        stepped = [*(parameter for parameter, _, _ in self._stepped), *(foreign for foreign, _ in self._hidden)]
+        self._stepped, self._hidden, self._is_hiding = [], [], False
         self._places.end_local()
         return stepped
 

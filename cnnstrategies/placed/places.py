@@ -165,6 +165,18 @@ class Places:
             return self.mark(value, place, label)
         return self.foreign_like(value, place, label)
 
+    def set_place(self, tensor: Tensor, place: tuple[int, ...], label: str) -> None:
+        """Give a parameter or buffer a place and a name: mark the tensor on the place's ranks, else make it foreign.
+
+        The tensor may already be foreign, or have a mark with another name.
+        """
+        if self.rank in place:
+            setattr(Tensor.untyped_storage(tensor), MARK, Mark(self, place, label))
+        elif isinstance(tensor, ForeignTensor):
+            tensor.place, tensor.label = place, label
+        else:
+            self.put_away(tensor, place, label)
+
     def put_away(self, tensor: Tensor, place: tuple[int, ...], label: str = "") -> None:
         """Make a parameter or buffer foreign in place, so that all references to it refer to the foreign tensor.
 

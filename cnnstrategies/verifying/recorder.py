@@ -26,6 +26,7 @@ from cnnstrategies.data.division import has_map, samplers_of
 from cnnstrategies.data.sampling import DealtBatches, OrderedBatches
 from cnnstrategies.divided_batches import DividedBatches
 from cnnstrategies.models.samples import count_samples, samples_of
+from cnnstrategies.strategies.protocol import facts_of
 from cnnstrategies.verifying.batches import BatchKeeper, GlobalBatches, samples
 
 DROPPING = ("drop", "stochasticdepth")  # Parts of the class names of dropout layers, in lower case.
@@ -167,14 +168,16 @@ class Recorder(Checkpoint):
         self._notes["parameters"] = list(self._begun)
         batches = trainer.num_training_batches
         self._notes["batches"] = None if math.isinf(batches) else int(batches)
-        if self._role.of is None:
+        # If every rank has the global batch, only rank 0 saves it.
+        is_first = trainer.is_global_zero or not facts_of(trainer.strategy).has_global_batches
+        if self._role.of is None and is_first:
             folder = _keeper(trainer).folder = self._role.folder / str(trainer.global_rank)
             folder.mkdir(parents=True)
             loader = trainer.train_dataloader
             if getattr(loader, "loads", True):
                 loaded = {"drawn": drawn_samples(loader), "count": epoch_samples(getattr(loader, "loader", loader))}
                 (folder / LOADED).write_text(json.dumps(loaded))
-        else:
+        elif self._role.of is not None:
             self._notes["whole"] = whole_epoch(self._make, reads=bool(RunRole(self._role.of).notes["ends"]))
 
     @override
@@ -197,13 +200,15 @@ class Recorder(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save a checkpoint and the notes. Lightning calls this hook after all other hooks of the last step."""
         trainer.save_checkpoint(self._role.folder / END)
+        changed = self._changed(pl_module)  # A strategy may need all ranks for this.
         if not trainer.is_global_zero:
             return
+        has_global_batches = facts_of(trainer.strategy).has_global_batches
         self._notes |= {
             "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
-            "unreduced": sorted(own_values(trainer)),
+            "unreduced": [] if has_global_batches else sorted(own_values(trainer)),
             "steps": trainer.global_step,
-            "changed": self._changed(pl_module),
+            "changed": changed,
             "devices": trainer.world_size,
         }
         (self._role.folder / NOTES).write_text(json.dumps(self._notes))

@@ -387,6 +387,27 @@ def test_cuts_inside_a_module_that_stays_whole_are_refused_with_the_reason() -> 
         Division(Nasty("stored"), ["inner.0"])
 
 
+class Sharing(nn.Module):
+    """A network that calls a module which one of its blocks calls as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.block = Nasty("none")
+        self.block.inner = self.shared
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.shared(self.shared(self.block(x)) + x))
+        return result
+
+
+def test_a_module_that_a_block_shares_with_the_network_keeps_both_whole() -> None:
+    """Calls of a module are counted for each caller, so calls inside a whole block do not change the keys of others."""
+    torch.manual_seed(0)
+    assert compare(Sharing().double(), ["shared"], torch.randn(2, 4, dtype=torch.float64)).opened == ("",)
+
+
 @pytest.mark.cluster
 def test_stages_can_be_compiled_as_one_graph() -> None:
     def compiled() -> None:

@@ -95,10 +95,10 @@ def saved(a: Tensor, b: Tensor, c: Tensor) -> Any:
 
 
 def copied(a: Tensor, b: Tensor, c: Tensor) -> Any:
-    one, other = copy.copy(a.detach()), copy.deepcopy(b.detach())
-    other.mul_(2)
+    shallow, deep = copy.copy(a.detach()), copy.deepcopy(b.detach())
+    deep.mul_(2)
     kept = copy.deepcopy({"best": [a.detach(), c.detach()]})
-    return [one, other, b, kept]
+    return [shallow, deep, b, kept]
 
 
 def best_weights(a: Tensor, b: Tensor, c: Tensor) -> Any:
