@@ -111,9 +111,7 @@ def placed(
         lambda row: places.exchange(list(row), everyone, "rows"),
         lambda: MemoryTransport(places),  # type: ignore[arg-type, return-value]
     )
-    return kind(
-        loader, ranks, lambda: places, placement, lambda n: max(places.exchange(n, everyone, "most")), small, **options
-    )
+    return kind(loader, ranks, places, placement, lambda n: max(places.exchange(n, everyone, "most")), small, **options)
 
 
 def seen(places: Places, value: Any) -> Any:

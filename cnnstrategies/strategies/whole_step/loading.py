@@ -61,7 +61,7 @@ class PlacedLoader(StageLoader):
     Args:
         loader: This rank's own loader.
         ranks: The ranks that load.
-        places: Function that returns the rules of this rank. A loader may be created before them.
+        places: The rules of this rank.
         placement: The numbering of the ranks.
         most: Function that returns the largest of the numbers that the ranks pass. All ranks must call this function.
         small: Largest number of bytes of a tensor of which all ranks get copies.
@@ -71,7 +71,7 @@ class PlacedLoader(StageLoader):
         self,
         loader: Any,
         ranks: LoadingRanks,
-        places: Callable[[], Places],
+        places: Places,
         placement: Placement,
         most: Callable[[int], int],
         small: int = SMALL,
@@ -174,7 +174,7 @@ class PlacedBatches(Iterator[Any]):
     """The global batches of an epoch; see :class:`PlacedLoader`."""
 
     def __init__(self, loader: PlacedLoader) -> None:
-        self._loader, self._places, self._sources = loader, loader.places(), loader.sources
+        self._loader, self._places, self._sources = loader, loader.places, loader.sources
         self._first, self._is_first = self._sources[0], self._places.rank == self._sources[0]
         self._index = 0  # Index of the next batch.
         # A loader may draw random numbers when its iterator is created, so this must not happen later than on one
