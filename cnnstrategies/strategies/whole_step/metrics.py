@@ -14,7 +14,7 @@ def metrics_of_one_process() -> Iterator[None]:
     The method of the class is replaced, because callbacks and steps may create metrics at any time.
     """
     synchronise = Metric.sync
-    Metric.sync = _stay  # type: ignore[method-assign]
+    Metric.sync = _stay  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
