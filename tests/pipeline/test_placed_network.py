@@ -59,6 +59,8 @@ class Program:
             left, right = views()
             left.requires_grad_()
             loss = contrastive(self.network(left), self.network(right)) * self.scale
+            small = self.network(left.detach()[:, :, 1:7, 1:7])  # Crops of another size.
+            loss = loss + small["embedding"].square().mean()
             loss = loss + 0.01 * sum(parameter.square().sum() for parameter in self.network.parameters())
             if loss.item() > 1:
                 loss = loss * 0.5
