@@ -20,6 +20,7 @@ from cnnstrategies.pipeline.random_draws import GeneratorStates
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.placed import GlooLink, Places
+from cnnstrategies.placed.messages import RefusedError
 
 STEPS = 3
 CPU = torch.device("cpu")
@@ -175,6 +176,8 @@ def run_all(cuts: Sequence[str], replicas: tuple[int, ...]) -> list[Any]:
         else:
             places.put_away(program.scale, network.ranks[-1], "scale")
         program.run()
+        with pytest.raises(RefusedError, match="no samples"):
+            program.network(views()[0][:0])
         results: list[Any] = [program.result(places.everywhere)]
     assert all(now is then for now, then in zip(program.network.parameters(), parameters, strict=True))
     if len(replicas) == 2:
