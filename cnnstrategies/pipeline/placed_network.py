@@ -11,9 +11,10 @@ from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.forms import Form, form_of
 from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
 from cnnstrategies.pipeline.placed_call import NetworkFunction, PlacedCall
+from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.stored_terms import NeedsOneMicrobatchError
 from cnnstrategies.pipeline.transport import Transport
-from cnnstrategies.pipeline.whole_batch import StageRunner, WholeBatch
+from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed import Places
 from cnnstrategies.placed.placing import place_tensors
 

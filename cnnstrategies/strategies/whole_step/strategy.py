@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -60,6 +61,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._placed: PlacedModule | None = None
         self._logs: PlacedLogs | None = None
         self._hidden: list[HiddenGradients] = []
+        self._alone: dist.ProcessGroup | None = None  # A group of this rank.
 
     # Before the processes start
 
@@ -99,6 +101,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
         # Loaders, which may be asked for before the set-up, need the rules.
         group = new_group(range(self.world_size), self.time_limit, backend="gloo")
         assert group is not None
+        groups = [new_group([rank], self.time_limit) for rank in range(self.world_size)]
+        self._alone = groups[self.global_rank]
         self.places = Places(self.global_rank, self.world_size, GlooLink(group, self.global_rank, self.world_size))
 
     @override
@@ -199,8 +203,21 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     def _step(self, name: str, context: AbstractContextManager[Any], args: Sequence[Any], kwargs: Any) -> Any:
         assert self._logs is not None
-        with context, self._logs.step():
+        with context, self._logs.step(), self._one_process():
             return getattr(self.lightning_module, name)(*args, **kwargs)
+
+    @contextmanager
+    def _one_process(self) -> Iterator[None]:
+        """Return a context in which the default process group has one process.
+
+        Losses that gather over all processes, such as contrastive losses, thus see the whole batch once.
+        """
+        everyone = dist.group.WORLD
+        dist.group.WORLD = self._alone
+        try:
+            yield
+        finally:
+            dist.group.WORLD = everyone
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -209,7 +226,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        with self._one_process():
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._rules.settle_gradients(module.parameters())
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
