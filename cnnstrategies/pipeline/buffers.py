@@ -42,6 +42,10 @@ class StageBuffers:
         group: Group of the stage's replicas; None if the stage has one replica.
         calls: For each module, by name: how often one forward of the stage calls the module.
 
+    Attributes:
+        copies_others: Whether other buffers are copied. They need no copy if all replicas have set them to the values
+            of the whole batch.
+
     Raises:
         ConfigurationError: The stage contains a SyncBatchNorm layer.
     """
@@ -53,6 +57,7 @@ class StageBuffers:
         calls: Mapping[str, int],
     ) -> None:
         self.group = group
+        self.copies_others = True
         self._module = module
         self._records: list[StatisticsRecorder] = []
         for name, layer in module.named_modules():
@@ -121,7 +126,7 @@ class StageBuffers:
         self.abandon()
         if self._table is not None:
             self._table.update(self.group)
-        if self.group is not None and self._others:
+        if self.group is not None and self._others and self.copies_others:
             self._copy_others()
 
     def abandon(self) -> None:

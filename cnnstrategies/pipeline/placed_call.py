@@ -12,6 +12,7 @@ from cnnstrategies.pipeline.channels import TensorHeader
 from cnnstrategies.pipeline.forms import BackwardReport, Form, ForwardReport
 from cnnstrategies.pipeline.random_draws import advance
 from cnnstrategies.pipeline.whole_batch import WholeBatch
+from cnnstrategies.placed.messages import RefusedError
 
 if TYPE_CHECKING:
     from cnnstrategies.pipeline.placed_network import PlacedNetwork
@@ -42,8 +43,17 @@ class PlacedCall:
         self._batch: WholeBatch | None = None
 
     def forward(self) -> tuple[Tensor, ...]:
-        """Run the forwards, and return the tensors of the network's result."""
+        """Run the forwards, and return the tensors of the network's result.
+
+        Raises:
+            RefusedError: The images have no samples.
+        """
         places, runner, leaves = self.places, self.network.runner, _tensors(self.images)
+        if not leaves or not leaves[0].shape[:1].numel():
+            raise RefusedError(
+                f"the network is called with {[tuple(leaf.shape) for leaf in leaves]}, which has no samples: call the "
+                "divided network only if the batch has samples"
+            )
         brought = places.bring_all(leaves, self.first, "images")
         form = self.network.forms.get(self._key)
         with places.local():
@@ -52,7 +62,7 @@ class PlacedCall:
                     brought[id(leaf)].requires_grad_(leaf.requires_grad)
             images = tree_map(lambda leaf: brought.get(id(leaf), leaf), self.images)
             in_order = form is None or bool(form.drawn)
-            batch = runner.begin(images, len(leaves[0]), self.needs_gradient, self._key, in_order)
+            batch = self.network.begin(images, len(leaves[0]), self.needs_gradient, self._key, in_order)
         self._batch = batch
         report = ForwardReport(batch.header, sorted(batch.draws.drawn))
         if form is None or form.varies:
@@ -64,21 +74,38 @@ class PlacedCall:
         form.check(report)
         self._form, self.header = form, form.header
         self._advance(batch, form)
+        assert batch.terms is not None
+        stored = batch.terms.outputs()
         with places.local():
             if runner.last:
-                return tuple(places.mark(batch.outputs(form.header), self.last, "the network's output"))
+                return *places.mark(batch.outputs(form.header), self.last, "the network's output"), *stored
             device = runner.transport.device
             shapes = [spec.empty(torch.device("meta")) for spec in form.header.tensors]
-            return tuple(places.foreign_like(shape, self.last, "the network's output", device) for shape in shapes)
+            tensors = [places.foreign_like(shape, self.last, "the network's output", device) for shape in shapes]
+            return *tensors, *stored
+
+    def place_stored(self, stored: Sequence[Tensor]) -> None:
+        """Store what the stages' forwards have stored in the attributes of this rank's modules.
+
+        Args:
+            stored: Results of the autograd function, after those of :attr:`header`.
+        """
+        assert self._batch is not None
+        assert self._batch.terms is not None
+        self._batch.terms.place(stored)
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the backwards, and return the gradients of the images' tensors and of the parameters."""
         places, runner, batch = self.places, self.network.runner, self._batch
         assert batch is not None
-        brought = places.bring_all([g for g in gradients if g is not None], self.last, "gradients of outputs")
-        of_outputs = [gradient if gradient is None else brought.get(id(gradient), gradient) for gradient in gradients]
+        assert batch.terms is not None
+        assert self.header is not None
+        count = len(self.header.tensors)
+        brought = places.bring_all([g for g in gradients[:count] if g is not None], self.last, "gradients of outputs")
+        of_outputs = [g if g is None else brought.get(id(g), g) for g in gradients[:count]]
+        of_stored = batch.terms.own_gradients(gradients[count:])
         with places.local():
-            sums, of_images = batch.backward(of_outputs, keeps_graph())
+            sums, of_images = batch.backward(of_outputs, keeps_graph(), of_stored)
         by_name = dict(self.network.division.network.named_parameters())
         own = {id(parameter): gradient for parameter, gradient in zip(batch.parameters, sums, strict=True)}
         # Image gradients exist in the first stage only, in the order of the images. Parameters have names.
@@ -153,7 +180,8 @@ class NetworkFunction(torch.autograd.Function):
         results = call.forward()
         assert call.header is not None
         specs = call.header.tensors
-        ctx.mark_non_differentiable(*[r for r, spec in zip(results, specs, strict=True) if not spec.needs_gradient])
+        # What has been stored follows. All of it has a gradient.
+        ctx.mark_non_differentiable(*[r for r, spec in zip(results, specs, strict=False) if not spec.needs_gradient])
         return results
 
     @staticmethod

@@ -11,9 +11,12 @@ from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.forms import Form, form_of
 from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
 from cnnstrategies.pipeline.placed_call import NetworkFunction, PlacedCall
+from cnnstrategies.pipeline.stage_runner import StageRunner
+from cnnstrategies.pipeline.stored_terms import NeedsOneMicrobatchError
 from cnnstrategies.pipeline.transport import Transport
-from cnnstrategies.pipeline.whole_batch import StageRunner
+from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed import Places
+from cnnstrategies.placed.placing import place_tensors
 
 
 class PlacedNetwork:
@@ -34,6 +37,7 @@ class PlacedNetwork:
         places: The rules of this rank.
         transport: Connections of this rank, for activations and their gradients.
         ahead: See `StageRunner`.
+        owner: The module that contains the network, in which forwards may store values; by default the network.
 
     Attributes:
         division: The division of the network.
@@ -42,16 +46,23 @@ class PlacedNetwork:
         ranks: For each stage, the ranks of its replicas.
         forms: What all ranks know about earlier calls, by the form of the batch; see :meth:`form_of`.
         copies: Copies of the network whose attribute ``forward`` divides them, or has divided them.
+        one_microbatch: Why the network runs batches as one microbatch; None if it does not.
     """
 
     def __init__(
-        self, network: nn.Module, cuts: Sequence[str | int], places: Places, transport: Transport, ahead: int
+        self,
+        network: nn.Module,
+        cuts: Sequence[str | int],
+        places: Places,
+        transport: Transport,
+        ahead: int,
+        owner: nn.Module | None = None,
     ) -> None:
         self.places = places
         self.copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._begin(Division(network, cuts), transport, ahead)
+        self._begin(Division(network, cuts), transport, ahead, network if owner is None else owner)
 
-    def _begin(self, division: Division, transport: Transport, ahead: int) -> None:
+    def _begin(self, division: Division, transport: Transport, ahead: int, owner: nn.Module) -> None:
         network = division.network
         self.division = division
         self.runner = StageRunner(division, transport, ahead)
@@ -60,22 +71,31 @@ class PlacedNetwork:
         self._graphs = self.division.graphs()
         self.ranks = [tuple(sorted(transport.placement.ranks(stage))) for stage in range(self.division.stages)]
         self.place_state(network)
+        self._owner = owner if any(module is network for module in owner.modules()) else network
+        self.runner.watch(self._owner, self.places, self.ranks)
+        self.one_microbatch: str | None = None
+        self._whole: set[Hashable] = set()  # Forms of batches that run as one microbatch.
 
     def place_state(self, network: nn.Module) -> None:
         """Mark the parameters and buffers of this rank's stage, and make those of other stages foreign.
 
+        All ranks must call this.
+
         Args:
             network: The network, or a copy of the network.
+
+        Raises:
+            ConfigurationError: A parameter or buffer cannot become foreign; see `place_tensors`.
         """
-        for name, stage, tensor in list(self.division.tensors(network)):
-            self.places.set_place(tensor, self.ranks[stage], name)
+        tensors = [(name, self.ranks[stage], tensor) for name, stage, tensor in self.division.tensors(network)]
+        place_tensors(self.places, network, tensors)
 
     def for_copy(self, network: nn.Module) -> Self:
         """Return a copy of the network as a divided network, with the same stages. All ranks must call this."""
         copied = object.__new__(type(self))
         copied.places, copied.copies = self.places, self.copies
         with self.places.local():
-            copied._begin(self.division.for_copy(network), self.runner.transport, self.runner.ahead)
+            copied._begin(self.division.for_copy(network), self.runner.transport, self.runner.ahead, self._owner)
         copied.runner.microbatches = self.runner.microbatches
         return copied
 
@@ -100,6 +120,22 @@ class PlacedNetwork:
             self.forms.clear()
         return form_of(images, self._modules, [*self.division.network.parameters()], self.runner.transport.device.type)
 
+    def begin(self, images: Any, samples: int, needs_gradient: bool, form: Hashable, in_order: bool) -> WholeBatch:
+        """Run the forwards of this rank's stage, in one microbatch if a stage needs the whole batch.
+
+        The arguments are those of `StageRunner.begin`.
+        """
+        if form not in self._whole:
+            try:
+                return self.runner.begin(images, samples, needs_gradient, form, in_order)
+            except NeedsOneMicrobatchError as error:
+                self._whole.add(form)
+                self.one_microbatch = (
+                    f"{error.reason}, so the network runs batches as one microbatch, and only one of its "
+                    f"{self.division.stages} stages computes at a time"
+                )
+        return self.runner.begin(images, samples, needs_gradient, form, in_order, whole=True)
+
     def __call__(self, images: Any) -> Any:
         """Return the network's result for a batch. All ranks must call this.
 
@@ -115,4 +151,6 @@ class PlacedNetwork:
         leaves = [leaf for leaf in tree_leaves(images) if isinstance(leaf, Tensor)]
         tensors = NetworkFunction.apply(call, *leaves, *parameters)
         assert call.header is not None
-        return call.header.unpack(tensors)[0]
+        count = len(call.header.tensors)
+        call.place_stored(tensors[count:])
+        return call.header.unpack(tensors[:count])[0]

@@ -1,122 +1,23 @@
 """Run one call of a divided network with a whole batch: all forwards of a stage now, and all backwards later."""
 
-import math
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies._torch_private import without_tensor_hooks
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.buffers import StageBuffers
-from cnnstrategies.pipeline.channels import Channels, TensorHeader, TensorSpec, memory_format_of, pack
-from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.channels import TensorHeader, TensorSpec, memory_format_of, pack
 from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of
 from cnnstrategies.pipeline.random_draws import Draws
-from cnnstrategies.pipeline.replicas import StageReplicas
-from cnnstrategies.pipeline.stage import StageGraph, put_module_at
 from cnnstrategies.pipeline.step import check_rows
-from cnnstrategies.pipeline.timetable import KINDS, Placement, tasks_of, turns
-from cnnstrategies.pipeline.transport import Transport
+from cnnstrategies.pipeline.stored_terms import CallTerms
 
-SCHEDULE = "gpipe"
-
-
-class StageRunner:
-    """Runs this rank's microbatches of a stage of a divided network, in GPipe's order.
-
-    Args:
-        division: Division of the network. Parameters and buffers of other stages are not used.
-        transport: Connections of this rank. Its placement determines the replicas and the number of microbatches.
-        ahead: Number of turns before a task at which the receive of the task's message begins; see
-            :data:`~cnnstrategies.pipeline.engine.AHEAD`.
-
-    Attributes:
-        replicas: The replicas of the stage.
-        microbatches: Number of microbatches into which batches are divided, at most the placement's number.
-        unseen_draws: Number of calls in which this rank has drawn random numbers, but the generators have not advanced
-            on all ranks. It enters the seeds, so that the next call does not draw the same numbers.
-    """
-
-    def __init__(self, division: Division, transport: Transport, ahead: int) -> None:
-        self.division, self.transport, self.ahead = division, transport, ahead
-        placement = transport.placement
-        self.stage = transport.place.stage
-        self.last = self.stage == placement.stages - 1
-        self.microbatches = placement.microbatches
-        self.unseen_draws = 0
-        self.replicas = StageReplicas(transport)
-        tasks = tasks_of(placement, transport.rank, SCHEDULE)
-        self._tasks = {kind: [task for task in tasks if task.kind == kind] for kind in KINDS}
-        graph = division.graphs()[self.stage]
-        self._turn = turns(placement.replicas, placement.microbatches, SCHEDULE)
-        self.channels = Channels(graph, self._turn, transport, ask_for_all=True)
-        module, calls = _modules_of(division, graph)
-        self.buffers = StageBuffers(module, self.replicas.group, calls)
-
-    @property
-    def placement(self) -> Placement:
-        """Numbering of the ranks."""
-        return self.transport.placement
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Trainable parameters of this stage that the network uses, in the order of the network."""
-        return [
-            tensor
-            for name, stage, tensor in self.division.tensors()
-            if stage == self.stage
-            and isinstance(tensor, nn.Parameter)
-            and tensor.requires_grad
-            and name in self.division.used
-        ]
-
-    def begin(
-        self, images: Any, samples: int, needs_gradient: bool, form: Hashable = None, in_order: bool = True
-    ) -> "WholeBatch":
-        """Run all forwards of a batch. All ranks must call this, with equal arguments except the images.
-
-        Args:
-            images: In the first stage, the images (n, C, H, W), or nested containers of tensors with n rows. Ignored in
-                other stages.
-            samples: Number n of samples.
-            needs_gradient: Whether the batch's backward follows, see :meth:`WholeBatch.backward`.
-            form: Key that is equal for batches whose values in the network have equal shapes and dtypes.
-            in_order: Whether the stages draw random numbers one after the other, as on one device, if the batch is one
-                microbatch; see `Draws`.
-        """
-        graph = self.division.graphs()[self.stage]
-        if graph is not self.channels.graph:
-            # The state of an opened container has changed, on all ranks. Other values may cross the cuts now.
-            self.channels.graph = graph
-            self.channels.forget_headers()
-        return WholeBatch(self, images, samples, needs_gradient, form, in_order)
-
-    def run_tasks(self, kind: Any, sizes: Sequence[int], key: Callable[[int], Hashable], run: Any) -> None:
-        """Run all forwards or all backwards of the microbatches that have samples.
-
-        Args:
-            kind: ``forward`` or ``backward``.
-            sizes: Number of samples of each microbatch.
-            key: Function that returns the size key of a microbatch; see `Channels.plan`.
-            run: Function that runs the task of a microbatch.
-        """
-        tasks = [task for task in self._tasks[kind] if sizes[task.microbatch]]
-        self.channels.plan(tasks, key)
-        times = [*map(self._turn, tasks), *[math.inf] * (self.ahead + 1)]
-        self.channels.exchange(times[0], times[self.ahead])
-        for index, task in enumerate(tasks):
-            try:
-                run(task.microbatch)
-                self.channels.exchange(times[index + 1], times[index + 1 + self.ahead])
-            except Exception as error:
-                error.add_note(f"in {self.transport.me}: {kind} of microbatch {task.microbatch}")
-                raise
-        self.channels.finish()
+if TYPE_CHECKING:
+    from cnnstrategies.pipeline.stage_runner import StageRunner
 
 
 class WholeBatch:
@@ -128,13 +29,21 @@ class WholeBatch:
         draws: Random draws of this rank's forwards.
         header: In the last stage, the header of the network's result for the whole batch. None in other stages, and if
             this rank has not run a microbatch.
+        terms: What the forwards have stored on modules; None if the runner does not watch them.
     """
 
     def __init__(
-        self, runner: StageRunner, images: Any, samples: int, needs_gradient: bool, form: Hashable, in_order: bool
+        self,
+        runner: "StageRunner",
+        images: Any,
+        samples: int,
+        needs_gradient: bool,
+        form: Hashable,
+        in_order: bool,
+        parts: int,
     ) -> None:
         self._runner, self._images, self._needs_gradient, self._form = runner, images, needs_gradient, form
-        kind, parts = runner.transport.device.type, runner.microbatches
+        kind = runner.transport.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         unused = [0] * (runner.placement.microbatches - parts)
         self.sizes = [samples // parts + (index < samples % parts) for index in range(parts)] + unused
@@ -148,8 +57,13 @@ class WholeBatch:
         self._results: dict[int, list[Tensor]] = {}
         self._is_done = False
         runner.buffers.begin(len(self.sizes), form)
+        self.terms: CallTerms | None = None
+        if runner.terms is not None:
+            self.terms = runner.terms.begin(self.sizes, needs_gradient, runner.transport.device, form)
         try:
             runner.run_tasks("forward", self.sizes, self._key, self._forward)
+            if self.terms is not None:
+                self.terms.finish()
             with runner.transport.collective("combining the buffers of the stage"):
                 runner.buffers.finish()
         except BaseException:
@@ -176,7 +90,7 @@ class WholeBatch:
         return tensors
 
     def backward(
-        self, gradients: Sequence[Tensor | None], keep: bool = False
+        self, gradients: Sequence[Tensor | None], keep: bool = False, of_stored: Sequence[Tensor | None] = ()
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Run the backwards of this rank's microbatches. All ranks must call this.
 
@@ -186,6 +100,7 @@ class WholeBatch:
             gradients: In the last stage, the gradient of each tensor in the network's result for the whole batch;
                 ignored in other stages.
             keep: Whether another backward of this batch may follow.
+            of_stored: Gradients of what this stage has stored, see `CallTerms.own_gradients`.
 
         Returns:
             The gradients of ``parameters``, and in the first stage the gradients of the tensors in the images,
@@ -215,6 +130,9 @@ class WholeBatch:
             if not keep:
                 for held in (self._leaves, self._roots, self._parts):
                     held.pop(microbatch, None)
+            if self.terms is not None:
+                stored, starts = self.terms.roots(microbatch, of_stored, keep)
+                roots, received = [*roots, *stored], [*received, *starts]
             inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], _tensors(part)
             results = gradients_of(roots, received, [*parameters, *inputs, *images], keep)
             add_gradients(sums, results[: len(parameters)], summed)
@@ -261,7 +179,11 @@ class WholeBatch:
                 images = tree_map(lambda rows: self._part(rows, microbatch), self._images)
                 self._parts[microbatch] = images
             with runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
-                result = runner.division.run(runner.stage, *channels.inputs(values, images))
+                arguments = channels.inputs(values, images)
+                if self.terms is None:
+                    result = runner.division.run(runner.stage, *arguments)
+                else:
+                    result = self.terms.run(microbatch, arguments)
             if runner.last:
                 roots = self._hold(microbatch, result)
             else:
@@ -306,15 +228,6 @@ class WholeBatch:
     def _rows(self, tensor: Tensor, microbatch: int) -> Tensor:
         start = sum(self.sizes[:microbatch])
         return tensor[start : start + self.sizes[microbatch]]
-
-
-def _modules_of(division: Division, graph: StageGraph) -> tuple[nn.Module, Counter[str]]:
-    """Return a module with the stage's modules, and the number of calls of each module in a forward of the stage."""
-    module = nn.Module()
-    calls = Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_module")
-    for path in calls:
-        put_module_at(module, path, division.network.get_submodule(path))
-    return module, calls
 
 
 def _tensors(value: Any) -> list[Tensor]:

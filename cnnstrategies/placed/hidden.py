@@ -81,7 +81,7 @@ class HiddenGradients:
         with places.local():
             self.hides = steps_separately(optimizer)
         self._places = places
-        self._state = PlacedState(places)
+        self._state = PlacedState(places, self.hides)
         self._is_hiding = False
         self._hidden: list[tuple[ForeignTensor, Tensor]] = []
         # This rank's parameters with a gradient, their places and their labels.

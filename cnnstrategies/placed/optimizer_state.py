@@ -31,13 +31,17 @@ class StateForm(NamedTuple):
 class PlacedState:
     """Gives an optimizer's state the places of the parameters, so that all ranks can read the state.
 
-    A rank computes the state of its own parameters only. Of other parameters, a rank has the tensors of the state as
-    foreign tensors. Numbers of another rank's state, such as a number of steps that is not a tensor, are left out: they
-    would be out of date after the next step.
+    Of parameters of other ranks, a rank has the tensors of the state as foreign tensors.
+
+    Args:
+        places: The rules of this rank.
+        is_own: Whether a rank's steps compute the state of this rank's parameters only. Numbers of another rank's
+            state, such as a number of steps that is not a tensor, are then left out: they would be out of date after
+            the next step. Otherwise all ranks have these numbers, and tensors with a single number.
     """
 
-    def __init__(self, places: Places) -> None:
-        self._places = places
+    def __init__(self, places: Places, is_own: bool) -> None:
+        self._places, self._is_own = places, is_own
         # By id of a parameter whose state all ranks know: the parameter, which keeps the id in use.
         self._described: dict[int, Tensor] = {}
 
@@ -55,13 +59,19 @@ class PlacedState:
                     continue
                 self._described[id(parameter)] = parameter
                 label = self._places.label_of(parameter)
-                self.mark(state, place, label)
-                if type(parameter) is ForeignTensor:
-                    forms = _forms(self._places, state)
-                    labels = {name: f"{name} of {label}" for name in forms}
-                    optimizer.state[parameter] = {
-                        name: self._foreign(form, parameter, labels[name]) for name, form in forms.items()
-                    }
+                is_out_of_date = self._is_own and type(parameter) is ForeignTensor
+                optimizer.state[parameter] = {
+                    name: self._given(value, place, f"{name} of {label}")
+                    for name, value in state.items()
+                    if not (is_out_of_date and _has_numbers(value))
+                }
+
+    def _given(self, value: Any, place: tuple[int, ...], label: str) -> Any:
+        def given(leaf: Any) -> Any:
+            is_placed = isinstance(leaf, Tensor) and (self._is_own or leaf.dim() > 0)
+            return self._places.give(leaf, place, label) if is_placed else leaf
+
+        return tree_map(given, value)
 
     def describe(self, optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
         """Create the state of foreign parameters that have made their first step. All ranks must call this.
@@ -99,7 +109,7 @@ class PlacedState:
         optimizer.state.clear()
         optimizer.state.update({**others, **ordered})
 
-    def _foreign(self, forms: Any, parameter: ForeignTensor, label: str | None = None) -> Any:
+    def _foreign(self, forms: Any, parameter: ForeignTensor) -> Any:
         """Return a value of a foreign parameter's state from its form."""
 
         def created(form: Any) -> Any:
@@ -107,8 +117,7 @@ class PlacedState:
                 return form
             device = torch.device("cpu") if form.is_on_cpu else parameter.device
             shape, stride, dtype = form.form
-            name = form.label if label is None else label
-            return ForeignTensor.create(self._places, shape, stride, dtype, device, parameter.place, name)
+            return ForeignTensor.create(self._places, shape, stride, dtype, device, parameter.place, form.label)
 
         return tree_map(created, forms, is_leaf=lambda value: isinstance(value, StateForm))
 
@@ -125,8 +134,8 @@ def _forms(places: Places, state: Any) -> dict[str, Any]:
             return StateForm(ResultForm.of(value), value.device.type == "cpu", places.label_of(value))
         return value
 
-    return {
-        name: tree_map(form_of, value)
-        for name, value in state.items()
-        if all(leaf is None or isinstance(leaf, Tensor) for leaf in tree_leaves(value))
-    }
+    return {name: tree_map(form_of, value) for name, value in state.items() if not _has_numbers(value)}
+
+
+def _has_numbers(value: Any) -> bool:
+    return any(leaf is not None and not isinstance(leaf, Tensor) for leaf in tree_leaves(value))

@@ -153,6 +153,11 @@ class StrategyFacts:
         """
         return False
 
+    @property
+    def has_global_batches(self) -> bool:
+        """Whether every rank runs the steps with the whole global batch, and not with its own part of the batch."""
+        return False
+
     # Checks by the command ``submit``
 
     def check_job(self, module: LightningModule, processes: int) -> None:

@@ -26,6 +26,7 @@ from cnnstrategies.data.division import has_map, samplers_of
 from cnnstrategies.data.sampling import DealtBatches, OrderedBatches
 from cnnstrategies.divided_batches import DividedBatches
 from cnnstrategies.models.samples import count_samples, samples_of
+from cnnstrategies.strategies.protocol import facts_of
 from cnnstrategies.verifying.batches import BatchKeeper, GlobalBatches, samples
 
 DROPPING = ("drop", "stochasticdepth")  # Parts of the class names of dropout layers, in lower case.
@@ -168,10 +169,14 @@ class Recorder(Checkpoint):
         batches = trainer.num_training_batches
         self._notes["batches"] = None if math.isinf(batches) else int(batches)
         if self._role.of is None:
-            folder = _keeper(trainer).folder = self._role.folder / str(trainer.global_rank)
-            folder.mkdir(parents=True)
+            keeper = _keeper(trainer)
+            folder = keeper.folder = self._role.folder / str(trainer.global_rank)
+            # If every rank has the global batch, only rank 0 writes it.
+            keeper.writes = trainer.is_global_zero or not facts_of(trainer.strategy).has_global_batches
             loader = trainer.train_dataloader
-            if getattr(loader, "loads", True):
+            if keeper.writes:
+                folder.mkdir(parents=True)
+            if keeper.writes and getattr(loader, "loads", True):
                 loaded = {"drawn": drawn_samples(loader), "count": epoch_samples(getattr(loader, "loader", loader))}
                 (folder / LOADED).write_text(json.dumps(loaded))
         else:
@@ -197,13 +202,15 @@ class Recorder(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save a checkpoint and the notes. Lightning calls this hook after all other hooks of the last step."""
         trainer.save_checkpoint(self._role.folder / END)
+        changed = self._changed(pl_module)  # A strategy may need all ranks for this.
         if not trainer.is_global_zero:
             return
+        has_global_batches = facts_of(trainer.strategy).has_global_batches
         self._notes |= {
             "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
-            "unreduced": sorted(own_values(trainer)),
+            "unreduced": [] if has_global_batches else sorted(own_values(trainer)),
             "steps": trainer.global_step,
-            "changed": self._changed(pl_module),
+            "changed": changed,
             "devices": trainer.world_size,
         }
         (self._role.folder / NOTES).write_text(json.dumps(self._notes))

@@ -1,12 +1,13 @@
 """Tests of a program that all ranks run as on one device, with a network whose stages are on different ranks."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -19,22 +20,18 @@ from cnnstrategies.pipeline.random_draws import GeneratorStates
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.placed import GlooLink, Places
+from cnnstrategies.placed.messages import RefusedError
 
 STEPS = 3
 CPU = torch.device("cpu")
-# Cuts of a Residual network, and the number of replicas of each stage.
-LAYOUTS = [
-    (["first.0", "second"], (1, 1, 1)),
-    (["first"], (2, 1)),
-    (["first"], (1, 2)),
-    (["first"], (2, 2)),
-    (["first"], (3, 1)),
-]
+# Number of replicas of each stage, by the cuts of a Residual network.
+LAYOUTS = {("first.0", "second"): [(1, 1, 1)], ("first",): [(2, 2)]}
+MORE_LAYOUTS = {("first",): [(1, 1), (2, 1), (1, 2), (3, 1)]}
 
 
 @contextmanager
 def placed(
-    network: nn.Module, cuts: list[str], replicas: tuple[int, ...], places: Places, microbatches: int = 3
+    network: nn.Module, cuts: Sequence[str], replicas: tuple[int, ...], places: Places, microbatches: int = 3
 ) -> Iterator[PlacedNetwork]:
     """Divide a network in a context in which this rank follows the rules."""
     transport = Transport(Placement(replicas, microbatches=microbatches), timedelta(minutes=1))
@@ -63,6 +60,8 @@ class Program:
             left, right = views()
             left.requires_grad_()
             loss = contrastive(self.network(left), self.network(right)) * self.scale
+            small = self.network(left.detach()[:, :, 1:7, 1:7])  # Crops of another size.
+            loss = loss + small["embedding"].square().mean()
             loss = loss + 0.01 * sum(parameter.square().sum() for parameter in self.network.parameters())
             if loss.item() > 1:
                 loss = loss * 0.5
@@ -165,7 +164,7 @@ def call_noisy(network: nn.Module, read: Callable[[Tensor], Tensor] = lambda ten
     return [*results, *(read(buffer) for buffer in network.buffers())]
 
 
-def run_all(cuts: list[str], replicas: tuple[int, ...]) -> list[Any]:
+def run_all(cuts: Sequence[str], replicas: tuple[int, ...]) -> list[Any]:
     """Run all programs on a rank of a pipeline."""
     size = dist.get_world_size()
     places = Places(dist.get_rank(), size, GlooLink(dist.new_group(range(size)), dist.get_rank(), size))
@@ -177,6 +176,8 @@ def run_all(cuts: list[str], replicas: tuple[int, ...]) -> list[Any]:
         else:
             places.put_away(program.scale, network.ranks[-1], "scale")
         program.run()
+        with pytest.raises(RefusedError, match="no samples"):
+            program.network(views()[0][:0])
         results: list[Any] = [program.result(places.everywhere)]
     assert all(now is then for now, then in zip(program.network.parameters(), parameters, strict=True))
     if len(replicas) == 2:
@@ -210,12 +211,15 @@ def begin_to_draw(network: nn.Module, places: Places) -> list[Any]:
         for module in network.modules():
             if isinstance(module, Noise):
                 module.amount = amount
-        calls = [network(views()[0]) for _ in range(2)]
+        images = views()[0][:1].expand(7, -1, -1, -1)
+        calls = [network(images) for _ in range(2)]
         digests.append(GeneratorStates.current(CPU).digest())
         sum(output.sum() for output in calls).backward()
         outputs += [places.everywhere(output.detach()) for output in calls]
     for index, output in enumerate(outputs[2:]):
         assert not any(torch.equal(output, other) for other in outputs[2:][:index])
+        # The first rows of the second and of the third microbatch have equal images.
+        assert not torch.equal(output[3], output[5])
     assert digests[0] == digests[1] != digests[2]
     return digests
 
@@ -233,14 +237,23 @@ def check_equal(value: Any, expected: Any) -> None:
         assert value == expected
 
 
-def test_all_ranks_run_the_programs_of_one_device() -> None:
+def check_layouts(layouts: Mapping[tuple[str, ...], Sequence[tuple[int, ...]]]) -> None:
     program = Program()
     program.run()
     expected = [program.result(lambda tensor: tensor), train_experts(chosen()), call_noisy(noisy())]
     first: list[Any] = []
-    for cuts, replicas in LAYOUTS:
+    for cuts, replicas in ((cuts, replicas) for cuts, choices in layouts.items() for replicas in choices):
         for results in run_ranks(sum(replicas), run_all, cuts, replicas):
             check_equal(results[:3], expected[: len(results)])
             # It does not matter which rank runs a microbatch.
             first = first or results[3:]
             check_equal(results[3:], first[: len(results[3:])])
+
+
+def test_all_ranks_run_the_programs_of_one_device() -> None:
+    check_layouts(LAYOUTS)
+
+
+@pytest.mark.cluster
+def test_all_ranks_run_the_programs_of_one_device_with_other_replicas() -> None:
+    check_layouts(MORE_LAYOUTS)

@@ -47,6 +47,13 @@ class NormOfAll(Plain):
         parameter.data.sub_(lr * gradient / self.norm)
 
 
+class Counting(NormOfAll):
+    def change(self, parameter: Tensor, gradient: Tensor, state: Any, lr: float) -> None:
+        state["count"] = state.get("count", 0) + 1
+        state["mean"] = 0.5 * state.get("mean", 0) + gradient
+        parameter.data.sub_(lr * state["mean"] / self.norm / state["count"])
+
+
 class Noisy(Plain):
     def change(self, parameter: Tensor, gradient: Tensor, state: Any, lr: float) -> None:
         parameter.data.sub_(lr * (gradient + 0.1 * torch.randn_like(gradient)))
@@ -72,6 +79,7 @@ SEPARATE = {
 OTHERS = {
     "lbfgs": lambda p: torch.optim.LBFGS(p, 0.1, max_iter=2, line_search_fn="strong_wolfe"),
     "norm": NormOfAll,
+    "counting": Counting,
     "noisy": Noisy,
     "clearing": Clearing,
 }
@@ -159,6 +167,34 @@ def test_an_optimizer_that_treats_each_parameter_by_itself_steps_as_on_one_devic
 def test_an_optimizer_that_mixes_parameters_sees_all_gradients() -> None:
     for name, make in OTHERS.items():
         check(name, make, False)
+
+
+def resume(make: Any, states: Any, places: Places | None = None) -> Program:
+    program = Program(make, places)
+    program.optimizer.load_state_dict(copy.deepcopy(states))
+    program.run(with_closure=True)
+    return program
+
+
+def test_a_loaded_state_gets_the_places_of_the_parameters() -> None:
+    for make in (SEPARATE["adamw"], SEPARATE["plain"], OTHERS["lbfgs"], OTHERS["counting"]):
+        first = Program(make)
+        first.run(with_closure=True)
+        states = first.optimizer.state_dict()
+        expected = resume(make, states)
+
+        def on_rank(places: Places, make: Any = make, states: Any = states, expected: Any = expected) -> None:
+            program = resume(make, states, places)
+            torch.testing.assert_close(program.read, expected.read, rtol=1e-12, atol=1e-12)
+            compare(places, program.parameters, expected.parameters)
+            for parameter in program.parameters:
+                for value in program.optimizer.state[parameter].values():
+                    for leaf in value if isinstance(value, list) else [value]:
+                        if isinstance(leaf, Tensor) and leaf.dim():
+                            assert places.place_of(leaf) == places.place_of(parameter)
+                            leaf.sum().item()
+
+        on_ranks(2, on_rank)
 
 
 class Failing(Plain):

@@ -19,6 +19,7 @@ from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trac
 from cnnstrategies.pipeline.uses import ordered_nodes
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.differences import OWN_MEANS, OWN_OTHER_LOSSES
+from cnnstrategies.strategies.whole_step.strategy import WholeStepStrategy
 
 RESULTS = Path(os.environ.get("CNNSTRATEGIES_ZOO", ROOT / "build/zoo"))
 CLASSES = 5
@@ -27,6 +28,7 @@ STRATEGIES: Mapping[str, tuple[Callable[[LightningModule, Tensor], Any], int]] =
     "parameter_server": (lambda module, images: "parameter_server", 2),
     "hybrid_pipeline [1, 1]": (lambda module, images: pipeline([1, 1], module, images), 2),
     "hybrid_pipeline [2, 1]": (lambda module, images: pipeline([2, 1], module, images), 3),
+    "whole step [1, 1]": (lambda module, images: pipeline([1, 1], module, images, WholeStepStrategy), 2),
 }
 
 
@@ -36,7 +38,12 @@ def part_of(names: Iterable[str]) -> list[str]:
     return list(names)[part - 1 :: parts]
 
 
-def pipeline(replicas: list[int], module: LightningModule, images: Tensor) -> HybridPipelineStrategy:
+def pipeline(
+    replicas: list[int],
+    module: LightningModule,
+    images: Tensor,
+    kind: type[HybridPipelineStrategy] = HybridPipelineStrategy,
+) -> HybridPipelineStrategy:
     """Return a pipeline; a plain network is cut in the middle, so that it does not have to be profiled."""
     cuts = None
     if isinstance(module, Classifier):
@@ -45,7 +52,7 @@ def pipeline(replicas: list[int], module: LightningModule, images: Tensor) -> Hy
             traced = trace(module.network)
             positions = cut_positions(traced)
             cuts = [ordered_nodes(traced)[positions[len(positions) // 2] - 1].name]
-    return HybridPipelineStrategy(replicas=replicas, cuts=cuts, microbatches=2, start_method="fork")
+    return kind(replicas=replicas, cuts=cuts, microbatches=2, start_method="fork")
 
 
 def try_all(

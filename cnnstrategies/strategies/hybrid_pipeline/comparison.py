@@ -47,11 +47,11 @@ def example_images(module: LightningModule, path: str, size: int) -> Images | No
     shape = getattr(getattr(module.trainer, "datamodule", None), "image_shape", None)
     given: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
     if len(given) == len(names) and all(isinstance(one, Tensor) for one in given):
-        return _repeated(as_given(given), size)
+        return repeated(as_given(given), size)
     with same_random_numbers(CPU):
         if shape is not None and len(names) == 1:
             return torch.randn(size, *shape)
-        batch = _samples(train_loader(module.trainer), size)
+        batch = first_samples(train_loader(module.trainer), size)
         return None if batch is None else _inputs(module, path, network, batch)
 
 
@@ -76,14 +76,14 @@ def on_device_of(network: nn.Module, images: Images) -> Images:
     return result
 
 
-def _repeated(images: Images, size: int) -> Images:
+def repeated(images: Images, size: int) -> Images:
     """The samples again and again, up to a number of them."""
     rows = torch.arange(size) % len(tree_leaves(images)[0])
     repeated: Images = tree_map(lambda one: one[rows.to(one.device)], images)
     return repeated
 
 
-def _samples(loader: Any, size: int) -> Any:
+def first_samples(loader: Any, size: int) -> Any:
     """A batch of the first samples of the data; nothing that a sampler or an iterator gives is used up."""
     dataset: Any = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset):
@@ -93,10 +93,15 @@ def _samples(loader: Any, size: int) -> Any:
     return loader.collate_fn([dataset[index] for index in range(min(size, len(dataset)))])
 
 
-def _inputs(module: LightningModule, path: str, network: nn.Module, batch: Any) -> Images:
+def as_loaded(module: LightningModule, path: str, network: nn.Module, batch: Any) -> Any:
+    """Return a batch as the steps get it, after the hooks of its transfer."""
     shadow = shadow_of(module, path, network, copy_metrics(module))
     batch = module.trainer.precision_plugin.convert_input(batch)  # As when it is loaded.
-    batch = shadow.on_after_batch_transfer(shadow.on_before_batch_transfer(batch, 0), 0)
+    return shadow.on_after_batch_transfer(shadow.on_before_batch_transfer(batch, 0), 0)
+
+
+def _inputs(module: LightningModule, path: str, network: nn.Module, batch: Any) -> Images:
+    batch = as_loaded(module, path, network, batch)
     return Inputs(module, path, network, CPU).of_a_batch(batch)
 
 

@@ -87,7 +87,7 @@ class Inputs:
         leaves, tree = flatten(batch)
         samples = count_samples(batch)
         copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        given = self._given(step, tree_unflatten(copies, tree), dataloader)
+        given = self.given(step, tree_unflatten(copies, tree), dataloader)
         if given is None:
             return self._first_tensors(batch, leaves)
         rows = {
@@ -121,7 +121,7 @@ class Inputs:
             )
         return tensors[: len(names)]
 
-    def _given(self, step: str, batch: Any, dataloader: int) -> list[Any] | None:
+    def given(self, step: str, batch: Any, dataloader: int) -> list[Any] | None:
         """What a step gives the network, in the order of the network's arguments.
 
         None where the step does not come to call it, or not as the network can be called; errors come again when the

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import has_own_forward
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
+from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 
 WHOLE = ""  # Path of a network that is the module itself.
@@ -92,9 +93,18 @@ class DividedForward:
         self.calls += 1
         return self.placed(images)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the attribute ``forward`` of a copy of the network, which is divided as well."""
+        return copied_forward(self.placed, self.network, memo, DividedForward)
+
+    def __reduce__(self) -> Any:
+        """Pickle the network's own ``forward``."""
+        return own_forward(self.network)
+
     def remove(self) -> None:
-        """Give the network its own ``forward`` back."""
-        vars(self.network).pop("forward", None)
+        """Give the network and its copies their own ``forward`` back."""
+        for network in (self.network, *self.placed.copies):
+            vars(network).pop("forward", None)
 
     def _images(self, args: Any, kwargs: Any) -> Any:
         """Return the network's inputs, a tuple if there are several; None if the call is of another kind."""

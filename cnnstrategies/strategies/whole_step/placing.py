@@ -9,9 +9,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from cnnstrategies._torch_private import swap_contents
+from cnnstrategies.pipeline.network_copies import adopt_copies
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.placed import ForeignTensor, Places
-from cnnstrategies.strategies.whole_step.network import tensors_of
+from cnnstrategies.placed.placing import place_tensors
+from cnnstrategies.strategies.whole_step.network import DividedForward, tensors_of
 from cnnstrategies.strategies.without_ddp import check_optimizer_states
 
 
@@ -30,13 +32,9 @@ class PlacedModule:
     def __init__(self, module: LightningModule, placed: PlacedNetwork, places: Places) -> None:
         self.module, self.places = module, places
         last = placed.ranks[-1]
-        for name, tensor in list(tensors_of(module)):
-            if places.place_of(tensor) is not None:
-                continue
-            if places.rank in last:
-                places.mark(tensor, last, name)
-            else:
-                places.put_away(tensor, last, name)
+        adopt_copies(module, placed, DividedForward)
+        others = [(name, last, tensor) for name, tensor in tensors_of(module) if places.place_of(tensor) is None]
+        place_tensors(places, module, others)
 
     def state_on_rank_zero(self) -> dict[str, Any]:
         """Return the module's state dict. On rank 0 it has the values of all ranks."""
@@ -72,6 +70,8 @@ class PlacedModule:
     def load_optimizer_states(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
         """Load the whole states of optimizers. Each rank keeps the values of its own parameters.
 
+        The optimizers give their states the places of the parameters; see :mod:`cnnstrategies.placed.hidden`.
+
         Raises:
             ConfigurationError: The checkpoint has another number of states.
         """
@@ -79,13 +79,6 @@ class PlacedModule:
         for optimizer, state in zip(optimizers, states, strict=True):
             with self.places.local():
                 optimizer.load_state_dict(dict(state))
-            for parameter in _parameters(optimizer):
-                place = self.places.place_of(parameter)
-                if place is not None and parameter in optimizer.state:
-                    entries = optimizer.state[parameter]
-                    for name, value in entries.items():
-                        if isinstance(value, Tensor):
-                            entries[name] = self.places.give(value, place, f"{name} of the optimizer")
 
     def restore(self, optimizers: Sequence[Optimizer]) -> None:
         """Bring the values of all parameters and buffers to all ranks, and the optimizers' states to rank 0."""

@@ -7,15 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.stage import check_cuts
@@ -23,12 +22,15 @@ from cnnstrategies.pipeline.timetable import check_layout
 from cnnstrategies.pipeline.tracing import cut_positions, trace_open
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.placed import GlooLink, Places
+from cnnstrategies.placed.hidden import HiddenGradients, hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
-from cnnstrategies.strategies.hybrid_pipeline.comparison import example_images, is_attached
+from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
 from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
+from cnnstrategies.strategies.whole_step.example import example_inputs
+from cnnstrategies.strategies.whole_step.loading import PlacedLoader, PlacedPredictionLoader
 from cnnstrategies.strategies.whole_step.logs import PlacedLogs
 from cnnstrategies.strategies.whole_step.network import DividedForward, find_network, module_at
 from cnnstrategies.strategies.whole_step.placing import PlacedModule
@@ -48,6 +50,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
     """
 
     places: Places | None = None
+    has_global_batches = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -57,6 +60,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._forward: DividedForward | None = None
         self._placed: PlacedModule | None = None
         self._logs: PlacedLogs | None = None
+        self._hidden: list[HiddenGradients] = []
+        self._alone: dist.ProcessGroup | None = None  # A group of this rank.
 
     # Before the processes start
 
@@ -91,6 +96,16 @@ class WholeStepStrategy(HybridPipelineStrategy):
     # Set-up
 
     @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        # Loaders, which may be asked for before the set-up, need the rules.
+        group = new_group(range(self.world_size), self.time_limit, backend="gloo")
+        assert group is not None
+        groups = [new_group([rank], self.time_limit) for rank in range(self.world_size)]
+        self._alone = groups[self.global_rank]
+        self.places = Places(self.global_rank, self.world_size, GlooLink(group, self.global_rank, self.world_size))
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         module = self.lightning_module
@@ -109,26 +124,25 @@ class WholeStepStrategy(HybridPipelineStrategy):
         if self._layout is None or self._layout[0] is not network:
             self._layout = (network, self._layout_of(trainer, path))
         self._divide(network, self._layout[1])
+        assert self.places is not None
+        self._hidden = [hide_foreign_gradients(self.places, optimizer) for optimizer in self.optimizers]
         self.setup_precision_plugin()
         self._same_random_numbers()
-        assert self.places is not None
         self.places.__enter__()
 
     def _layout_of(self, trainer: Trainer, path: str) -> ChosenLayout:
-        example = partial(example_images, trainer.lightning_module, path)
-        network = network_at(trainer.lightning_module, path)
+        example = partial(example_inputs, trainer.lightning_module, path)
+        network = module_at(trainer.lightning_module, path)
         return self.request.choose(network, trainer, trainer.world_size, self.root_device, example)
 
     def _divide(self, network: nn.Module, layout: ChosenLayout) -> None:
         """Divide the network, and give all parameters and buffers of the module their places."""
         assert self.lightning_module is not None
         placement = self.request.placement_on(self.world_size, layout.microbatches)
+        assert self.places is not None
         self._connections = transport = Transport(placement, self.time_limit, self.root_device)
-        group = new_group(range(self.world_size), self.time_limit, backend="gloo")
-        assert group is not None
-        self.places = Places(self.global_rank, self.world_size, GlooLink(group, self.global_rank, self.world_size))
         ahead = AHEAD if transport.has_tags else 0
-        placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead)
+        placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead, self.lightning_module)
         self._forward = DividedForward(placed)
         self._placed = PlacedModule(self.lightning_module, placed, self.places)
         self._logs = PlacedLogs(self.lightning_module, self.places)
@@ -147,18 +161,14 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     # Devices and data
 
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0}
-
     @override
     def process_dataloader(self, dataloader: object) -> Any:
-        return dataloader
-
-    @override
-    def keeps_sampler(self, loader: DataLoader[Any]) -> bool:
-        return False
+        assert self.lightning_module is not None
+        trainer, ranks = self.lightning_module.trainer, self._loading_ranks(dataloader)
+        arguments = dataloader, ranks, self._rules, self.placement, self._most
+        if trainer.state.fn == TrainerFn.PREDICTING:
+            return PlacedPredictionLoader(*arguments, has_rows=self.is_global_zero)
+        return PlacedLoader(*arguments)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -193,8 +203,21 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     def _step(self, name: str, context: AbstractContextManager[Any], args: Sequence[Any], kwargs: Any) -> Any:
         assert self._logs is not None
-        with context, self._logs.step():
+        with context, self._logs.step(), self._one_process():
             return getattr(self.lightning_module, name)(*args, **kwargs)
+
+    @contextmanager
+    def _one_process(self) -> Iterator[None]:
+        """Return a context in which the default process group has one process.
+
+        Losses that gather over all processes, such as contrastive losses, thus see the whole batch once.
+        """
+        everyone = dist.group.WORLD
+        dist.group.WORLD = self._alone
+        try:
+            yield
+        finally:
+            dist.group.WORLD = everyone
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -203,7 +226,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        with self._one_process():
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._rules.settle_gradients(module.parameters())
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
@@ -300,12 +324,14 @@ class WholeStepStrategy(HybridPipelineStrategy):
     def teardown(self) -> None:
         """Bring the whole network back to all ranks. After a failure each rank keeps the values that it has."""
         places, self.places = self.places, None
-        if places is not None:
-            assert self._forward is not None
+        if places is not None and self._forward is not None:
             assert self._logs is not None
             assert self._placed is not None
             self._forward.remove()
             self._logs.remove()
+            for hidden in self._hidden:
+                hidden.remove()
+            self._hidden = []
             if not self._failed:
                 self._placed.restore(self.optimizers)
             places.__exit__(None, None, None)

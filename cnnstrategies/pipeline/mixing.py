@@ -1,0 +1,266 @@
+"""Find out whether a stage mixes samples, and how what it stores for a batch follows from what it stores for parts.
+
+A pipeline runs a batch in parts. That is right if each sample has the same result in each batch. A layer that computes
+with statistics of a batch, such as a minibatch standard deviation, gives other results for a part of the batch. The
+probe runs a stage with a batch and with two parts of the batch, and compares the results. BatchNorm layers use fixed
+statistics during the probe, because a pipeline computes their statistics for each microbatch, as documented.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map
+
+from cnnstrategies._torch_private import OperationMode, put_buffer
+from cnnstrategies.pipeline.buffers import BATCH_NORMS
+from cnnstrategies.pipeline.combining import Rule, StoredValues, find_rule, tolerance
+from cnnstrategies.pipeline.stored import StoredKey, StoredWatch
+from cnnstrategies.pipeline.untouched import random_states, restore_random
+
+# Arguments of a stage's forward.
+Arguments = tuple[Any, ...]
+
+
+class Verdict(NamedTuple):
+    """Result of a probe.
+
+    Attributes:
+        reason: Why the stage must run the whole batch as one microbatch; None if it may run parts.
+        stored: What the stage has stored for the batch, without the values; None if there is a reason.
+        rules: The rule of each stored leaf.
+    """
+
+    reason: str | None
+    stored: StoredValues | None
+    rules: list[Rule]
+
+
+class MixingProbe:
+    """Runs a stage several times with a batch and with parts of it. The modules' state does not change.
+
+    Args:
+        run: Function that runs the stage.
+        modules: The modules that the stage calls, by name, with their submodules.
+        watch: Undoes what the forwards store.
+    """
+
+    def __init__(self, run: Callable[..., Any], modules: Mapping[str, nn.Module], watch: StoredWatch) -> None:
+        self._run, self._modules, self._watch = run, modules, watch
+        self._random: dict[str, Any] = {}
+
+    def verdict(self, arguments: Sequence[Arguments], samples: Sequence[int]) -> Verdict | None:
+        """Return the result of the probe; None if there are fewer than two samples.
+
+        Args:
+            arguments: The stage's arguments for some microbatches.
+            samples: Number of samples of each of these microbatches.
+        """
+        if sum(samples) < 2:
+            return None
+        if len(samples) > 1:
+            parts, counts = [arguments[0], join(arguments[1:], samples[1:])], [samples[0], sum(samples[1:])]
+            whole = join(arguments, samples)
+        else:
+            counts = [samples[0] // 2, samples[0] - samples[0] // 2]
+            whole = arguments[0]
+            parts = [_rows(whole, samples[0], 0, counts[0]), _rows(whole, samples[0], counts[0], samples[0])]
+        self._random = random_states()
+        with ExitStack() as stack:
+            stack.enter_context(saved_tensors_hooks(_nothing, _no_tensor))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(_fixed_statistics(self._modules.values()))
+            stack.callback(restore_random, self._random)
+            self._watch.begin()
+            stack.callback(self._watch.begin)
+            try:
+                return self._compare(whole, parts, counts)
+            finally:
+                self._watch.take()
+
+    def _compare(self, whole: Arguments, parts: Sequence[Arguments], samples: Sequence[int]) -> Verdict:
+        try:
+            output, stored, before, inputs = self._forward(whole)
+            again = self._forward(whole, twice=True)[1] if before else {}
+            results = [self._forward(part) for part in parts]
+        except Exception as error:
+            return Verdict(f"it cannot run parts of the batch ({type(error).__name__}: {error})", None, [])
+        if not _are_rows(output, [result[0] for result in results], samples):
+            return Verdict(self._culprit(whole, parts, samples), None, [])
+        values = StoredValues.of(stored)
+        of_parts = [StoredValues.of(result[1]) for result in results]
+        for part in of_parts:
+            if not values.has_form_of(part):
+                names = {*map(str, values.keys)} ^ {*map(str, part.keys)} or {*map(str, values.keys)}
+                return Verdict(f"it stores other things in {min(names)} for a part of the batch", None, [])
+        rules: list[Rule] = []
+        columns = [values.names, values.leaves, values.leaves_of(before), values.leaves_of(again)]
+        columns += [part.leaves for part in of_parts]
+        for key, leaf, old, second, *leaves in zip(*columns, strict=True):
+            rule = find_rule(leaf, leaves, samples, old, second, _limit(leaf))
+            if rule is None:
+                reason = (
+                    f"what it stores in {key} for a batch is neither the mean, the sum nor the rows of what it stores "
+                    "for parts of the batch"
+                )
+                return Verdict(reason, None, [])
+            rules.append(rule._replace(is_certain=rule.kind == "same" and _depends_on_parameters_only(leaf, inputs)))
+        return Verdict(None, values._replace(leaves=[]), rules)
+
+    def _forward(
+        self, arguments: Arguments, twice: bool = False
+    ) -> tuple[Any, dict[StoredKey, Any], dict[StoredKey, Any], list[Tensor]]:
+        """Run the stage, and return its output, what it stores, the values before, and its arguments' tensors."""
+        inputs: list[Tensor] = []
+
+        def copy(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            needs_gradient = torch.is_grad_enabled() and leaf.is_floating_point()
+            inputs.append(leaf.detach().requires_grad_(needs_gradient))
+            return inputs[-1].clone()  # The forward may change its arguments in place.
+
+        for _ in range(2 if twice else 1):
+            restore_random(self._random)
+            with _FixedDraws():  # type: ignore[no-untyped-call]
+                output = self._run(*tree_map(copy, arguments))
+        stored = self._watch.take()
+        return tree_map(_detached, output), stored, dict(self._watch.before), inputs
+
+    def _culprit(self, whole: Arguments, parts: Sequence[Arguments], samples: Sequence[int]) -> str:
+        """Return a text that names the first module whose result for a sample depends on the other samples."""
+        calls: list[list[tuple[str, Any]]] = []
+        handles = []
+        for name, module in self._modules.items():
+
+            def note(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
+                calls[-1].append((name, tree_map(_detached, output)))
+
+            handles.append(module.register_forward_hook(note))
+        try:
+            for arguments in (whole, *parts):
+                calls.append([])
+                self._forward(arguments)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for (name, output), *others in zip(*calls, strict=False):
+            if not _are_rows(output, [result for _, result in others], samples):
+                return f"{name} ({type(self._modules[name]).__name__}) gives a sample other results in another batch"
+        return "its forward gives a sample other results in another batch"
+
+
+def join(arguments: Sequence[Arguments], samples: Sequence[int]) -> Arguments:
+    """Return the arguments of one forward for the samples of several microbatches."""
+
+    def joined(*leaves: Any) -> Any:
+        first = leaves[0]
+        if isinstance(first, Tensor):
+            is_constant = all(leaf.shape == first.shape and torch.equal(leaf, first) for leaf in leaves)
+            return first if is_constant else torch.cat([leaf.detach() for leaf in leaves])
+        is_count = isinstance(first, int) and all(map(int.__eq__, leaves, samples))
+        return sum(samples) if is_count else first
+
+    result: Arguments = tree_map(joined, *arguments)
+    return result
+
+
+def _rows(arguments: Arguments, samples: int, start: int, stop: int) -> Arguments:
+    """Return the arguments for some samples of a microbatch."""
+
+    def part(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) and len(leaf) % samples == 0:
+            per_sample = len(leaf) // samples
+            return leaf[start * per_sample : stop * per_sample]
+        return stop - start if type(leaf) is int and leaf == samples else leaf
+
+    result: Arguments = tree_map(part, arguments)
+    return result
+
+
+def _are_rows(whole: Any, parts: Sequence[Any], samples: Sequence[int]) -> bool:
+    """Whether each leaf of a result for a batch consists of the rows for its parts, or is the same for all parts."""
+    columns = [tree_leaves(part) for part in parts]
+    leaves = tree_leaves(whole)
+    if any(len(column) != len(leaves) for column in columns):
+        return False
+    for leaf, *others in zip(leaves, *columns, strict=True):
+        rule = find_rule(leaf, others, samples, None, None, _limit(leaf))
+        is_count = isinstance(leaf, int) and rule is not None and rule.kind == "sum"
+        if (rule is None or rule.kind not in ("same", "rows")) and not is_count:
+            return False
+    return True
+
+
+class _FixedDraws(OperationMode):  # type: ignore[no-untyped-call]
+    """Replaces random numbers by fixed numbers, so that a sample has the same numbers in each batch."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and overwrite what it has drawn."""
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return result
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(result[1])
+        if isinstance(result, Tensor) and result.is_floating_point():
+            result.fill_(1.0 if "bernoulli" in str(func.overloadpacket) else 0.5)
+        return result
+
+
+@contextmanager
+def _fixed_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Return a context in which BatchNorm layers normalise with their running statistics, or with 0 and 1."""
+    layers = [module for module in modules if isinstance(module, BATCH_NORMS)]
+    training = [layer for layer in layers if layer.training]
+    without = [layer for layer in layers if layer.running_mean is None]
+    for layer in training:
+        layer.training = False
+    for layer in without:
+        like = torch.zeros(layer.num_features) if layer.weight is None else layer.weight.detach()
+        put_buffer(layer, "running_mean", torch.zeros_like(like))
+        put_buffer(layer, "running_var", torch.ones_like(like))
+    try:
+        yield
+    finally:
+        for layer in training:
+            layer.training = True
+        for layer in without:
+            put_buffer(layer, "running_mean", None)
+            put_buffer(layer, "running_var", None)
+
+
+def _depends_on_parameters_only(leaf: Any, inputs: Sequence[Tensor]) -> bool:
+    """Whether a stored tensor has a gradient for parameters, and does not depend on the stage's inputs."""
+    if not (isinstance(leaf, Tensor) and leaf.grad_fn is not None):
+        return False
+    ids = {id(tensor) for tensor in inputs}
+    nodes: list[Any] = [leaf.grad_fn]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in ids:
+            return False
+        nodes += [following for following, _ in node.next_functions]
+    return True
+
+
+def _limit(leaf: Any) -> float:
+    return tolerance(leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else 1e-9
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _nothing(tensor: Tensor) -> None:
+    """Keep no activation for a backward pass, because none follows."""
+
+
+def _no_tensor(_: None) -> Tensor:
+    raise RuntimeError("a probe does not compute gradients")

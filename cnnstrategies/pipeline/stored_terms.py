@@ -1,0 +1,331 @@
+"""What the forwards of a divided network store, as values of the whole batch, on all ranks.
+
+Each stage combines what its microbatches have stored. A stored tensor lives on the ranks of its stage; all other ranks
+get a foreign tensor in the same attribute, and plain values are sent. A stored tensor that requires a gradient is an
+output of the network's autograd function, like the network's result.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.channels import TensorHeader, pack
+from cnnstrategies.pipeline.combining import Rule, StoredValues, combine, gradient_of_part, is_same
+from cnnstrategies.pipeline.mixing import MixingProbe
+from cnnstrategies.pipeline.stored import PLAIN, StoredKey, StoredWatch
+from cnnstrategies.placed import Places
+
+
+class NeedsOneMicrobatchError(Exception):
+    """A stage needs the whole batch as one microbatch. All ranks raise this error in the same call.
+
+    Attributes:
+        reason: A clause that names the module.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class _Report(NamedTuple):
+    """What a rank tells all others about a call, if it differs from the rank's report of an earlier call.
+
+    Attributes:
+        reason: Why the rank's stage needs the whole batch as one microbatch; None if it does not.
+        header: What the stage has stored: for each key its kind, its path, whether the forward has added to the value,
+            and the value. Tensors are described.
+    """
+
+    reason: str | None
+    header: TensorHeader
+
+
+class StoredTerms:
+    """The watch over what this rank's stage stores, and what this rank knows about the other stages.
+
+    Args:
+        owner: The user's module, or the network. The watch also finds what a forward stores in the owner's other
+            modules.
+        network: The divided network.
+        modules: The modules that the stage calls, by name, with their submodules.
+        run: Function that runs the stage.
+        run_again: Function that runs the stage once more for a probe, which BatchNorm layers must not count.
+        places: The rules of this rank.
+        ranks: For each stage, the ranks of its replicas.
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        network: nn.Module,
+        modules: Mapping[str, nn.Module],
+        run: Callable[..., Any],
+        run_again: Callable[..., Any],
+        places: Places,
+        ranks: Sequence[tuple[int, ...]],
+    ) -> None:
+        self.watch = StoredWatch(owner, network)
+        self.probe = MixingProbe(run_again, modules, self.watch)
+        self.run, self.places, self.ranks = run, places, ranks
+        self.stage = next(stage for stage, members in enumerate(ranks) if places.rank in members)
+        self.group = ranks[self.stage]
+        self.known: dict[Hashable, tuple[StoredValues, list[Rule]]] = {}
+        self.reports: dict[int, _Report] = {}
+
+    def begin(self, sizes: Sequence[int], needs_gradient: bool, device: torch.device, form: Hashable) -> "CallTerms":
+        """Begin a call of the network.
+
+        Args:
+            sizes: Number of samples of each microbatch, also of those that run on other replicas.
+            needs_gradient: Whether the forwards run with autograd.
+            device: Device of this rank.
+            form: Key that is equal for batches of the same form.
+        """
+        self.watch.begin()
+        return CallTerms(self, sizes, needs_gradient, device, form)
+
+
+class CallTerms:
+    """What one call of the network stores."""
+
+    def __init__(
+        self, terms: StoredTerms, sizes: Sequence[int], needs_gradient: bool, device: torch.device, form: Hashable
+    ) -> None:
+        self._terms, self._sizes, self._needs_gradient, self._device = terms, sizes, needs_gradient, device
+        self._form = form
+        self._arguments: dict[int, tuple[Any, ...]] = {}
+        self._stored: dict[int, StoredValues] = {}
+        self._before: dict[StoredKey, Any] = {}
+        self._rules: list[Rule] = []
+        # The combined tensors that this stage reports, and for those with a gradient the index of the stored leaf.
+        self._tensors: list[Tensor] = []
+        self._with_gradient: list[int] = []
+        self._headers: list[TensorHeader] = []
+
+    def run(self, microbatch: int, arguments: tuple[Any, ...]) -> Any:
+        """Run the stage for a microbatch, and take away what it stores.
+
+        Args:
+            microbatch: The microbatch.
+            arguments: Arguments of the stage.
+        """
+        watch = self._terms.watch
+        result = self._terms.run(*arguments)
+        self._stored[microbatch] = StoredValues.of(watch.take())
+        self._before |= watch.before
+        self._arguments[microbatch] = arguments
+        return result
+
+    def finish(self) -> None:
+        """Combine what the microbatches have stored, and tell the other ranks. All ranks must call this.
+
+        Raises:
+            NeedsOneMicrobatchError: A stage mixes samples, or what it stores cannot be combined.
+        """
+        terms, places = self._terms, self._terms.places
+        with torch.set_grad_enabled(self._needs_gradient):
+            reason = self._find_rules()
+        self._arguments.clear()
+        report = _Report(reason, _NOTHING)
+        if reason is None and self._stored:
+            report = _Report(None, self._combine())
+        news = None if report == terms.reports.get(places.rank) else report
+        for rank, received in enumerate(places.exchange(news, range(places.world_size), "stored")):
+            if received is not None:
+                terms.reports[rank] = _Report(*received)
+        reports = [terms.reports[members[0]] for members in terms.ranks]
+        for stage_report in reports:
+            if stage_report.reason is not None:
+                terms.reports.clear()
+                raise NeedsOneMicrobatchError(stage_report.reason)
+        self._headers = [stage_report.header for stage_report in reports]
+
+    def outputs(self) -> list[Tensor]:
+        """Return the stored tensors of all stages that have a gradient: placed tensors, or foreign ones."""
+        return [tensor for stage in range(len(self._headers)) for tensor, needed in self._placed(stage) if needed]
+
+    def place(self, outputs: Sequence[Tensor]) -> None:
+        """Store all stages' values in the attributes of this rank's modules.
+
+        Args:
+            outputs: The tensors of :meth:`outputs`, as results of the network's autograd function.
+        """
+        watch, remaining = self._terms.watch, iter(outputs)
+        before: dict[tuple[Any, ...], Any] = {}
+        for stage, header in enumerate(self._headers):
+            if not header.leaves:
+                continue
+            (entries,) = header.unpack(
+                [next(remaining) if needed else tensor for tensor, needed in self._placed(stage)]
+            )
+            for kind, path, accumulates, value in entries:
+                key = StoredKey(kind, path)
+                if accumulates:
+                    present = watch.value(key)
+                    if path in before:  # An earlier stage has added to the same value.
+                        value = present + (value - before[path])
+                    else:
+                        before[path] = present
+                watch.put(key, value)
+
+    def own_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Bring the gradients of :meth:`outputs` to their stages. All ranks must call this.
+
+        Returns:
+            The gradients of this rank's stage.
+        """
+        places, remaining = self._terms.places, iter(gradients)
+        result: list[Tensor | None] = []
+        for stage, header in enumerate(self._headers):
+            count = sum(spec.needs_gradient for spec in header.tensors)
+            of_stage = [next(remaining) for _ in range(count)]
+            present = [gradient for gradient in of_stage if gradient is not None]
+            brought = places.bring_all(present, self._terms.ranks[stage], "gradients of stored values")
+            if stage == self._terms.stage:
+                result = [None if gradient is None else brought.get(id(gradient), gradient) for gradient in of_stage]
+        return result
+
+    def roots(
+        self, microbatch: int, gradients: Sequence[Tensor | None], keep: bool
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return a microbatch's stored tensors with their gradients.
+
+        Args:
+            microbatch: The microbatch.
+            gradients: Result of :meth:`own_gradients`.
+            keep: Whether the tensors are needed again.
+        """
+        leaves = self._stored[microbatch].leaves if keep else self._stored.pop(microbatch).leaves
+        tensors, starts = [], []
+        for index, gradient in zip(self._with_gradient, gradients, strict=True):
+            if gradient is not None:
+                tensors.append(leaves[index])
+                starts.append(gradient_of_part(self._rules[index], gradient, self._sizes, microbatch))
+        return tensors, starts
+
+    def _find_rules(self) -> str | None:
+        """Find the rules by which the microbatches' values are combined, together with the stage's other replicas.
+
+        Returns:
+            Why the stage needs the whole batch as one microbatch; None if it does not.
+        """
+        terms = self._terms
+        self._share()
+        if sum(map(bool, self._sizes)) < 2:
+            self._rules = [Rule("same") for values in self._stored.values() for _ in values.leaves]
+            return None
+        known = terms.known.get(self._form)
+        if known is not None and self._fits(*known):
+            self._rules = known[1]
+            return None
+        verdict = terms.probe.verdict(list(self._arguments.values()), [self._sizes[m] for m in self._arguments])
+        if len(terms.group) > 1:
+            verdicts = [v for v in terms.places.exchange(verdict, terms.group, "probe") if v is not None]
+            verdict = next((v for v in verdicts if v.reason is not None), verdicts[0] if verdicts else None)
+        if verdict is None:
+            stored = next((key for values in self._stored.values() for key in values.keys), None)
+            return None if stored is None else f"it stores {stored}, and there are too few samples to find out how"
+        if verdict.stored is None:
+            return verdict.reason
+        terms.known[self._form] = verdict.stored, verdict.rules
+        self._rules = verdict.rules
+        fits = self._fits(verdict.stored, verdict.rules)
+        return None if fits else "it stores different things in different microbatches"
+
+    def _share(self) -> None:
+        """Get what the microbatches of the stage's other replicas have stored."""
+        terms = self._terms
+        if len(terms.group) == 1:
+            return
+        own = {microbatch: values.detached() for microbatch, values in self._stored.items() if values.keys}
+        for others, before in terms.places.exchange(
+            (own, list(self._before.items())), terms.group, "stored by replicas"
+        ):
+            self._before = {**dict(before), **self._before}
+            for microbatch, values in others.items():
+                self._stored.setdefault(microbatch, values.attached(self._device))
+        nothing = StoredValues.of({})
+        for microbatch, size in enumerate(self._sizes):
+            if size:
+                self._stored.setdefault(microbatch, nothing)
+
+    def _fits(self, known: StoredValues, rules: Sequence[Rule]) -> bool:
+        """Whether the microbatches have stored values that the rules can combine."""
+        if not all(values.has_form_of(known) for values in self._stored.values()):
+            return False
+        columns = zip(*(values.leaves for values in self._stored.values()), strict=True)
+        return all(
+            rule.kind != "same" or rule.is_certain or all(is_same(leaf, other) for other in others)
+            for rule, (leaf, *others) in zip(rules, columns, strict=True)
+        )
+
+    def _combine(self) -> TensorHeader:
+        """Combine the microbatches' values. Return the header of what the other ranks must know."""
+        places, watch, table = self._terms.places, self._terms.watch, self._stored
+        order = sorted(table)
+        samples = [self._sizes[microbatch] for microbatch in order]
+        values = table[order[0]]
+        before = values.leaves_of(self._before)
+        columns = list(zip(*(table[microbatch].leaves for microbatch in order), strict=True))
+        needs: list[bool] = []
+        leaves: list[Any] = []
+        with torch.no_grad():
+            for rule, column, old in zip(self._rules, columns, before, strict=True):
+                leaf = combine(rule, column, samples, old)
+                needs.append(any(isinstance(part, Tensor) and part.requires_grad for part in column))
+                # A tensor with a storage of its own can have a place of its own.
+                leaves.append(leaf.clone().requires_grad_(needs[-1]) if isinstance(leaf, Tensor) else leaf)
+        entries = []
+        starts, start = [], 0
+        for key, value in values.items(leaves):
+            count = len(tree_leaves(value))
+            indices = range(start, start + count)
+            start += count
+            _check(key, leaves[indices.start : indices.stop])
+            if key.kind == "values" and not needs[indices.start]:
+                tensor = watch.find(key.path)
+                if places.place_of(tensor) is not None:
+                    # The tensor lives on this stage's ranks, like the network's buffers.
+                    with torch.no_grad():
+                        tensor.copy_(value)
+                    continue
+            accumulates = all(self._rules[index].accumulates for index in indices) and count == 1
+            entries.append((key.kind, key.path, accumulates, value))
+            starts += [index for index in indices if needs[index]]
+        header, self._tensors = pack((entries,), False) if entries else (_NOTHING, [])
+        self._with_gradient = starts
+        return header
+
+    def _placed(self, stage: int) -> list[tuple[Tensor, bool]]:
+        """Return the stored tensors of a stage, foreign on other ranks, and whether each has a gradient."""
+        places, ranks = self._terms.places, self._terms.ranks[stage]
+        specs = self._headers[stage].tensors
+        if places.rank in ranks:
+            tensors = [places.mark(tensor.detach(), ranks, "a stored value") for tensor in self._tensors]
+        else:
+            with places.local():
+                shapes = [spec.empty(torch.device("meta")) for spec in specs]
+                tensors = [places.foreign_like(shape, ranks, "a stored value", self._device) for shape in shapes]
+        return [(tensor, spec.needs_gradient) for tensor, spec in zip(tensors, specs, strict=True)]
+
+
+def _check(key: StoredKey, leaves: Sequence[Any]) -> None:
+    """Check that other ranks can get what has been stored.
+
+    Raises:
+        ConfigurationError: They cannot.
+    """
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *PLAIN)):
+            raise ConfigurationError(
+                f"the network's forward stores an object of the class {type(leaf).__name__} in {key}, which the ranks "
+                "of other stages cannot get: store tensors, numbers or texts, or lists and dictionaries of them"
+            )
+
+
+_NOTHING = pack((), False)[0]

@@ -1,0 +1,46 @@
+"""Find example inputs of a network, with which its cuts are chosen."""
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from cnnstrategies._lightning_private import train_loader
+from cnnstrategies.pipeline.batch import Images
+from cnnstrategies.pipeline.leaf_tracer import network_inputs
+from cnnstrategies.pipeline.microbatches import CPU
+from cnnstrategies.strategies.hybrid_pipeline.batches import as_given
+from cnnstrategies.strategies.hybrid_pipeline.comparison import as_loaded, first_samples, repeated
+from cnnstrategies.strategies.hybrid_pipeline.inputs import Inputs
+from cnnstrategies.strategies.shadow import same_random_numbers
+from cnnstrategies.strategies.whole_step.network import module_at
+
+
+def example_inputs(module: LightningModule, path: str, size: int) -> Images | None:
+    """Return inputs of the network for about ``size`` samples; None if they are not known.
+
+    The inputs are the module's ``example_input_array``, or what ``training_step`` passes to the network for the first
+    samples of the training data. The step runs on a copy of the module, up to the call of the network. No loader is
+    iterated.
+
+    Args:
+        module: The module, which has a trainer.
+        path: Path of the network.
+        size: Number of samples. At least two samples are returned, because batch normalisation cannot train on one.
+    """
+    size = max(2, size)
+    network = module_at(module, path)
+    names = network_inputs(network)
+    example = module.example_input_array
+    arrays: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
+    if len(arrays) == len(names) and all(isinstance(array, Tensor) for array in arrays):
+        return repeated(as_given(arrays), size)
+    with same_random_numbers(CPU):
+        batch = first_samples(train_loader(module.trainer), size)
+        if batch is None:
+            return None
+        inputs = Inputs(module, path, network, CPU)
+        arguments = inputs.given("training_step", as_loaded(module, path, network, batch), 0)
+    if arguments is None or not all(isinstance(value, Tensor) for value in arguments):
+        return None
+    return as_given(arguments)

@@ -1,0 +1,21 @@
+"""Programs as users write them. Training must be the same on one device and under a strategy that divides the network.
+
+Each file has one kind of case. `CASES` has all of them by name.
+"""
+
+from whole_step_cases import (  # noqa: F401  # Each import registers cases.
+    comparing,
+    containers,
+    declared,
+    evaluating,
+    finetuning,
+    hooks,
+    optimization,
+    reading,
+    stored,
+    teachers,
+    views,
+)
+from whole_step_cases.base import CASES, Case
+
+__all__ = ["CASES", "Case"]

@@ -1,0 +1,293 @@
+"""Cases of hooks: hooks of tensors and modules, freezing, attributes of layers, and work on gradients."""
+
+import re
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from whole_step_cases.base import Classifier, case, classifier
+
+
+class ScaledBlock(nn.Module):
+    """A residual block with a factor that training may change, and a term for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.alpha = 1.0
+        self.kl = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.alpha * F.relu(self.conv(x))
+        self.kl = y.square().mean()
+        return x + y
+
+
+class Temperature(nn.Module):
+    tau = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / self.tau
+
+
+class RunningMean(nn.Module):
+    """A layer that subtracts a running mean, which it updates first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean((0, 2, 3)))
+        return x - self.mean.view(1, -1, 1, 1)
+
+
+@case()
+class Plain(Classifier):
+    pass
+
+
+@case()
+class TensorHook(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.net[6].parameters():
+            parameter.register_hook(lambda gradient: gradient * 0.1)
+
+
+@case()
+class AttributeOfBlocks(Classifier):
+    def network(self) -> nn.Module:
+        return classifier(ScaledBlock)
+
+    def on_train_epoch_start(self) -> None:
+        for module in self.net.modules():
+            if isinstance(module, ScaledBlock):
+                module.alpha = 0.25
+
+
+@case()
+class AnnealedTemperature(Classifier):
+    def network(self) -> nn.Module:
+        return classifier(middle=Temperature())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for module in self.net.modules():
+            if isinstance(module, Temperature):
+                module.tau = 1.0 + 0.2 * self.global_step
+
+
+@case()
+class FrozenByClass(Classifier):
+    def network(self) -> nn.Module:
+        return classifier(ScaledBlock)
+
+    def on_train_epoch_start(self) -> None:
+        for module in self.net.modules():
+            if isinstance(module, ScaledBlock):
+                module.requires_grad_(False)
+
+
+@case()
+class FirstFourFrozen(Classifier):
+    def on_train_epoch_start(self) -> None:
+        for parameter in list(self.net.parameters())[:4]:
+            parameter.requires_grad_(False)
+
+
+@case()
+class ScaledByPosition(Classifier):
+    def on_after_backward(self) -> None:
+        for position, parameter in enumerate(self.net.parameters()):
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 / (1 + position))
+
+
+@case()
+class KlTerm(Classifier):
+    def network(self) -> nn.Module:
+        return classifier(ScaledBlock)
+
+    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.net(x), y)
+        return loss + sum(module.kl for module in self.net.modules() if isinstance(module, ScaledBlock))
+
+
+@case()
+class RootOfKl(KlTerm):
+    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.net(x), y)
+        return loss + sum(module.kl.sqrt() for module in self.net.modules() if isinstance(module, ScaledBlock))
+
+
+@case()
+class LossTimesKl(KlTerm):
+    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.net(x), y)
+        return loss * (1 + self.net[1].kl)
+
+
+@case()
+class HookPenalty(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.penalties: list[Tensor] = []
+        self.net[3].register_forward_hook(lambda module, inputs, out: self.penalties.append(out.square().mean()))
+
+    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.penalties.clear()
+        loss = F.cross_entropy(self.net(x), y)
+        return loss + sum(self.penalties)
+
+
+@case()
+class UpdatedBuffer(Classifier):
+    def network(self) -> nn.Module:
+        return classifier(middle=RunningMean())
+
+
+@case()
+class Counts(Classifier):
+    def on_train_start(self) -> None:
+        self.history += [float(sum(p.numel() for p in self.net.parameters())), float(len(self.net))]
+        self.history.append(float(sum(p.numel() for p in self.parameters() if p.requires_grad)))
+
+
+@case()
+class NormAfterStep(Classifier):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("norm", sum(float(p.grad.norm()) for p in self.parameters() if p.grad is not None))
+
+
+@case()
+class OwnClipping(Classifier):
+    def on_after_backward(self) -> None:
+        self.log("norm", nn.utils.clip_grad_norm_(self.net.parameters(), 0.1))
+
+
+# The cases from here on are not in the reproductions or the prototypes.
+
+
+@case()
+class DecayByDepth(Classifier):
+    """Scales gradients by the layer's number in the parameter's name."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for name, parameter in self.named_parameters():
+            depth = int(re.match(r"net\.(\d+)\.", name)[1])
+            parameter.grad *= 0.8 ** (6 - depth)
+
+
+@case()
+class CentralizedGradients(Classifier):
+    def on_after_backward(self) -> None:
+        for parameter in self.net.parameters():
+            if parameter.dim() > 1:
+                axes = tuple(range(1, parameter.dim()))
+                parameter.grad = parameter.grad - parameter.grad.mean(axes, keepdim=True)
+
+
+@case()
+class NoisyGradients(Classifier):
+    def on_after_backward(self) -> None:
+        scale = 0.01 / (1 + self.global_step) ** 0.55
+        for parameter in self.parameters():
+            parameter.grad.add_(torch.randn_like(parameter.grad), alpha=scale)
+
+
+@case()
+class PostAccumulateHook(Classifier):
+    def on_fit_start(self) -> None:
+        def clamp(parameter: Tensor) -> None:
+            parameter.grad.clamp_(-0.01, 0.01)
+
+        for parameter in self.net.parameters():
+            parameter.register_post_accumulate_grad_hook(clamp)
+
+
+@case()
+class BackwardHook(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+
+
+@case()
+class GradientOfActivations(Classifier):
+    """Scales the gradient of a layer's output with a hook that a forward hook registers."""
+
+    def on_train_start(self) -> None:
+        def halve(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda gradient: gradient * 0.5)
+
+        self.net[1].register_forward_hook(halve)
+
+
+@case()
+class AdaptiveClipping(Classifier):
+    @torch.no_grad()
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.net.parameters():
+            largest = 0.02 * parameter.norm().clamp(min=1e-3)
+            norm = parameter.grad.norm()
+            if norm > largest:
+                parameter.grad.mul_(largest / norm)
+                self.history.append(norm.item())
+
+
+@case()
+class SignOfGradients(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.sign_().mul_(0.01)
+
+
+@case()
+class ThawedByName(Classifier):
+    def on_train_epoch_start(self) -> None:
+        for name, parameter in self.net.named_parameters():
+            parameter.requires_grad = self.current_epoch > 0 or name.startswith(("3.", "6."))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+@case()
+class GradientsAverage(Classifier):
+    """Keeps a moving average of the gradients and adds it, as Grokfast does."""
+
+    def on_train_start(self) -> None:
+        self.average = {name: torch.zeros_like(p) for name, p in self.named_parameters()}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for name, parameter in self.named_parameters():
+            self.average[name] = 0.9 * self.average[name] + 0.1 * parameter.grad.detach()
+            parameter.grad += 2.0 * self.average[name]
+
+
+@case()
+class SparseActivations(Classifier):
+    """A forward hook records how many activations are zero, and adds a term to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activity: dict[str, Tensor] = {}
+        for name, module in self.net.named_modules():
+            if isinstance(module, nn.Conv2d):
+                module.register_forward_hook(self.recorder(name))
+
+    def recorder(self, name: str) -> Any:
+        def record(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            self.activity[name] = output.abs().mean()
+
+        return record
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log_dict({f"activity_{name}".replace(".", "_"): value for name, value in self.activity.items()})
+        return loss + 0.1 * sum(self.activity.values())
