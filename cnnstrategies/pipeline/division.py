@@ -22,16 +22,8 @@ from cnnstrategies.pipeline.stage import (
     divide_graph,
     stages_by_state,
 )
-from cnnstrategies.pipeline.tracing import (
-    mode,
-    module_paths,
-    ordered_nodes,
-    seals,
-    state_names,
-    trace_open,
-    trace_opened,
-    unfoldable,
-)
+from cnnstrategies.pipeline.tracing import mode, module_paths, seals, trace_open, trace_opened, unfoldable
+from cnnstrategies.pipeline.uses import ordered_nodes, stages_of_readers, state_names
 
 _KEPT = 8  # Number of traces that are kept. A trace takes a fraction of a second.
 
@@ -251,10 +243,11 @@ class Division:
         Raises:
             ConfigurationError: Two stages need the same parameter or buffer.
         """
-        stages: dict[int, int] = {}
+        sent = stages_of_readers(traced, place)
+        stages = {id(attrgetter(name)(traced)): stage for name, stage in sent.items()}
         for node, stage in place.items():
             for name in state_names(traced, node):
-                if stages.setdefault(id(attrgetter(name)(traced)), stage) != stage:
+                if name not in sent and stages.setdefault(id(attrgetter(name)(traced)), stage) != stage:
                     raise ConfigurationError(
                         f"{name} belongs to modules of two stages: choose other cuts or fewer stages"
                     )

@@ -11,10 +11,12 @@ from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.forms import Form, form_of
 from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
 from cnnstrategies.pipeline.placed_call import NetworkFunction, PlacedCall
+from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.stored_terms import NeedsOneMicrobatchError
 from cnnstrategies.pipeline.transport import Transport
-from cnnstrategies.pipeline.whole_batch import StageRunner, WholeBatch
+from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed import Places
+from cnnstrategies.placed.placing import place_tensors
 
 
 class PlacedNetwork:
@@ -81,11 +83,16 @@ class PlacedNetwork:
     def place_state(self, network: nn.Module) -> None:
         """Mark the parameters and buffers of this rank's stage, and make those of other stages foreign.
 
+        All ranks must call this.
+
         Args:
             network: The network, or a copy of the network.
+
+        Raises:
+            ConfigurationError: A parameter or buffer cannot become foreign; see `place_tensors`.
         """
-        for name, stage, tensor in list(self.division.tensors(network)):
-            self.places.set_place(tensor, self.ranks[stage], name)
+        tensors = [(name, self.ranks[stage], tensor) for name, stage, tensor in self.division.tensors(network)]
+        place_tensors(self.places, network, tensors)
 
     def for_copy(self, network: nn.Module) -> Self:
         """Return a copy of the network as a divided network, with the same stages. All ranks must call this."""
