@@ -1,24 +1,30 @@
 """Batches that the first stage loads: all ranks get the batches that a single process would load."""
 
 import random
+import re
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
-from turns import on_ranks
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
+from turns import generator_states, on_ranks, outcomes, set_generators
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.placed import ForeignTensor, Places
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
-from cnnstrategies.strategies.whole_step.loading import PlacedLoader
+from cnnstrategies.strategies.whole_step.loader_messages import end_together
+from cnnstrategies.strategies.whole_step.loading import PlacedLoader, PlacedPredictionLoader
 
 SIZE = 22
 Pair = namedtuple("Pair", "left right")
@@ -154,6 +160,7 @@ def structure() -> Any:
         "arrays": [np.arange(3, dtype=np.int16), np.float32(1.5), np.int64(3), np.bool_(True)],
         "phase": Phase.TRAIN,
         "size": torch.Size([2, 3]),
+        "namespace": SimpleNamespace(number=1, text="text"),
         "empty": [torch.empty(0, 3), [], {}, ()],
         "mixed": [torch.arange(4, dtype=torch.bfloat16), torch.tensor(2.0), torch.tensor(True)],
     }
@@ -227,3 +234,260 @@ def test_samples_are_in_the_order_of_one_process_for_one_two_and_three_replicas(
                 assert images[0] == tuple(range(replicas[0]))
                 check_equal(images[1], right)
                 check_equal(targets[1], numbers)
+
+
+class Drawing(IterableDataset[Any]):
+    """A stream that draws a number at its end as well."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from Stream(150, "torch python numpy")
+        random.random()
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: DataLoader(Samples("torch python numpy"), 8, shuffle=True),
+    "draws nothing": lambda: DataLoader(Samples(), 8),
+    "python": lambda: DataLoader(Samples("python"), 8),
+    "workers": lambda: DataLoader(Samples("torch"), 8, shuffle=True, num_workers=1),
+    "stream": lambda: DataLoader(Drawing(), batch_size=64),
+    "two loaders": lambda: CombinedLoader([DataLoader(Samples("torch"), 8, shuffle=True), [1, 2, 3]], "max_size"),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_random_numbers_go_on_as_on_one_device_after_each_batch(name):
+    """The user's step draws as well, on all ranks."""
+
+    def states_and_batches(loader: Any, values: Callable[[Any], Any]) -> list[Any]:
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(7)
+        results: list[Any] = []
+        for _ in range(2):
+            batches = iter(loader)
+            results.append((torch.rand(()).item(), random.random(), np.random.rand()))
+            for batch in batches:
+                results += [values(batch), (torch.rand(()).item(), random.random(), np.random.rand())]
+        return results
+
+    def program(places):
+        loader = LOADERS[name]()
+        if isinstance(loader, CombinedLoader):
+            loader.flattened = [placed(places, part, (1, 2)) for part in loader.flattened]
+        else:
+            loader = placed(places, loader, (1, 2))
+        torch.manual_seed(places.rank)
+        return states_and_batches(loader, lambda batch: tensors_of(places, batch))
+
+    outside = generator_states()
+    expected = states_and_batches(LOADERS[name](), lambda batch: tensors_of(None, batch))
+    set_generators(outside)
+    for results in on_ranks(3, program):
+        check_equal(results, expected)
+
+
+def tensors_of(places: Any, batch: Any) -> list[Any]:
+    """Return the leaves of a batch with the values of foreign tensors."""
+    leaves = tree_leaves(batch)
+    return [places.everywhere(leaf).clone() if places and isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def test_replicas_draw_different_augmentation_and_go_on_alike():
+    def program(places):
+        sampler = DistributedSampler(Samples(), 2, min(places.rank, 1), shuffle=False)
+        loader = DataLoader(Samples("torch python numpy"), batch_size=2, sampler=sampler)
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(7)
+        batch = next(iter(placed(places, loader, (2, 1))))
+        return places.everywhere(batch[0])[:, 0].tolist(), torch.rand(()).item(), random.random(), np.random.rand()
+
+    results = on_ranks(3, program)
+    noise = [value % 100 for value in results[0][0]]
+    assert results[1:] == results[:1] * 2
+    assert len(set(noise)) == 4, "all samples have different random numbers"
+
+
+def test_loaders_without_a_length_end_on_all_ranks_with_the_longest_of_the_first_stage():
+    def program(places):
+        length = [10, 5, 99][places.rank]
+        loader = placed(places, DataLoader(Stream(length), batch_size=2), (2, 1))
+        loader.ranks.all_load = False
+        with pytest.raises(TypeError, match="DataLoader has no length"):
+            len(loader)
+        return [tensors_of(places, batch)[1].tolist() for batch in loader]
+
+    expected = [[0, 0, 1, 1], [2, 2, 3, 3], [4, 4, 5], [6, 7], [8, 9]]
+    assert on_ranks(3, program) == [expected] * 3
+
+
+def test_attributes_and_length_are_those_of_the_users_loader():
+    def program(places):
+        loader = placed(places, DataLoader(Samples(), 8), (1, 1))
+        return len(loader), loader.batch_size, loader.dataset[3][1], loader.loads, len(list(loader))
+
+    assert on_ranks(2, program) == [(3, 8, 3, True, 3), (3, 8, 3, False, 3)]
+
+
+def test_data_that_the_user_has_divided_among_all_ranks_are_loaded_by_all_ranks():
+    def program(places):
+        rank, world = places.rank, places.world_size
+        numbers = []
+        for loader in (
+            DataLoader(Samples(), 2, sampler=DistributedSampler(Samples(), world, rank, shuffle=False)),
+            DataLoader(Subset(Samples(), range(rank, SIZE, world)), 2),
+            [torch.tensor([[index, rank]]) for index in range(rank, SIZE, world)],
+        ):
+            for replicas in ((1, 2), (2, 1)):
+                mine = placed(places, loader, replicas)
+                batches = [tensors_of(places, batch) for batch in mine]
+                assert mine.ranks.all_load
+                numbers.append(
+                    sorted(int(row) for batch in batches for row in batch[-1].reshape(len(batch[-1]), -1)[:, 0])
+                )
+        return numbers
+
+    results = on_ranks(3, program)
+    assert results[1:] == results[:1] * 2
+    assert results[0][2:] == [list(range(SIZE))] * 4
+
+
+def test_batches_that_are_none_and_parts_without_samples():
+    def program(places):
+        none = placed(places, [None, torch.ones(3), None], (1, 1))
+        empty = placed(places, [torch.arange(3 * places.rank), torch.arange(2), torch.empty(0)], (2,))
+        none.ranks.all_load = empty.ranks.all_load = False
+        return [batch if batch is None else batch.tolist() for batch in none], [batch.tolist() for batch in empty]
+
+    assert on_ranks(2, program) == [([None, [1, 1, 1], None], [[0, 1, 2], [0, 0, 1, 1], []])] * 2
+
+
+def test_parts_of_any_structure_are_joined_in_order():
+    def part(rank: int, count: int) -> Any:
+        rows = torch.arange(count) * 10 + rank
+        return {
+            "size": torch.tensor([5, 7]),
+            "views": [rows, rows + 100],
+            "scene": Scene(rows[:, None].expand(-1, 4), [{"boxes": torch.ones(n + 1, 4) * n} for n in rows.tolist()]),
+            "names": [f"name {n}" for n in rows.tolist()],
+            "array": rows.numpy(),
+            "constant": ("train", 0.5, float("nan"), None),
+        }
+
+    def program(places):
+        loader = placed(places, [part(places.rank, 3 - places.rank)], (2,))
+        loader.ranks.all_load = False
+        (batch,) = loader
+        order = [0, 1, 10, 11, 20]
+        assert batch["size"].tolist() == [5, 7]
+        assert [view.tolist() for view in batch["views"]] == [order, [n + 100 for n in order]]
+        assert batch["scene"].image[:, 3].tolist() == order
+        assert [box["boxes"].shape[0] for box in batch["scene"].boxes] == [n + 1 for n in order]
+        assert batch["names"] == [f"name {n}" for n in order]
+        assert batch["array"].tolist() == order
+        assert batch["constant"][:2] == ("train", 0.5)
+
+    on_ranks(2, program)
+
+
+def local_class() -> Any:
+    @dataclass
+    class Local:
+        number: int
+
+    return Local(1)
+
+
+REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
+    "file": (lambda rank: {"meta": [Path("a"), iter([1])]}, r"batch\['meta'\]\[1\]: list_iterator cannot be sent"),
+    "local class": (
+        lambda rank: [local_class()],
+        r"batch\[0\]: an object of class .*Local cannot be sent .* top level",
+    ),
+    "set": (lambda rank: ({1, 2},), r"batch\[0\]: set cannot be sent"),
+    "key": (lambda rank: {"a": {(1, 2): 3}}, r"the key \(1, 2\) of batch\['a'\] cannot be sent"),
+    "objects": (lambda rank: [np.array(["a"])], r"batch\[0\]: NumPy value of dtype <U1 cannot be sent"),
+    "sparse": (lambda rank: [torch.eye(3).to_sparse()], r"batch\[0\]: a tensor .*torch.sparse_coo.* cannot be sent"),
+    "gradient": (lambda rank: Scene(torch.ones(2, requires_grad=True), []), r"batch.image: .*requires a gradient"),
+    "scalars": (lambda rank: (torch.ones(2), torch.tensor(rank)), r"batch\[1\] .* differ, .* \(\(\) and \(\)\)"),
+    "numbers": (lambda rank: {"x": torch.ones(2), "lam": rank / 2}, r"batch\['lam'\] .* differ \(0.0 and 0.5\)"),
+    "sizes": (lambda rank: [torch.ones(2, rank + 1)], r"batch\[0\] .* have different sizes \(\(1,\) and \(2,\)\)"),
+    "keys": (lambda rank: {"x": torch.ones(2), rank: 0}, r"batch .* have different keys"),
+    "types": (lambda rank: (torch.ones(2), [1.0, 2][rank]), r"batch\[1\] .* different types \(float and int\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_values_that_cannot_be_sent_or_joined_are_refused_by_their_path(name):
+    make, text = REFUSED[name]
+
+    def program(places):
+        loader = placed(places, [make(places.rank % 2)], (2, 1))
+        loader.ranks.all_load = False
+        next(iter(loader))
+
+    _, errors = outcomes(3, program)
+    assert any(isinstance(error, ConfigurationError) and re.search(text, str(error)) for error in errors), errors
+
+
+def test_ranks_that_end_early_or_use_other_loaders_end_with_one_line():
+    placement = Placement((2, 1), microbatches=4)
+
+    def program(places, ends):
+        loader, other = (placed(places, DataLoader(Samples(), 2), (2, 1)) for _ in range(2))
+        batches = iter(loader)
+        next(batches)
+        if ends == "other":
+            return next(iter(other) if places.rank == 2 else batches)
+        if places.rank in ends:
+            end_together(places, placement.ranks(0))
+        else:
+            next(batches)
+            next(batches)
+        return None
+
+    for ends in ([0], [1], [2], [0, 1]):
+        _, errors = outcomes(3, lambda places, ends=ends: program(places, ends))
+        texts = [str(error) for error in errors if isinstance(error, ConfigurationError)]
+        assert any(f"rank {ends[0]} ended an epoch, or training, while rank" in text for text in texts), errors
+    _, errors = outcomes(3, lambda places: program(places, "other"))
+    assert any("rank 2 is at the start of loader" in str(error) for error in errors)
+    assert outcomes(3, lambda places: program(places, [0, 1, 2]))[1] == [None] * 3
+
+
+def test_a_step_needs_one_message_for_each_rank_of_other_stages():
+    def program(places):
+        loader = placed(places, DataLoader(Samples(), 2), (1, 2))
+        before = places.messages.counts.total()
+        batches = iter(loader)
+        for _ in range(5):
+            next(batches)
+        return places.messages.counts.total() - before
+
+    assert on_ranks(3, program) == [2 * 6, 0, 0]
+
+
+def test_prediction_writers_get_the_indices_of_the_global_batch():
+    class Indices(BatchSampler):
+        """Records the indices of each batch, as Lightning's wrapper of a batch sampler does."""
+
+        seen_batch_indices: list[list[int]]
+
+        def __iter__(self) -> Iterator[list[int]]:
+            self.seen_batch_indices = []
+            for batch in super().__iter__():
+                self.seen_batch_indices.append(batch)
+                yield batch
+
+    def program(places):
+        sampler = DistributedSampler(Samples(), 2, min(places.rank, 1), shuffle=False)
+        batches = Indices(sampler, 3, drop_last=False)
+        loader = DataLoader(Samples(), batch_sampler=batches)
+        mine = placed(places, loader, (2, 1), kind=PlacedPredictionLoader, has_rows=places.rank == 0)
+        found = []
+        for index, batch in enumerate(mine):
+            found.append((batch[1].tolist(), mine.batch_sampler.seen_batch_indices[index]))
+        return found
+
+    results = on_ranks(3, program)
+    assert all(numbers == indices for numbers, indices in results[0])
+    assert [number for numbers, _ in results[0] for number in numbers] == list(range(SIZE))
+    assert all(indices == [] for rank in (1, 2) for _, indices in results[rank])

@@ -9,7 +9,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from enum import Enum
 from pathlib import PurePath
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,7 +112,7 @@ def take_apart(value: Any, tensor: Callable[[Tensor, str], Any], path: str = "ba
         items = {_key(key, path): inside(item, f"[{key!r}]") for key, item in value.items()}
     elif not attributes:
         raise _refusal(value, path)
-    if not kind.__flags__ & HEAP_TYPE and kind not in (OrderedDict, torch.Size):
+    if not kind.__flags__ & HEAP_TYPE and kind not in (OrderedDict, SimpleNamespace, torch.Size):
         raise _refusal(value, path)
     return Instance(_name(value, path), items, {name: inside(item, f".{name}") for name, item in attributes.items()})
 
@@ -146,7 +146,7 @@ def put_together(value: Any, tensor: Callable[[Any], Tensor]) -> Any:
 def _instance(value: Instance, tensor: Callable[[Any], Tensor]) -> Any:
     """Create an instance of a class from its items and attributes, without calling methods of the class."""
     kind, items = _class(value.name), put_together(value.items, tensor)
-    base = next(base for base in (OrderedDict, dict, list, tuple, object) if issubclass(kind, base))
+    base = next(base for base in (OrderedDict, dict, list, tuple, SimpleNamespace, object) if issubclass(kind, base))
     if kind is torch.Size:
         return torch.Size(items)
     instance: Any = tuple.__new__(kind, items) if base is tuple else base.__new__(kind)
