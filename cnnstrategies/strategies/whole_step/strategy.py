@@ -26,7 +26,11 @@ from cnnstrategies.placed.hidden import HiddenGradients, hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached
-from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout
+from cnnstrategies.strategies.hybrid_pipeline.layout import (
+    ChosenLayout,
+    describe_pipeline,
+    differences_of_pipeline,
+)
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
 from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
 from cnnstrategies.strategies.whole_step.example import example_inputs
@@ -295,20 +299,28 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     # Facts
 
+    @property
+    def _network(self) -> PlacedNetwork:
+        assert self._forward is not None, "the strategy has been set up"
+        return self._forward.placed
+
     @override
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
-        return []
+        placed, placement = self._network, self._transport().placement
+        rows = describe_pipeline(
+            placement, placed.division.graphs(), self.parameters_per_device, self.request, "gpipe", batch_size
+        )
+        return rows if placed.one_microbatch is None else [*rows, ("one microbatch", placed.one_microbatch)]
 
     @override
     def differences(self, batch_size: int | None) -> list[str]:
-        return []
+        return differences_of_pipeline(self._network.division.network, self._transport().placement, batch_size)
 
     @property
     @override
     def parameters_per_device(self) -> list[int]:
         """Numbers of parameters that the devices of each stage hold."""
-        assert self._forward is not None
-        division = self._forward.placed.division
+        division = self._network.division
         counts = [0] * division.stages
         for _, stage, tensor in division.tensors():
             counts[stage] += tensor.numel() if isinstance(tensor, nn.Parameter) else 0
