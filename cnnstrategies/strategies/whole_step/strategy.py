@@ -17,17 +17,18 @@ from typing_extensions import override
 
 from cnnstrategies._lightning_private import allow_skipped_steps
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.stage import check_cuts
 from cnnstrategies.pipeline.timetable import check_layout
-from cnnstrategies.pipeline.tracing import cut_positions, trace_open
+from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.placed import GlooLink, Places
 from cnnstrategies.placed.hidden import hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
-from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached
+from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached, on_device_of
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
     ChosenLayout,
     describe_pipeline,
@@ -84,6 +85,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
             return
         placement = self.request.placement_on(devices, self.request.microbatches_on(devices, network))
         check_layout(self.request.stage_count - 1, placement, devices)
+        if not decide_by_shapes(network, self._example):
+            return  # The ranks, which have the data, check again.
         traced = trace_open(network)
         number = len(cut_positions(traced))
         if number < self.request.stage_count - 1:
@@ -94,6 +97,15 @@ class WholeStepStrategy(HybridPipelineStrategy):
         if self.request.cuts is not None:
             check_cuts(traced, self.request.cuts)
         self._checked = module
+
+    def _example(self, size: int) -> Images | None:
+        """Return example inputs of the network; None if they are not known, as before the module has a trainer."""
+        module = self.lightning_module
+        if module is None or not is_attached(module):
+            return None
+        path = find_network(module, self.submodule)
+        images = example_inputs(module, path, size)
+        return None if images is None else on_device_of(module_at(module, path), images)
 
     @override
     @contextmanager
