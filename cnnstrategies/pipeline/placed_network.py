@@ -70,6 +70,10 @@ class PlacedNetwork:
         self._modules = tuple(network.modules())
         self._graphs = self.division.graphs()
         self.ranks = [tuple(sorted(transport.placement.ranks(stage))) for stage in range(self.division.stages)]
+        modules = dict(network.named_modules())
+        paths = [(name, *name.rpartition(".")[::2]) for name, _ in network.named_buffers()]
+        of_stage = [path for path in paths if division.owner[path[0]] == self.runner.stage]
+        self._buffers = [(name, modules[path], key) for name, path, key in of_stage]
         self.place_state(network)
         self._owner = owner if any(module is network for module in owner.modules()) else network
         self.runner.watch(self._owner, self.places, self.ranks)
@@ -143,14 +147,22 @@ class PlacedNetwork:
             images: Nested containers of tensors with one row per sample.
         """
         names, parameters = [], []
-        for name, parameter in self.division.network.named_parameters():
-            if parameter.requires_grad and name in self.division.used:
+        for name, _, tensor in self.division.tensors():
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad and name in self.division.used:
                 names.append(name)
-                parameters.append(parameter)
+                parameters.append(tensor)
         call = PlacedCall(self, images, names)
         leaves = [leaf for leaf in tree_leaves(images) if isinstance(leaf, Tensor)]
         tensors = NetworkFunction.apply(call, *leaves, *parameters)
+        self._place_new_buffers()
         assert call.header is not None
         count = len(call.header.tensors)
         call.place_stored(tensors[count:])
         return call.header.unpack(tensors[:count])[0]
+
+    def _place_new_buffers(self) -> None:
+        """Mark buffers that a forward has put in the place of others."""
+        for name, module, key in self._buffers:
+            buffer = getattr(module, key, None)
+            if isinstance(buffer, Tensor) and self.places.place_of(buffer) is None:
+                self.places.mark(buffer, self.ranks[self.runner.stage], name)
