@@ -18,9 +18,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalState
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, Sampler
@@ -123,6 +125,24 @@ def leave_samplers(trainer: Trainer) -> None:
     strategy exists.
     """
     trainer._accelerator_connector.use_distributed_sampler = False
+
+
+class SkippingOptimization(_AutomaticOptimization):
+    """Automatic optimization that skips the step if `training_step` returns None, with several ranks as with one.
+
+    Lightning allows this for one rank only, because under DDP the other ranks would wait for the rank that skips.
+    """
+
+    @override
+    def _training_step(self, kwargs: Any) -> Any:
+        output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
+        self.trainer.strategy.post_training_step()
+        return self.output_result_cls.from_training_step_output(output, self.trainer.accumulate_grad_batches)
+
+
+def allow_skipped_steps(trainer: Trainer) -> None:
+    """Allow `training_step` to return None. All ranks must return None in the same steps."""
+    trainer.fit_loop.epoch_loop.automatic_optimization.__class__ = SkippingOptimization
 
 
 def ask_of_sigterm(trainer: Trainer, ask: bool) -> None:

@@ -4,6 +4,7 @@ If torch changes one of the names, a test fails. `tests/test_torch_private.py` t
 would fail.
 """
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -228,12 +229,38 @@ def mark_as_parameter(tensor: Tensor) -> None:
 def swap_contents(tensor: Tensor, other: Tensor) -> None:
     """Exchange two tensors by `torch.utils.swap_tensors`, and give autograd the first tensor's hooks again.
 
-    torch exchanges the Python attribute with the hooks, but not autograd's list of them.
+    torch exchanges the Python attribute with the hooks, but not autograd's list of them. torch refuses tensors to which
+    weak references exist, such as those of `torch.nn.LSTM`. The references stay valid, because they refer to the Python
+    object, which keeps its identity.
     """
-    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+    if weakref.getweakrefs(tensor) and tensor._use_count() == 1:
+        tensor.__class__, other.__class__ = other.__class__, tensor.__class__
+        tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
+        torch._C._swap_tensor_impl(tensor, other)
+    else:
+        torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
     hooks = tensor._backward_hooks
     if hooks is not None:
         tensor._backward_hooks = hooks
+
+
+def is_used_by_torch(tensor: Tensor) -> bool:
+    """Whether torch's C++ code refers to a leaf tensor, so that `torch.utils.swap_tensors` refuses the tensor.
+
+    The reference of the tensor's own node for the accumulation of gradients does not count.
+    """
+    if tensor._use_count() == 1:
+        return False
+    if not tensor.requires_grad:
+        return True
+    node = torch.autograd.graph.get_gradient_edge(tensor).node  # Creates a node if the tensor has none.
+    return tensor._use_count() > 2 or node is None
+
+
+def storage_users(tensor: Tensor) -> int:
+    """Return the number of tensors that use a tensor's storage."""
+    storage = tensor.untyped_storage()  # This Python object refers to the storage as well.
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def _full_name(operation: torch._ops.OpOverload) -> str:

@@ -3,7 +3,8 @@
 from torch import Tensor, nn
 
 from cnnstrategies.pipeline.timetable import Layout
-from cnnstrategies.pipeline.tracing import find_cut, ordered_nodes, trace
+from cnnstrategies.pipeline.tracing import find_cut, trace
+from cnnstrategies.pipeline.uses import ordered_nodes
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, Link, Profile

@@ -1,13 +1,13 @@
 """Divide one network of each of timm's and torchvision's families into two stages, and measure the time.
 
-    python benchmarks/pipeline/families.py [--only NAME ...] [--again] [--profile]
+    python benchmarks/pipeline/families.py [--only NAME ...] [--device cpu] [--again] [--profile]
     python benchmarks/pipeline/families.py --check [--only NAME ...]
 
 The script needs timm, as in the environment of `make test-zoo`. Each network is built without values, on the meta
-device, in a process of its own, and divided after about half of its parameters. Results are kept in `build/families`,
-so a second call continues; `--again` forgets the results of the chosen networks. When all families have a result, the
-script writes its page. With `--check` the stages of some networks run on the CPU, one after the other, and must have
-the outputs and gradients of the whole network.
+device, in a process of its own, and divided after about half of its parameters; with `--device cpu` it has values.
+Results are kept in `build/families`, so a second call continues; `--again` forgets the results of the chosen networks.
+When all families have a result, the script writes its page. With `--check` the stages of some networks run on the CPU,
+one after the other, and must have the outputs and gradients of the whole network.
 """
 
 import argparse
@@ -39,7 +39,8 @@ from catalogue import TIMM, TORCHVISION, by_name
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.division import Division
-from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, ordered_nodes, state_names, trace_open
+from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
+from cnnstrategies.pipeline.uses import ordered_nodes, state_names
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "build/families"
@@ -117,9 +118,8 @@ def middle(network: nn.Module) -> tuple[int, float]:
     return cut, share[cut]
 
 
-def divided(name: str) -> dict[str, Any]:
+def divided(name: str, device: str) -> dict[str, Any]:
     """Divide the network of a family, and return what the page says of it."""
-    device = "meta"
     try:
         network = built(name, device)
     except Exception:
@@ -138,21 +138,21 @@ def divided(name: str) -> dict[str, Any]:
     return row | {"seconds": time.process_time() - start}
 
 
-def in_process(name: str, sender: Connection, profiled: bool) -> None:
+def in_process(name: str, device: str, sender: Connection, profiled: bool) -> None:
     """Send the result of a family. The function runs in a process of its own."""
     torch.set_num_threads(1)
     with cProfile.Profile() if profiled else nullcontext() as calls:
-        row = divided(name)
+        row = divided(name, device)
     if calls is not None:
         pstats.Stats(calls).sort_stats("tottime").print_stats(25)
     sender.send(row)
 
 
-def result_of(name: str, profiled: bool = False) -> dict[str, Any]:
+def result_of(name: str, device: str, profiled: bool) -> dict[str, Any]:
     """Return the result of a family, from a process that is ended after `LIMIT` seconds."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=in_process, args=(name, sender, profiled))
+    process = context.Process(target=in_process, args=(name, device, sender, profiled))
     process.start()
     sender.close()
     try:
@@ -228,16 +228,16 @@ def missing() -> list[str]:
     return [module for module in modules if not {*timm.list_models(module=module)} & {*TIMM, *LARGE}]
 
 
-def main(names: Sequence[str], again: bool, profiled: bool) -> None:
-    """Divide the networks that have no result yet, and write the page if all have one."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
+def main(names: Sequence[str], device: str, again: bool, profiled: bool) -> None:
+    """Divide the networks that have no result yet, and write the page if all have one on the meta device."""
+    (RESULTS / device).mkdir(parents=True, exist_ok=True)
     for name in names:
-        file = RESULTS / f"{name}.json"
+        file = RESULTS / device / f"{name}.json"
         if again or not file.exists():
-            file.write_text(json.dumps(result_of(name, profiled)))
+            file.write_text(json.dumps(result_of(name, device, profiled)))
         row = json.loads(file.read_text())
         print(f"{name}: {row['seconds']:.1f} s, {row.get('opened', 0)} opened, {row['result']}", flush=True)
-    files = {name: RESULTS / f"{name}.json" for name in FAMILIES}
+    files = {name: RESULTS / "meta" / f"{name}.json" for name in FAMILIES}
     if all(file.exists() for file in files.values()):
         write_page({name: json.loads(file.read_text()) for name, file in files.items()})
 
@@ -245,6 +245,7 @@ def main(names: Sequence[str], again: bool, profiled: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names of networks, or parts of names")
+    parser.add_argument("--device", choices=("meta", "cpu"), default="meta", help="device of the networks")
     parser.add_argument("--again", action="store_true", help="forget the results of the chosen networks")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     parser.add_argument("--check", action="store_true", help="compare stages with whole networks")
@@ -260,4 +261,4 @@ if __name__ == "__main__":
             for dtype in CHECKED[name]:
                 print(f"{name}: {'float64' if dtype is None else dtype}: {check(name, dtype):.1e}", flush=True)
     else:
-        main(chosen, arguments.again, arguments.profile)
+        main(chosen, arguments.device, arguments.again, arguments.profile)

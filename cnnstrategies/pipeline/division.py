@@ -22,16 +22,8 @@ from cnnstrategies.pipeline.stage import (
     divide_graph,
     stages_by_state,
 )
-from cnnstrategies.pipeline.tracing import (
-    mode,
-    module_paths,
-    ordered_nodes,
-    seals,
-    state_names,
-    trace_open,
-    trace_opened,
-    unfoldable,
-)
+from cnnstrategies.pipeline.tracing import mode, module_paths, seals, trace_open, trace_opened, unfoldable
+from cnnstrategies.pipeline.uses import ordered_nodes, stages_of_readers, state_names
 
 _KEPT = 8  # Number of traces that are kept. A trace takes a fraction of a second.
 
@@ -136,12 +128,30 @@ class Division:
     def tensors(self, network: nn.Module | None = None) -> Iterator[tuple[str, int, Tensor]]:
         """Yield the name, the stage and the tensor of each parameter and buffer, each tensor once.
 
+        A parameter or buffer that was created after the division, such as ``weight_orig`` and ``weight_mask`` by
+        `torch.nn.utils.prune`, belongs to the stage of its module.
+
         Args:
             network: A copy of the network, such as a teacher's; by default the network itself.
         """
         network = self.network if network is None else network
         for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+            if name not in self.owner:
+                self._add(name)
             yield name, self.owner[name], tensor
+
+    def _add(self, name: str) -> None:
+        """Add a parameter or buffer that was created after the division."""
+        path = name.rpartition(".")[0]
+        while True:
+            prefix = f"{path}." if path else ""
+            neighbours = [other for other in self.owner if other.startswith(prefix)]
+            if neighbours or not path:
+                break
+            path = path.rpartition(".")[0]
+        self.owner[name] = self.owner[neighbours[0]] if neighbours else 0
+        if not self.used.isdisjoint(neighbours):
+            self.used |= {name}
 
     def _current(self) -> _Trace:
         """Return the trace for the current state of the opened containers. Trace them if no trace has this state."""
@@ -233,10 +243,11 @@ class Division:
         Raises:
             ConfigurationError: Two stages need the same parameter or buffer.
         """
-        stages: dict[int, int] = {}
+        sent = stages_of_readers(traced, place)
+        stages = {id(attrgetter(name)(traced)): stage for name, stage in sent.items()}
         for node, stage in place.items():
             for name in state_names(traced, node):
-                if stages.setdefault(id(attrgetter(name)(traced)), stage) != stage:
+                if name not in sent and stages.setdefault(id(attrgetter(name)(traced)), stage) != stage:
                     raise ConfigurationError(
                         f"{name} belongs to modules of two stages: choose other cuts or fewer stages"
                     )

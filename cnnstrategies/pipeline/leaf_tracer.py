@@ -6,7 +6,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -88,13 +87,15 @@ class LeafTracer(fx.Tracer):
         self.structures: dict[CallKey, Any] = {}
         self.unfoldable: set[nn.Module] = set()
         self._tensors: dict[int, str] = {}
+        self._state: dict[str, Tensor] = {}
         self._tensor_proxies: dict[str, fx.Proxy] = {}
         self._proxies: list[ReferenceType[fx.Proxy]] = []
 
     def trace(self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Trace a network into a graph."""
         assert isinstance(root, nn.Module)
-        self._tensors = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
+        self._state = {**dict(root.named_parameters()), **dict(root.named_buffers())}
+        self._tensors = {id(tensor): name for name, tensor in self._state.items()}
         try:
             with self._refused_contexts():
                 return super().trace(root, concrete_args)
@@ -304,7 +305,8 @@ class LeafTracer(fx.Tracer):
     def _value(self, node: fx.Node) -> Any:
         """Compute a node's value, which depends only on shapes, dtypes and devices of parameters and buffers."""
         if node.op == "get_attr":
-            return attrgetter(str(node.target))(self.root)
+            # While torch.fx traces, an attribute of a module that is a parameter or buffer is a proxy.
+            return self._state[str(node.target)] if node.target in self._state else self.constants[str(node.target)]
         args = fx.node.map_arg(node.args, self._value)
         kwargs = fx.node.map_arg(node.kwargs, self._value)
         if node.op == "call_method":

@@ -12,6 +12,7 @@ from cnnstrategies.pipeline.channels import TensorHeader
 from cnnstrategies.pipeline.forms import BackwardReport, Form, ForwardReport
 from cnnstrategies.pipeline.random_draws import advance
 from cnnstrategies.pipeline.whole_batch import WholeBatch
+from cnnstrategies.placed.messages import RefusedError
 
 if TYPE_CHECKING:
     from cnnstrategies.pipeline.placed_network import PlacedNetwork
@@ -42,8 +43,17 @@ class PlacedCall:
         self._batch: WholeBatch | None = None
 
     def forward(self) -> tuple[Tensor, ...]:
-        """Run the forwards, and return the tensors of the network's result."""
+        """Run the forwards, and return the tensors of the network's result.
+
+        Raises:
+            RefusedError: The images have no samples.
+        """
         places, runner, leaves = self.places, self.network.runner, _tensors(self.images)
+        if not leaves or not leaves[0].shape[:1].numel():
+            raise RefusedError(
+                f"the network is called with {[tuple(leaf.shape) for leaf in leaves]}, which has no samples: call the "
+                "divided network only if the batch has samples"
+            )
         brought = places.bring_all(leaves, self.first, "images")
         form = self.network.forms.get(self._key)
         with places.local():

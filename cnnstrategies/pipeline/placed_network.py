@@ -11,10 +11,12 @@ from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.forms import Form, form_of
 from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
 from cnnstrategies.pipeline.placed_call import NetworkFunction, PlacedCall
+from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.stored_terms import NeedsOneMicrobatchError
 from cnnstrategies.pipeline.transport import Transport
-from cnnstrategies.pipeline.whole_batch import StageRunner, WholeBatch
+from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed import Places
+from cnnstrategies.placed.placing import place_tensors
 
 
 class PlacedNetwork:
@@ -68,6 +70,10 @@ class PlacedNetwork:
         self._modules = tuple(network.modules())
         self._graphs = self.division.graphs()
         self.ranks = [tuple(sorted(transport.placement.ranks(stage))) for stage in range(self.division.stages)]
+        modules = dict(network.named_modules())
+        paths = [(name, *name.rpartition(".")[::2]) for name, _ in network.named_buffers()]
+        of_stage = [path for path in paths if division.owner[path[0]] == self.runner.stage]
+        self._buffers = [(name, modules[path], key) for name, path, key in of_stage]
         self.place_state(network)
         self._owner = owner if any(module is network for module in owner.modules()) else network
         self.runner.watch(self._owner, self.places, self.ranks)
@@ -77,11 +83,16 @@ class PlacedNetwork:
     def place_state(self, network: nn.Module) -> None:
         """Mark the parameters and buffers of this rank's stage, and make those of other stages foreign.
 
+        All ranks must call this.
+
         Args:
             network: The network, or a copy of the network.
+
+        Raises:
+            ConfigurationError: A parameter or buffer cannot become foreign; see `place_tensors`.
         """
-        for name, stage, tensor in list(self.division.tensors(network)):
-            self.places.set_place(tensor, self.ranks[stage], name)
+        tensors = [(name, self.ranks[stage], tensor) for name, stage, tensor in self.division.tensors(network)]
+        place_tensors(self.places, network, tensors)
 
     def for_copy(self, network: nn.Module) -> Self:
         """Return a copy of the network as a divided network, with the same stages. All ranks must call this."""
@@ -136,14 +147,22 @@ class PlacedNetwork:
             images: Nested containers of tensors with one row per sample.
         """
         names, parameters = [], []
-        for name, parameter in self.division.network.named_parameters():
-            if parameter.requires_grad and name in self.division.used:
+        for name, _, tensor in self.division.tensors():
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad and name in self.division.used:
                 names.append(name)
-                parameters.append(parameter)
+                parameters.append(tensor)
         call = PlacedCall(self, images, names)
         leaves = [leaf for leaf in tree_leaves(images) if isinstance(leaf, Tensor)]
         tensors = NetworkFunction.apply(call, *leaves, *parameters)
+        self._place_new_buffers()
         assert call.header is not None
         count = len(call.header.tensors)
         call.place_stored(tensors[count:])
         return call.header.unpack(tensors[:count])[0]
+
+    def _place_new_buffers(self) -> None:
+        """Mark buffers that a forward has put in the place of others."""
+        for name, module, key in self._buffers:
+            buffer = getattr(module, key, None)
+            if isinstance(buffer, Tensor) and self.places.place_of(buffer) is None:
+                self.places.mark(buffer, self.ranks[self.runner.stage], name)

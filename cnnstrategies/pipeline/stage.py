@@ -1,6 +1,6 @@
 """Divide a traced network into stages. A stage has the parameters of its layers, with their names in the network."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,15 @@ from torch.utils._pytree import tree_map
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.fixed import TracedModule
-from cnnstrategies.pipeline.tracing import changed_in_place, find_cut, ordered_nodes, state_names, trace
+from cnnstrategies.pipeline.tracing import find_cut, trace
+from cnnstrategies.pipeline.uses import (
+    changed_in_place,
+    ordered_nodes,
+    origins,
+    read_buffers,
+    stages_of_readers,
+    state_names,
+)
 
 IMAGES = "images"
 
@@ -118,7 +126,7 @@ def divide(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
         network: The whole network.
         cuts: For each cut, in the order of the network, the name of the module after which the network is cut, or the
             index of the first node after the cut. An index refers to the
-            :func:`~cnnstrategies.pipeline.tracing.ordered_nodes` of the graph for training, and must be one of this
+            :func:`~cnnstrategies.pipeline.uses.ordered_nodes` of the graph for training, and must be one of this
             graph's :func:`~cnnstrategies.pipeline.tracing.cut_positions`.
 
     Raises:
@@ -133,6 +141,7 @@ def divide(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
     for index, node in enumerate(ordered_nodes(training)):
         stage_of[node] = sum(cut <= index for cut in positions)
         owner |= dict.fromkeys(state_names(training, node), stage_of[node])
+    owner |= stages_of_readers(training, stage_of)
     first = divide_graph(training, stage_of, stages)
     used = frozenset(owner)
     if training.code == evaluation.code:
@@ -184,18 +193,26 @@ def stages_by_state(traced: fx.GraphModule, owner: dict[str, int]) -> dict[fx.No
     """
     stage_of = {}
     current = 0
+    sent = read_buffers(traced)
     for node in ordered_nodes(traced):
-        names = list(state_names(traced, node))
+        names = [name for name in state_names(traced, node) if name not in sent]
         owners = {owner[name] for name in names if name in owner}
         if owners and (len(owners) > 1 or min(owners) < current):
-            raise ConfigurationError(
-                f"in evaluation the network uses {names[0]!r} in a different stage than in training: choose other cuts "
-                "or fewer stages"
-            )
+            raise _other_stage(names[0])
         current = max(owners, default=current)
         stage_of[node] = current
         owner |= dict.fromkeys(names, current)
+    for name, stage in stages_of_readers(traced, stage_of).items():
+        if owner.setdefault(name, stage) != stage:
+            raise _other_stage(name)
     return stage_of
+
+
+def _other_stage(name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"in evaluation the network uses {name!r} in a different stage than in training: choose other cuts or fewer "
+        "stages"
+    )
 
 
 def divide_graph(
@@ -216,7 +233,9 @@ def divide_graph(
     changed = changed_values(traced, stage_of) if changed is None else changed
     placeholder = next(node for node in traced.graph.nodes if node.op == "placeholder")
     output = next(node for node in traced.graph.nodes if node.op == "output")
-    place = {placeholder: 0, **stage_of, output: stages - 1}
+    owners = stages_of_readers(traced, stage_of)
+    buffers = {node: owners[name] for name, node in read_buffers(traced).items() if name in owners}
+    place = {placeholder: 0, **buffers, **stage_of, output: stages - 1}
     # Keys are the nodes in the order of computation. Values are the stages that must receive the node's result from the
     # stage that computes it.
     users = {node: {place[user] for user in node.users if user in place} - {place[node]} for node in place}
@@ -232,7 +251,7 @@ def changed_values(traced: fx.GraphModule, stage_of: Mapping[fx.Node, int]) -> d
     """
     changed: dict[int, set[fx.Node]] = {}
     for node, stage in stage_of.items():
-        changed.setdefault(stage, set()).update(_origins(traced, changed_in_place(traced, node)))
+        changed.setdefault(stage, set()).update(origins(traced, changed_in_place(traced, node)))
     return changed
 
 
@@ -294,20 +313,6 @@ def copy_value(value: Any) -> Any:
 
 def _name(node: fx.Node) -> str:
     return IMAGES if node.op == "placeholder" else node.name
-
-
-def _origins(traced: fx.GraphModule, node: fx.Node | None) -> Iterator[fx.Node]:
-    """Yield a node, and then the earlier nodes whose results may share storage with the node's result.
-
-    The result of a node may be a view of the node's first argument. The search therefore continues with the first
-    argument of each node. It ends at a module with parameters, because such a module returns a new tensor.
-    """
-    while node is not None:
-        yield node
-        if node.op == "call_module" and any(True for _ in traced.get_submodule(str(node.target)).parameters()):
-            return
-        first = node.args[0] if node.args else None
-        node = first if isinstance(first, fx.Node) else None
 
 
 def put_module_at(root: nn.Module, path: str, module: nn.Module) -> None:

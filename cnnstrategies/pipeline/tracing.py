@@ -3,10 +3,9 @@
 import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.fixed import (
@@ -23,8 +22,8 @@ from cnnstrategies.pipeline.leaf_tracer import LeafTracer
 from cnnstrategies.pipeline.open_tracer import Attribute, OpenTracer
 from cnnstrategies.pipeline.seals import OUTSIDE, Seal, cannot_trace, drawn_from, draws, first_line, seal_changed, where
 from cnnstrategies.pipeline.untouched import Change, Untouched, random_states
+from cnnstrategies.pipeline.uses import changed_in_place, ordered_nodes, uses_of_state
 
-IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})
 # Keys of a traced network's metadata; see the attributes of `LeafTracer`.
 _SEALS, _STRUCTURES, _UNFOLDABLE = "seals", "structures", "unfoldable"
 MakeTracer = Callable[[dict[nn.Module, Seal], Sequence[Any]], LeafTracer]
@@ -230,24 +229,18 @@ def _leaks(network: nn.Module, tracer: LeafTracer) -> dict[nn.Module, dict[str, 
     return changed
 
 
-def ordered_nodes(traced: fx.GraphModule) -> list[fx.Node]:
-    """Return the nodes that compute something, in topological order.
-
-    The result contains all nodes except the inputs of the graph, nodes that read an attribute, and the output node.
-    """
-    return [node for node in traced.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-
-
 def cut_positions(traced: fx.GraphModule) -> list[int]:
     """Return the positions at which the network can be cut, ascending.
 
-    A position is the index, in :func:`ordered_nodes`, of the first node after the cut. A cut cannot separate two nodes
-    that use the same parameter or buffer, because a parameter or buffer belongs to one stage. If a node changes the
-    result of an earlier node in place, and a later node uses this result, a cut cannot separate the first two nodes.
+    A position is the index, in :func:`~cnnstrategies.pipeline.uses.ordered_nodes`, of the first node after the cut. A
+    cut cannot separate two nodes that use the same parameter or buffer, because a parameter or buffer belongs to one
+    stage; buffers that the network only reads are an exception, see
+    :func:`~cnnstrategies.pipeline.uses.read_buffers`. If a node changes the result of an earlier node in place, and a
+    later node uses this result, a cut cannot separate the first two nodes.
     """
     nodes = ordered_nodes(traced)
     position = {node: index for index, node in enumerate(nodes)}
-    spans = list(_uses_of_state(traced, nodes).values())
+    spans = list(uses_of_state(traced, nodes).values())
     for node in nodes:
         if (changed := changed_in_place(traced, node)) in position:
             assert changed is not None
@@ -303,35 +296,6 @@ def module_paths(node: fx.Node) -> list[str]:
     return [str(path) for path, _ in stack.values()] + ([str(node.target)] if node.op == "call_module" else [])
 
 
-def changed_in_place(traced: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """Return the node whose result ``node`` changes in place. Return None if ``node`` changes nothing in place."""
-    first = node.args[0] if node.args else None
-    if not isinstance(first, fx.Node):
-        return None
-    if node.op == "call_module":
-        in_place = bool(getattr(traced.get_submodule(str(node.target)), "inplace", False))
-    else:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        in_place = (
-            bool(node.kwargs.get("inplace", False))
-            or name in IN_PLACE_OPERATORS
-            or (name.endswith("_") and not name.endswith("__"))
-        )
-    return first if in_place else None
-
-
-def state_names(traced: fx.GraphModule, node: fx.Node) -> Iterator[str]:
-    """Yield the names of the parameters and buffers that a node uses. The network's state dict has the same names."""
-    if node.op == "call_module":
-        prefix = str(node.target)
-        module = traced.get_submodule(prefix)
-        for name, _ in (*module.named_parameters(), *module.named_buffers()):
-            yield f"{prefix}.{name}"
-    for source in node.all_input_nodes:
-        if source.op == "get_attr" and isinstance(attrgetter(str(source.target))(traced), Tensor):
-            yield str(source.target)
-
-
 @contextmanager
 def mode(network: nn.Module, training: bool) -> Iterator[None]:
     """Set a network to training or evaluation mode, and restore the mode of each module on exit."""
@@ -342,15 +306,3 @@ def mode(network: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for module, previous in modes:
             module.training = previous
-
-
-def _uses_of_state(traced: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[int, list[int]]:
-    """Return, for each parameter and buffer, the indices of the nodes that use it.
-
-    Keys are the ids of the parameters and buffers. Indices refer to ``nodes``.
-    """
-    uses: dict[int, list[int]] = {}
-    for index, node in enumerate(nodes):
-        for name in state_names(traced, node):
-            uses.setdefault(id(attrgetter(name)(traced)), []).append(index)
-    return uses

@@ -29,6 +29,7 @@ class Rule(Enum):
     )
     RESHAPES = "members run the operation; on other ranks the foreign operand gets the new shape and strides"
     ROWS = "the operation runs for each index of its lists at the place of the tensors with this index"
+    COLLECTIVE = "the group has one process, and the members copy the operands to the results"
     FINITE = "as ROWS, and all ranks learn whether any rank's gradients have an element that is not finite"
 
 
@@ -42,6 +43,7 @@ NAMES: Mapping[str, Rule] = {
     "torchvision::nms": Rule.SHAPES,
 }
 PREFIXES: Mapping[str, Rule] = {
+    "c10d::": Rule.COLLECTIVE,
     "aten::_foreach_": Rule.ROWS,
     "aten::_fused_sgd": Rule.ROWS,
     "aten::_fused_adam": Rule.ROWS,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cnnstrategies._torch_private import OperationMode, without_functions
+from cnnstrategies.placed.collectives import run_collective
 from cnnstrategies.placed.decision import Place, SeveralPlacesError, decide, is_at
 from cnnstrategies.placed.draws import draw_and_drop, generator_of
 from cnnstrategies.placed.foreign import ForeignTensor
@@ -49,6 +50,8 @@ class OperationRunner:
                 owner = place
                 if not has_one_owner:
                     break
+        if operation.rule is Rule.COLLECTIVE:
+            return run_collective(self.places, func, args, kwargs)
         if owner is None:
             return func(*args, **kwargs)
         # These are the most frequent cases, which the general rules below would run in the same way, but slower.

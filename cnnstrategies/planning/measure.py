@@ -21,7 +21,8 @@ from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.pipeline.fixed import preserved
 from cnnstrategies.pipeline.microbatches import CPU
-from cnnstrategies.pipeline.tracing import changed_in_place, cut_positions, mode, ordered_nodes, state_names
+from cnnstrategies.pipeline.tracing import cut_positions, mode
+from cnnstrategies.pipeline.uses import changed_in_place, ordered_nodes, state_names
 from cnnstrategies.planning.costs import GraphCosts, NodeCost, Profile, Value, from_two_sizes
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

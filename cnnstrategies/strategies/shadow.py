@@ -66,7 +66,9 @@ def shadow_of(
         metrics: The copy's metrics, by the ``id()`` of the module's metrics.
     """
     standing = dict(module.named_children()).get(PLACE) if path == WHOLE else module.get_submodule(path)
-    made: dict[int, Any] = {**metrics, id(standing): network}
+    made: dict[int, Any] = dict(metrics)
+    if standing is not None:
+        made[id(standing)] = network
     shadow = _copied_module(module, made)
     if standing is None:
         vars(shadow)["forward"] = network

@@ -1,5 +1,6 @@
 """Save the batches that the ranks load, and build global batches from them, with which one device repeats the run."""
 
+import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ class BatchKeeper(Precision):
     """
 
     folder: Path | None = None  # Folder in which batches are saved; None if they are not saved.
+    writes = True  # Whether this rank writes the files. Otherwise it only helps another rank to read the values.
     count = 0  # Number of saved batches.
     generator = torch.empty(0, dtype=torch.uint8)  # State of torch's CPU random generator when the last batch arrived.
 
@@ -27,7 +29,7 @@ class BatchKeeper(Precision):
     def convert_input(self, data: Any) -> Any:
         self.generator = torch.get_rng_state()
         if self.folder is not None and not isinstance(data, NoBatch):
-            torch.save(data, self.folder / f"{self.count}.pt")
+            torch.save(data, self.folder / f"{self.count}.pt" if self.writes else io.BytesIO())
             self.count += 1
         return super().convert_input(data)
 

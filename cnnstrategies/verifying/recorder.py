@@ -168,16 +168,18 @@ class Recorder(Checkpoint):
         self._notes["parameters"] = list(self._begun)
         batches = trainer.num_training_batches
         self._notes["batches"] = None if math.isinf(batches) else int(batches)
-        # If every rank has the global batch, only rank 0 saves it.
-        is_first = trainer.is_global_zero or not facts_of(trainer.strategy).has_global_batches
-        if self._role.of is None and is_first:
-            folder = _keeper(trainer).folder = self._role.folder / str(trainer.global_rank)
-            folder.mkdir(parents=True)
+        if self._role.of is None:
+            keeper = _keeper(trainer)
+            folder = keeper.folder = self._role.folder / str(trainer.global_rank)
+            # If every rank has the global batch, only rank 0 writes it.
+            keeper.writes = trainer.is_global_zero or not facts_of(trainer.strategy).has_global_batches
             loader = trainer.train_dataloader
-            if getattr(loader, "loads", True):
+            if keeper.writes:
+                folder.mkdir(parents=True)
+            if keeper.writes and getattr(loader, "loads", True):
                 loaded = {"drawn": drawn_samples(loader), "count": epoch_samples(getattr(loader, "loader", loader))}
                 (folder / LOADED).write_text(json.dumps(loaded))
-        elif self._role.of is not None:
+        else:
             self._notes["whole"] = whole_epoch(self._make, reads=bool(RunRole(self._role.of).notes["ends"]))
 
     @override

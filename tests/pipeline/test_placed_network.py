@@ -20,6 +20,7 @@ from cnnstrategies.pipeline.random_draws import GeneratorStates
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.placed import GlooLink, Places
+from cnnstrategies.placed.messages import RefusedError
 
 STEPS = 3
 CPU = torch.device("cpu")
@@ -59,6 +60,8 @@ class Program:
             left, right = views()
             left.requires_grad_()
             loss = contrastive(self.network(left), self.network(right)) * self.scale
+            small = self.network(left.detach()[:, :, 1:7, 1:7])  # Crops of another size.
+            loss = loss + small["embedding"].square().mean()
             loss = loss + 0.01 * sum(parameter.square().sum() for parameter in self.network.parameters())
             if loss.item() > 1:
                 loss = loss * 0.5
@@ -173,6 +176,8 @@ def run_all(cuts: Sequence[str], replicas: tuple[int, ...]) -> list[Any]:
         else:
             places.put_away(program.scale, network.ranks[-1], "scale")
         program.run()
+        with pytest.raises(RefusedError, match="no samples"):
+            program.network(views()[0][:0])
         results: list[Any] = [program.result(places.everywhere)]
     assert all(now is then for now, then in zip(program.network.parameters(), parameters, strict=True))
     if len(replicas) == 2:

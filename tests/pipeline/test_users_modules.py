@@ -205,7 +205,9 @@ def train_in_stages(division: Division, images: Tensor) -> Tensor:
 
 def as_leaf(value: Any, requires_grad: bool) -> Any:
     """Return a value that a stage receives: a leaf, or what is not a tensor as it is."""
-    return value.detach().requires_grad_(requires_grad) if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(requires_grad and value.is_floating_point())
 
 
 def compare(network: nn.Module, cuts: list[str | int], images: Tensor) -> Division:
@@ -385,6 +387,39 @@ def test_cuts_inside_a_module_that_stays_whole_are_refused_with_the_reason() -> 
     assert Division(network, ["1"]).opened == ("",)
     with pytest.raises(ConfigurationError, match=r"Nasty \(Nasty\) cannot be cut.*changes the attribute 'kept'; move"):
         Division(Nasty("stored"), ["inner.0"])
+
+
+class Rotating(nn.Module):
+    """A network that checks a buffer of a submodule, and uses the buffer in each of its layers, as with RoPE."""
+
+    def __init__(self, is_changed: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.table = nn.Module()
+        self.table.register_buffer("angles", torch.randn(4), persistent=False)
+        self.is_changed = is_changed
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.table.angles.numel() == 4
+        angles = self.table.angles
+        for layer in self.layers:
+            x = layer(x * angles).tanh()
+            if self.is_changed:
+                self.table.angles.mul_(0.9)
+        return x
+
+
+def test_a_buffer_that_is_only_read_goes_to_all_stages_that_use_it() -> None:
+    torch.manual_seed(0)
+    images = torch.randn(2, 4, dtype=torch.float64)
+    division = compare(Rotating(False).double(), ["layers.0", "layers.2"], images)
+    assert division.owner["table.angles"] == 0
+    assert [graph.inputs for graph in division.graphs()][1:] == [
+        ("table_angles", "layers_0"),
+        ("table_angles", "layers_2"),
+    ]
+    with pytest.raises(ConfigurationError, match=r"cannot be cut after 'layers.0' .* uses the same parameters"):
+        Division(Rotating(True), ["layers.0"])
 
 
 class Sharing(nn.Module):

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.engine import AHEAD
+from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
-from cnnstrategies.pipeline.whole_batch import StageRunner, WholeBatch
+from cnnstrategies.pipeline.whole_batch import WholeBatch
 
 SAMPLES = 7
 

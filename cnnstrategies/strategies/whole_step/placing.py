@@ -12,6 +12,7 @@ from cnnstrategies._torch_private import swap_contents
 from cnnstrategies.pipeline.network_copies import adopt_copies
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.placed import ForeignTensor, Places
+from cnnstrategies.placed.placing import place_tensors
 from cnnstrategies.strategies.whole_step.network import DividedForward, tensors_of
 from cnnstrategies.strategies.without_ddp import check_optimizer_states
 
@@ -32,9 +33,8 @@ class PlacedModule:
         self.module, self.places = module, places
         last = placed.ranks[-1]
         adopt_copies(module, placed, DividedForward)
-        for name, tensor in list(tensors_of(module)):
-            if places.place_of(tensor) is None:
-                places.set_place(tensor, last, name)
+        others = [(name, last, tensor) for name, tensor in tensors_of(module) if places.place_of(tensor) is None]
+        place_tensors(places, module, others)
 
     def state_on_rank_zero(self) -> dict[str, Any]:
         """Return the module's state dict. On rank 0 it has the values of all ranks."""

@@ -2,17 +2,20 @@
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
+from cnnstrategies._lightning_private import allow_skipped_steps
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
@@ -21,7 +24,7 @@ from cnnstrategies.pipeline.timetable import check_layout
 from cnnstrategies.pipeline.tracing import cut_positions, trace_open
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.placed import GlooLink, Places
-from cnnstrategies.placed.hidden import HiddenGradients, hide_foreign_gradients
+from cnnstrategies.placed.hidden import hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached
@@ -31,6 +34,7 @@ from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStra
 from cnnstrategies.strategies.whole_step.example import example_inputs
 from cnnstrategies.strategies.whole_step.loading import PlacedLoader, PlacedPredictionLoader
 from cnnstrategies.strategies.whole_step.logs import PlacedLogs
+from cnnstrategies.strategies.whole_step.metrics import metrics_of_one_process
 from cnnstrategies.strategies.whole_step.network import DividedForward, find_network, module_at
 from cnnstrategies.strategies.whole_step.placing import PlacedModule
 
@@ -59,7 +63,9 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._forward: DividedForward | None = None
         self._placed: PlacedModule | None = None
         self._logs: PlacedLogs | None = None
-        self._hidden: list[HiddenGradients] = []
+        self._alone: dist.ProcessGroup | None = None  # A group of this rank.
+        self._replaced = ExitStack()  # Gives objects of the user their own methods back.
+        self._entered = ExitStack()  # Turns the rules off.
 
     # Before the processes start
 
@@ -99,6 +105,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
         # Loaders, which may be asked for before the set-up, need the rules.
         group = new_group(range(self.world_size), self.time_limit, backend="gloo")
         assert group is not None
+        groups = [new_group([rank], self.time_limit) for rank in range(self.world_size)]
+        self._alone = groups[self.global_rank]
         self.places = Places(self.global_rank, self.world_size, GlooLink(group, self.global_rank, self.world_size))
 
     @override
@@ -121,10 +129,13 @@ class WholeStepStrategy(HybridPipelineStrategy):
             self._layout = (network, self._layout_of(trainer, path))
         self._divide(network, self._layout[1])
         assert self.places is not None
-        self._hidden = [hide_foreign_gradients(self.places, optimizer) for optimizer in self.optimizers]
+        for optimizer in self.optimizers:
+            self._replaced.callback(hide_foreign_gradients(self.places, optimizer).remove)
         self.setup_precision_plugin()
+        allow_skipped_steps(trainer)
         self._same_random_numbers()
-        self.places.__enter__()
+        self._replaced.enter_context(metrics_of_one_process())
+        self._entered.enter_context(self.places)
 
     def _layout_of(self, trainer: Trainer, path: str) -> ChosenLayout:
         example = partial(example_inputs, trainer.lightning_module, path)
@@ -140,8 +151,10 @@ class WholeStepStrategy(HybridPipelineStrategy):
         ahead = AHEAD if transport.has_tags else 0
         placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead, self.lightning_module)
         self._forward = DividedForward(placed)
+        self._replaced.callback(self._forward.remove)
         self._placed = PlacedModule(self.lightning_module, placed, self.places)
         self._logs = PlacedLogs(self.lightning_module, self.places)
+        self._replaced.callback(self._logs.remove)
 
     def _same_random_numbers(self) -> None:
         """Continue on all ranks with the random numbers of rank 0."""
@@ -195,12 +208,29 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
+        result = self._step("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
+        # Predictions are read after the run, by the caller of `Trainer.predict`.
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        copies = self._rules.all_everywhere(tensors, "predictions")
+        return tree_map(lambda leaf: copies.get(id(leaf), leaf), result)
 
     def _step(self, name: str, context: AbstractContextManager[Any], args: Sequence[Any], kwargs: Any) -> Any:
         assert self._logs is not None
-        with context, self._logs.step():
+        with context, self._logs.step(), self._one_process():
             return getattr(self.lightning_module, name)(*args, **kwargs)
+
+    @contextmanager
+    def _one_process(self) -> Iterator[None]:
+        """Return a context in which the default process group has one process.
+
+        Losses that gather over all processes, such as contrastive losses, thus see the whole batch once.
+        """
+        everyone = dist.group.WORLD
+        dist.group.WORLD = self._alone
+        try:
+            yield
+        finally:
+            dist.group.WORLD = everyone
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -209,7 +239,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        with self._one_process():
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._rules.settle_gradients(module.parameters())
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
@@ -306,20 +337,15 @@ class WholeStepStrategy(HybridPipelineStrategy):
     def teardown(self) -> None:
         """Bring the whole network back to all ranks. After a failure each rank keeps the values that it has."""
         places, self.places = self.places, None
-        if places is not None and self._forward is not None:
-            assert self._logs is not None
-            assert self._placed is not None
-            self._forward.remove()
-            self._logs.remove()
-            for hidden in self._hidden:
-                hidden.remove()
-            self._hidden = []
-            if not self._failed:
-                self._placed.restore(self.optimizers)
-            places.__exit__(None, None, None)
-            self._in_parts = self._failed
-            if not self._failed:
-                places.messages.close()
-                self._transport().close()
+        # If the set-up has failed, there is nothing to bring back, and the other ranks may have ended.
+        self._replaced.close()
+        self._in_parts = self._placed is not None and self._failed
+        if self._placed is not None and not self._failed:
+            self._placed.restore(self.optimizers)
+            assert places is not None
+            self._entered.close()
+            places.messages.close()
+            self._transport().close()
+        self._entered.close()
         self._connections = self._forward = self._placed = self._logs = None
         FailingTogetherDDPStrategy.teardown(self)

@@ -1,0 +1,160 @@
+"""Run this rank's stage of a divided network: its tasks in order, its messages, buffers and stored values."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from torch import nn
+
+from cnnstrategies.pipeline.buffers import StageBuffers
+from cnnstrategies.pipeline.channels import Channels
+from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.replicas import StageReplicas
+from cnnstrategies.pipeline.stage import StageGraph, put_module_at
+from cnnstrategies.pipeline.stored_terms import StoredTerms
+from cnnstrategies.pipeline.timetable import KINDS, Placement, tasks_of, turns
+from cnnstrategies.pipeline.transport import Transport
+from cnnstrategies.pipeline.whole_batch import WholeBatch
+from cnnstrategies.placed import Places
+
+SCHEDULE = "gpipe"
+
+
+class StageRunner:
+    """Runs this rank's microbatches of a stage of a divided network, in GPipe's order.
+
+    Args:
+        division: Division of the network. Parameters and buffers of other stages are not used.
+        transport: Connections of this rank. Its placement determines the replicas and the number of microbatches.
+        ahead: Number of turns before a task at which the receive of the task's message begins; see
+            :data:`~cnnstrategies.pipeline.engine.AHEAD`.
+
+    Attributes:
+        replicas: The replicas of the stage.
+        microbatches: Number of microbatches into which batches are divided, at most the placement's number.
+        unseen_draws: Number of calls in which this rank has drawn random numbers, but the generators have not advanced
+            on all ranks. It enters the seeds, so that the next call does not draw the same numbers.
+    """
+
+    def __init__(self, division: Division, transport: Transport, ahead: int) -> None:
+        self.division, self.transport, self.ahead = division, transport, ahead
+        placement = transport.placement
+        self.stage = transport.place.stage
+        self.last = self.stage == placement.stages - 1
+        self.microbatches = placement.microbatches
+        self.unseen_draws = 0
+        self.replicas = StageReplicas(transport)
+        tasks = tasks_of(placement, transport.rank, SCHEDULE)
+        self._tasks = {kind: [task for task in tasks if task.kind == kind] for kind in KINDS}
+        graph = division.graphs()[self.stage]
+        self._turn = turns(placement.replicas, placement.microbatches, SCHEDULE)
+        self.channels = Channels(graph, self._turn, transport, ask_for_all=True)
+        module, calls = _modules_of(division, graph)
+        self.buffers = StageBuffers(module, self.replicas.group, calls)
+        self.terms: StoredTerms | None = None
+
+    @property
+    def placement(self) -> Placement:
+        """Numbering of the ranks."""
+        return self.transport.placement
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Trainable parameters of this stage that the network uses, in the order of the network."""
+        return [
+            tensor
+            for name, stage, tensor in self.division.tensors()
+            if stage == self.stage
+            and isinstance(tensor, nn.Parameter)
+            and tensor.requires_grad
+            and name in self.division.used
+        ]
+
+    def watch(self, owner: nn.Module, places: Places, ranks: Sequence[tuple[int, ...]]) -> None:
+        """Take care of what forwards store on modules from now on.
+
+        Args:
+            owner: The module in which forwards may store values: the network, or a module that contains it.
+            places: The rules of this rank.
+            ranks: For each stage, the ranks of its replicas.
+        """
+
+        def run(*inputs: Any) -> Any:
+            return self.division.run(self.stage, *inputs)
+
+        def run_again(*inputs: Any) -> Any:
+            with self.buffers.microbatch(0, again=True):
+                return run(*inputs)
+
+        network = self.division.network
+        modules = {
+            path: module
+            for node in self.division.graphs()[self.stage].graph.nodes
+            if node.op == "call_module"
+            for path, module in network.get_submodule(str(node.target)).named_modules(prefix=str(node.target))
+        }
+        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks)
+        self.buffers.copies_others = False
+
+    def begin(
+        self,
+        images: Any,
+        samples: int,
+        needs_gradient: bool,
+        form: Hashable = None,
+        in_order: bool = True,
+        whole: bool = False,
+    ) -> "WholeBatch":
+        """Run all forwards of a batch. All ranks must call this, with equal arguments except the images.
+
+        Args:
+            images: In the first stage, the images (n, C, H, W), or nested containers of tensors with n rows. Ignored in
+                other stages.
+            samples: Number n of samples.
+            needs_gradient: Whether the batch's backward follows, see :meth:`WholeBatch.backward`.
+            form: Key that is equal for batches whose values in the network have equal shapes and dtypes.
+            in_order: Whether the stages draw random numbers one after the other, as on one device, if the batch is one
+                microbatch; see `Draws`.
+            whole: Whether the batch is one microbatch.
+
+        Raises:
+            NeedsOneMicrobatchError: A stage needs the batch as one microbatch. All ranks raise this error.
+        """
+        graph = self.division.graphs()[self.stage]
+        if graph is not self.channels.graph:
+            # The state of an opened container has changed, on all ranks. Other values may cross the cuts now.
+            self.channels.graph = graph
+            self.channels.forget_headers()
+        return WholeBatch(self, images, samples, needs_gradient, form, in_order, 1 if whole else self.microbatches)
+
+    def run_tasks(self, kind: Any, sizes: Sequence[int], key: Callable[[int], Hashable], run: Any) -> None:
+        """Run all forwards or all backwards of the microbatches that have samples.
+
+        Args:
+            kind: ``forward`` or ``backward``.
+            sizes: Number of samples of each microbatch.
+            key: Function that returns the size key of a microbatch; see `Channels.plan`.
+            run: Function that runs the task of a microbatch.
+        """
+        tasks = [task for task in self._tasks[kind] if sizes[task.microbatch]]
+        self.channels.plan(tasks, key)
+        times = [*map(self._turn, tasks), *[math.inf] * (self.ahead + 1)]
+        self.channels.exchange(times[0], times[self.ahead])
+        for index, task in enumerate(tasks):
+            try:
+                run(task.microbatch)
+                self.channels.exchange(times[index + 1], times[index + 1 + self.ahead])
+            except Exception as error:
+                error.add_note(f"in {self.transport.me}: {kind} of microbatch {task.microbatch}")
+                raise
+        self.channels.finish()
+
+
+def _modules_of(division: Division, graph: StageGraph) -> tuple[nn.Module, Counter[str]]:
+    """Return a module with the stage's modules, and the number of calls of each module in a forward of the stage."""
+    module = nn.Module()
+    calls = Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_module")
+    for path in calls:
+        put_module_at(module, path, division.network.get_submodule(path))
+    return module, calls
