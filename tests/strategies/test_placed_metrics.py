@@ -20,11 +20,10 @@ from torchmetrics import (
     Metric,
     MetricCollection,
 )
-from torchmetrics import metric as torchmetrics_metric
 from turns import on_ranks
 
-from cnnstrategies.strategies.whole_step import metrics as placed_metrics
-from cnnstrategies.strategies.whole_step.metrics import own_metrics
+from cnnstrategies.strategies.whole_step import metric_values
+from cnnstrategies.strategies.whole_step.metric_values import share_metrics
 from cnnstrategies.strategies.whole_step.predictions import predictions_on_rank_zero
 
 pytestmark = pytest.mark.light
@@ -61,12 +60,12 @@ def use(metric: Any, place: Callable[[Tensor], Tensor]) -> list[Any]:
 @pytest.mark.parametrize("small", [0, 1 << 20])
 @pytest.mark.parametrize("name", METRICS)
 def test_metrics_compute_on_all_ranks_the_values_of_one_device(name: str, small: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(placed_metrics, "SMALL", small)
+    monkeypatch.setattr(metric_values, "SMALL", small)
     expected = use(METRICS[name](), lambda outputs: outputs)
 
     def program(places):
         metric = METRICS[name]()
-        own_metrics(places, [nn.ModuleList([metric])])
+        share_metrics(places, [nn.ModuleList([metric])])
         values = use(metric, lambda outputs: places.give(outputs, (1,)))
         leaves = [leaf for value in values for leaf in (value.values() if isinstance(value, dict) else [value])]
         assert all(places.place_of(leaf) is None for leaf in leaves)
@@ -86,7 +85,7 @@ def test_a_metric_that_is_the_loss_keeps_its_gradient() -> None:
         weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
         weight = places.give(weight.detach(), (1,)).requires_grad_()
         error, mean = MeanSquaredError(), MeanMetric()
-        own_metrics(places, [[error, mean]])
+        share_metrics(places, [[error, mean]])
         loss = error(weight * 2, torch.zeros(3, dtype=torch.float64))
         mean(loss)
         loss.backward()
@@ -109,9 +108,8 @@ class Keeper(Callback):
         self.metric = MeanMetric()
 
 
-def test_metrics_anywhere_do_not_add_up_the_states_of_all_ranks(monkeypatch: Any) -> None:
-    """They are found in attributes that torch does not know, in callbacks, in copies, and if a step creates them."""
-    monkeypatch.setattr(torchmetrics_metric, "jit_distributed_available", lambda: True)
+def test_metrics_are_found_in_any_attribute_and_are_restored() -> None:
+    """Copies have states of their own."""
     module, keeper = Module(), Keeper()
     metrics: list[Metric] = [
         module.accuracy,
@@ -122,21 +120,16 @@ def test_metrics_anywhere_do_not_add_up_the_states_of_all_ranks(monkeypatch: Any
     ]
 
     def program(places):
-        before = [(dict(vars(metric))) for metric in metrics]
-        undo = own_metrics(places, [module, keeper])
-        created = MeanMetric()
-        for metric in [*metrics, *deepcopy(metrics), created]:
-            assert not metric.distributed_available_fn()
+        before = [dict(vars(metric)) for metric in metrics]
+        undo = share_metrics(places, [module, keeper])
+        assert all(vars(metric)["update"] is not old["update"] for metric, old in zip(metrics, before, strict=True))
         copied = deepcopy(module.unregistered["both"][0])
         outputs, targets = batches(0)
         assert copied(places.give(outputs, (0,)), targets)["MulticlassConfusionMatrix"].sum() == 8
         assert module.unregistered["both"][0]["MulticlassConfusionMatrix"].confmat.sum() == 0
         undo()
-        assert created.distributed_available_fn()
         for metric, attributes in zip(metrics, before, strict=True):
-            assert vars(metric)["compute"] is attributes["compute"]
-            assert vars(metric)["update"] is attributes["update"]
-            assert metric.distributed_available_fn()
+            assert all(vars(metric)[name] is attributes[name] for name in ("update", "compute"))
 
     on_ranks(1, program)
 
