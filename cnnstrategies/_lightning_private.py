@@ -145,6 +145,16 @@ def allow_skipped_steps(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop.automatic_optimization.__class__ = SkippingOptimization
 
 
+def last_value_of(metric: Metric) -> Any:
+    """Return what a metric has computed for the last batch, which Lightning logs for a step; None if it has not."""
+    return metric._forward_cache
+
+
+def set_last_value(metric: Metric, value: Any) -> None:
+    """Set the value that Lightning logs for a step."""
+    metric._forward_cache = value
+
+
 def ask_of_sigterm(trainer: Trainer, ask: bool) -> None:
     """Turn on or off the broadcast that tells all ranks before each batch whether rank 0 has received a SIGTERM.
 
