@@ -26,18 +26,13 @@ from cnnstrategies.placed import GlooLink, Places
 from cnnstrategies.placed.hidden import hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
-<<<<<<< HEAD
-from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached
-from cnnstrategies.strategies.hybrid_pipeline.hooks import EndTogether
-from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout
-=======
 from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached, on_device_of
+from cnnstrategies.strategies.hybrid_pipeline.hooks import EndTogether
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
     ChosenLayout,
     describe_pipeline,
     differences_of_pipeline,
 )
->>>>>>> work
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
 from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
 from cnnstrategies.strategies.whole_step.example import example_inputs
@@ -151,16 +146,17 @@ class WholeStepStrategy(HybridPipelineStrategy):
         network = module_at(module, path)
         if self._layout is None or self._layout[0] is not network:
             self._layout = (network, self._layout_of(trainer, path))
-        self._divide(network, self._layout[1])
         assert self.places is not None
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
+        # Before the division, because logs change metrics as well, and changes are undone in reverse order.
+        self._replaced.callback(share_metrics(self.places, [module, *callbacks]))
+        self._divide(network, self._layout[1])
         for optimizer in self.optimizers:
             self._replaced.callback(hide_foreign_gradients(self.places, optimizer).remove)
         self.setup_precision_plugin()
         allow_skipped_steps(trainer)
         self._same_random_numbers()
         self._replaced.enter_context(metrics_of_one_process())
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
-        self._replaced.callback(share_metrics(self.places, [module, *callbacks]))
         if trainer.state.fn == TrainerFn.FITTING:
             callbacks.insert(0, EndTogether(partial(end_together, self.places, self.placement.ranks(0))))
             self._replaced.callback(callbacks.remove, callbacks[0])
