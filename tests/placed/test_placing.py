@@ -128,7 +128,7 @@ def attribute_of_two_stages(module: nn.Module) -> Any:
 
 REFUSED = {
     kept_view: r"\d.weight shares its memory with a tensor .*: compute views of parameters where they are used",
-    kept_graph: r"\d.weight is still used by the autograd graph of a result .*: delete the result or .* no_grad",
+    kept_graph: r"\d.weight is still used by the autograd graph of a result .*: delete the result or .*no_grad",
     computed_buffer: r"the buffer 1.norm was computed from parameters: register its value, 1.norm.detach\(\)",
     memory_of_another_stage: "0.weight and 1.weight share their memory, but are in different stages: choose other cuts",
     attribute_of_two_stages: r"total is a tensor that was computed from [01].weight and [01].weight, which are in diff",

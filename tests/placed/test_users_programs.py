@@ -1,6 +1,7 @@
 """Programs as users write them, with parameters at places: all ranks get what one device gets."""
 
 import copy
+import inspect
 import io
 import itertools
 import json
@@ -15,6 +16,9 @@ import pytest
 import torch
 from placements import check
 from torch import Tensor, nn
+from turns import on_ranks, outcomes
+
+from cnnstrategies.placed import DivergedError, Places
 
 FIRST, SECOND, PAIR = (0,), (1,), (1, 2)
 PLACES = [(FIRST, SECOND, None), (PAIR, FIRST, SECOND)]
@@ -243,3 +247,75 @@ PROGRAMS = [
 def test_a_users_program_gives_on_all_ranks_what_it_gives_on_one_device(program: Any) -> None:
     for at in PLACES:
         check(program, operands(), at)
+
+
+def saved_alone(loss: Tensor, layer: nn.Module) -> None:
+    torch.save(layer.state_dict(), io.BytesIO())
+
+
+def formatted_alone(loss: Tensor, layer: nn.Module) -> None:
+    assert f"{loss:.3f}"
+
+
+def compared_alone(loss: Tensor, layer: nn.Module) -> None:
+    assert torch.equal(layer.weight, torch.zeros(2, 2))
+
+
+def sorted_alone(loss: Tensor, layer: nn.Module) -> None:
+    sorted(layer.parameters(), key=lambda parameter: parameter.norm().item())
+
+
+def listed_alone(loss: Tensor, layer: nn.Module) -> None:
+    assert loss.tolist()
+
+
+def branched_alone(loss: Tensor, layer: nn.Module) -> None:
+    assert loss.isfinite() or loss > 1
+
+
+@pytest.mark.light
+@pytest.mark.parametrize(
+    "read", [saved_alone, formatted_alone, compared_alone, sorted_alone, listed_alone, branched_alone]
+)
+def test_a_read_on_one_rank_only_ends_with_a_line_that_names_both_places(read: Any) -> None:
+    def program(places: Places) -> None:
+        layer = nn.Linear(2, 2)
+        for name, parameter in layer.named_parameters():
+            places.set_place(parameter, (1,), name)
+        loss = layer(torch.ones(1, 2)).sum().detach()
+        if places.rank == 0:
+            read(loss, layer)
+        loss.item()
+
+    _, errors = outcomes(2, program)
+    (error,) = (error for error in errors if error is not None)
+    assert isinstance(error, DivergedError)
+    lines = {line_of(read, read.__code__.co_firstlineno + 1), line_of(read, inspect.getsourcelines(program)[1] + 7)}
+    assert all(line in str(error) for line in lines), error
+    assert "\n" not in str(error)
+
+
+def line_of(function: Any, number: int) -> str:
+    return f"{inspect.getsourcefile(function).rsplit('/', 1)[-1]}:{number}"  # type: ignore[union-attr]
+
+
+@pytest.mark.light
+def test_code_on_one_rank_that_reads_no_values_of_other_ranks_works() -> None:
+    def program(places: Places) -> list[Any]:
+        layer = nn.Linear(2, 2)
+        for name, parameter in layer.named_parameters():
+            places.set_place(parameter, (1,), name)
+        loss = layer(torch.ones(1, 2)).sum()
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        seen: list[Any] = []
+        if places.rank == 0:
+            print(loss, layer.weight, [loss], layer)
+            seen = [repr(loss), f"{layer.weight}", str(optimizer), hash(loss), {loss: 1}[loss], loss in [loss]]
+            copies = copy.deepcopy([layer, optimizer]), copy.copy(layer.weight), layer.weight.clone()
+            seen += [copies, sum(parameter.numel() for parameter in layer.parameters()), list(layer.state_dict())]
+            seen += [loss.shape, loss.requires_grad, layer.weight.T.shape, loss * 2, layer.weight.detach().cpu()]
+        return [loss.item(), bool(seen)]
+
+    first, second = on_ranks(2, program)
+    assert first[0] == second[0]
+    assert [first[1], second[1]] == [True, False]

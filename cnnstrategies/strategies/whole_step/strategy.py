@@ -17,18 +17,23 @@ from typing_extensions import override
 
 from cnnstrategies._lightning_private import allow_skipped_steps
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.stage import check_cuts
 from cnnstrategies.pipeline.timetable import check_layout
-from cnnstrategies.pipeline.tracing import cut_positions, trace_open
+from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.placed import GlooLink, Places
 from cnnstrategies.placed.hidden import hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
-from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached
-from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout
+from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached, on_device_of
+from cnnstrategies.strategies.hybrid_pipeline.layout import (
+    ChosenLayout,
+    describe_pipeline,
+    differences_of_pipeline,
+)
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
 from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
 from cnnstrategies.strategies.whole_step.example import example_inputs
@@ -80,6 +85,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
             return
         placement = self.request.placement_on(devices, self.request.microbatches_on(devices, network))
         check_layout(self.request.stage_count - 1, placement, devices)
+        if not decide_by_shapes(network, self._example):
+            return  # The ranks, which have the data, check again.
         traced = trace_open(network)
         number = len(cut_positions(traced))
         if number < self.request.stage_count - 1:
@@ -90,6 +97,15 @@ class WholeStepStrategy(HybridPipelineStrategy):
         if self.request.cuts is not None:
             check_cuts(traced, self.request.cuts)
         self._checked = module
+
+    def _example(self, size: int) -> Images | None:
+        """Return example inputs of the network; None if they are not known, as before the module has a trainer."""
+        module = self.lightning_module
+        if module is None or not is_attached(module):
+            return None
+        path = find_network(module, self.submodule)
+        images = example_inputs(module, path, size)
+        return None if images is None else on_device_of(module_at(module, path), images)
 
     @override
     @contextmanager
@@ -308,20 +324,28 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     # Facts
 
+    @property
+    def _network(self) -> PlacedNetwork:
+        assert self._forward is not None, "the strategy has been set up"
+        return self._forward.placed
+
     @override
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
-        return []
+        placed, placement = self._network, self._transport().placement
+        rows = describe_pipeline(
+            placement, placed.division.graphs(), self.parameters_per_device, self.request, "gpipe", batch_size
+        )
+        return rows if placed.one_microbatch is None else [*rows, ("one microbatch", placed.one_microbatch)]
 
     @override
     def differences(self, batch_size: int | None) -> list[str]:
-        return []
+        return differences_of_pipeline(self._network.division.network, self._transport().placement, batch_size)
 
     @property
     @override
     def parameters_per_device(self) -> list[int]:
         """Numbers of parameters that the devices of each stage hold."""
-        assert self._forward is not None
-        division = self._forward.placed.division
+        division = self._network.division
         counts = [0] * division.stages
         for _, stage, tensor in division.tensors():
             counts[stage] += tensor.numel() if isinstance(tensor, nn.Parameter) else 0
