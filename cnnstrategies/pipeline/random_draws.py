@@ -100,19 +100,16 @@ class SeededGenerators:
         # The next numbers show whether somebody has drawn. Reading the states of the generators takes longer.
         self._next = random.random(), np.random.random()
         seed_all(seed, device)
-        self._device = generator_of(device)
-        self._states = torch.default_generator.get_state(), self._device and self._device.get_state()
+        generator = generator_of(device)
+        self._generators = {"cpu": torch.default_generator} | ({} if generator is None else {"device": generator})
+        self._states = {name: generator.get_state() for name, generator in self._generators.items()}
 
     def drawn(self) -> set[str]:
         """Return the names of the generators that have been drawn from. Call this once, because it draws as well."""
-        cpu, device = self._states
-        draws = {
-            "cpu": not torch.equal(cpu, torch.default_generator.get_state()),
-            "python": random.random() != self._next[0],
-            "numpy": np.random.random() != self._next[1],
-            "device": self._device is not None and not torch.equal(device, self._device.get_state()),
-        }
-        return {name for name, has_drawn in draws.items() if has_drawn}
+        changed = {"python": random.random() != self._next[0], "numpy": np.random.random() != self._next[1]}
+        for name, state in self._states.items():
+            changed[name] = not torch.equal(state, self._generators[name].get_state())
+        return {name for name, has_changed in changed.items() if has_changed}
 
 
 def advance(names: Iterable[str], device: torch.device) -> None:
