@@ -26,6 +26,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torchmetrics import Metric
 from typing_extensions import override
 
 from cnnstrategies.divided_batches import takes_sampler, with_divided_batches
@@ -142,6 +143,16 @@ class SkippingOptimization(_AutomaticOptimization):
 def allow_skipped_steps(trainer: Trainer) -> None:
     """Allow `training_step` to return None. All ranks must return None in the same steps."""
     trainer.fit_loop.epoch_loop.automatic_optimization.__class__ = SkippingOptimization
+
+
+def last_value_of(metric: Metric) -> Any:
+    """Return what a metric has computed for the last batch, which Lightning logs for a step; None if it has not."""
+    return metric._forward_cache
+
+
+def set_last_value(metric: Metric, value: Any) -> None:
+    """Set the value that Lightning logs for a step."""
+    metric._forward_cache = value
 
 
 def ask_of_sigterm(trainer: Trainer, ask: bool) -> None:
@@ -311,3 +322,11 @@ def end_observation(launcher: Any) -> list[subprocess.Popen[bytes]]:
 def is_compiled_whole(module: LightningModule) -> bool:
     """Whether a whole LightningModule was passed to ``torch.compile``. Lightning then compiles the module's steps."""
     return vars(module).get("_compiler_ctx") is not None
+
+
+def keeps_graph(metric: Metric) -> bool:
+    """Whether a metric is computing the value of a batch, from which a backward may start.
+
+    torchmetrics has no public attribute that distinguishes a call of the metric from a call of the method ``update``.
+    """
+    return bool(metric._enable_grad)

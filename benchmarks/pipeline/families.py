@@ -34,8 +34,10 @@ from torch import Tensor, nn
 from torchvision.models import get_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/zoo"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/pipeline"))
 
 from catalogue import TIMM, TORCHVISION, by_name
+from stages_in_turn import train_in_stages
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.division import Division
@@ -173,10 +175,6 @@ def check(name: str, dtype: torch.dtype | None) -> float:
     A step of the network draws random numbers in the order of its stages, so both have equal draws. The differences
     are those of the outputs and the gradients, as a fraction of the largest value of the compared tensor.
     """
-    sys.path.append(str(ROOT / "tests"))
-    sys.path.append(str(ROOT / "tests/pipeline"))
-    from test_users_modules import train_in_stages
-
     network = built(name, "cpu").to(torch.float64 if dtype is None else torch.float32)
     whole = copy.deepcopy(network)
     images = images_for(name, 4, "cpu").to(next(network.parameters()).dtype)

@@ -24,7 +24,6 @@ from cnnstrategies.pipeline.seals import (
     drawn_from,
     draws,
     first_line,
-    in_context,
     where,
 )
 from cnnstrategies.pipeline.untouched import random_states, restore_random
@@ -127,7 +126,7 @@ class LeafTracer(fx.Tracer):
             EntersContextError: One of the modes is different.
         """
         if changed := [name for name, state in contexts().items() if state != self._contexts[name]]:
-            raise EntersContextError(in_context(self._current(), changed[0]))
+            raise EntersContextError(self._current(), changed[0])
         return super().create_node(*args, **kwargs)
 
     def create_arg(self, a: Any) -> Any:
@@ -253,7 +252,7 @@ class LeafTracer(fx.Tracer):
         def replacement(kind: Any) -> Callable[[Any], Any]:
             def enter(context: Any) -> Any:
                 if threading.get_ident() == thread:
-                    raise EntersContextError(in_context(self._current(), kinds[kind]))
+                    raise EntersContextError(self._current(), kinds[kind])
                 return originals[kind](context)
 
             return enter
@@ -289,7 +288,7 @@ class LeafTracer(fx.Tracer):
         if isinstance(error, DependsOnValuesError):
             return Seal("values", path, str(error), place)
         if isinstance(error, EntersContextError):
-            return Seal("context", path, str(error), place)
+            return Seal("context", path, f"its forward computes under {error.context}", place)
         return Seal("untraceable", path, f"torch.fx cannot trace its forward: {first_line(error)}", place)
 
     def _remove_nodes(self, began: int) -> None:

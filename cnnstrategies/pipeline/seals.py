@@ -31,7 +31,29 @@ class DependsOnValuesError(Exception):
 
 
 class EntersContextError(ConfigurationError):
-    """A network's code computes in a context that a graph cannot contain."""
+    """A network's code computes in a context that a graph cannot contain.
+
+    The message is for a context that the network's own forward enters. A submodule that enters one runs as a whole.
+
+    Args:
+        name: Name of the module whose code computes in the context.
+        context: Name of the context.
+
+    Attributes:
+        context: Name of the context.
+    """
+
+    def __init__(self, name: str, context: str) -> None:
+        self.context = context
+        advice = "move the with statement and its block into a submodule, which runs as a whole"
+        if "grad" in context:
+            advice += ", or use .detach() on the values"
+        if context == "torch.utils.checkpoint":
+            advice = "remove it (set_grad_checkpointing(False) in timm), set the pipeline's activation_checkpointing"
+        super().__init__(
+            f"{name} computes under {context}, which the network's own forward enters, and a cut must not pass through "
+            f"this context: {advice}, or use strategy ddp"
+        )
 
 
 @dataclass(frozen=True)
@@ -95,19 +117,6 @@ def cannot_trace(place: str, reason: str) -> ConfigurationError:
         f"torch.fx cannot trace {place}: {reason}; a network that is cut into stages must not branch on values of "
         "tensors: rewrite this code, or use strategy ddp"
     )
-
-
-def in_context(name: str, context: str) -> str:
-    """Return the error message for a module whose forward computes in a context that a graph cannot contain.
-
-    Args:
-        name: Name of the module.
-        context: Name of the context.
-    """
-    advice = "use .detach() on the values, set the precision for the whole run, or use strategy ddp"
-    if context == "torch.utils.checkpoint":
-        advice = "remove it (set_grad_checkpointing(False) in timm) and set the pipeline's activation_checkpointing"
-    return f"{name} computes under {context}, which has no effect when the network is cut into stages: {advice}"
 
 
 def draws(library: str) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_apart
+from stages_in_turn import train_in_stages
 from test_stage import UNet, build
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -178,36 +179,6 @@ def test_a_trace_leaves_nothing_behind_and_what_a_graph_cannot_repeat_stays_whol
     assert torch.equal(
         traced(torch.ones(2, 4, dtype=torch.float64)), network(torch.ones(2, 4, dtype=torch.float64))
     ) or how in ("random", "torch", "generator", "numpy generator", "buffer's value")
-
-
-def train_in_stages(division: Division, images: Tensor) -> Tensor:
-    """Run all stages forward and backward, with the sum of the squared outputs as loss, and return the outputs.
-
-    As in a pipeline, a stage receives values that are leaves of its own autograd graph.
-    """
-    graphs = division.graphs()
-    values: dict[str, Any] = {"images": images}
-    leaves: list[dict[str, Any]] = []
-    for stage, graph in enumerate(graphs):
-        leaves.append({name: as_leaf(values[name], stage > 0) for name in graph.inputs})
-        outputs = division.run(stage, *leaves[stage].values())
-        values |= zip(graph.outputs, outputs, strict=True) if graph.outputs else {"result": outputs}
-    values["result"].square().sum().backward()
-    for stage in reversed(range(division.stages - 1)):
-        for name in graphs[stage].outputs:
-            value = values[name]
-            if isinstance(value, Tensor) and value.requires_grad:
-                gradients = [later[name].grad for later in leaves[stage + 1 :] if name in later]
-                value.backward(sum(gradients), retain_graph=True)
-    result: Tensor = values["result"]
-    return result
-
-
-def as_leaf(value: Any, requires_grad: bool) -> Any:
-    """Return a value that a stage receives: a leaf, or what is not a tensor as it is."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().requires_grad_(requires_grad and value.is_floating_point())
 
 
 def compare(network: nn.Module, cuts: list[str | int], images: Tensor) -> Division:
@@ -387,6 +358,44 @@ def test_cuts_inside_a_module_that_stays_whole_are_refused_with_the_reason() -> 
     assert Division(network, ["1"]).opened == ("",)
     with pytest.raises(ConfigurationError, match=r"Nasty \(Nasty\) cannot be cut.*changes the attribute 'kept'; move"):
         Division(Nasty("stored"), ["inner.0"])
+
+
+class Precise(nn.Module):
+    """A block, or a whole network, that computes its second layer without autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            result: Tensor = self.second(x.float())
+            return result
+
+
+def test_a_block_that_leaves_autocast_stays_whole_and_computes_as_on_one_device() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 4), Precise(), nn.Linear(4, 2))
+    whole, images = copy.deepcopy(network), torch.randn(2, 4)
+    for cut in ("0", "1"):
+        network.zero_grad()
+        whole.zero_grad()
+        division = Division(network, [cut])
+        assert division.opened == ("",)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = whole(images)
+            expected.square().sum().backward()
+            assert torch.equal(train_in_stages(division, images), expected)
+        pairs = zip(network.parameters(), whole.parameters(), strict=True)
+        assert all(torch.equal(mine.grad, theirs.grad) for mine, theirs in pairs)  # type: ignore[arg-type]
+    reason = (
+        r"'1.first', inside of 1 \(Precise\), which runs as a whole because its forward computes under torch.autocast"
+    )
+    with pytest.raises(ConfigurationError, match=reason):
+        Division(network, ["1.first"])
+    with pytest.raises(ConfigurationError, match=r"the network's forward computes under torch.autocast.*submodule"):
+        Division(Precise(), ["first"])
 
 
 class Rotating(nn.Module):

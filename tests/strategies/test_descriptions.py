@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from cnnstrategies import ImageClassifier
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.microbatches import Split
+from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.differences import OWN_MEANS, OWN_OTHER_LOSSES, RANK_ZERO, differences_of_replicas
 from cnnstrategies.strategies.hybrid_pipeline.layout import differences_of_pipeline, warn_of_small_microbatches
@@ -78,8 +78,7 @@ def test_a_pipeline_reports_what_each_microbatch_computes_separately():
     first, second = nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3)
     for norm in (nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm):
         network = nn.Sequential(copy.deepcopy(first), nn.BatchNorm2d(2), norm(copy.deepcopy(second)))
-        pipeline = SimpleNamespace(blueprint=SimpleNamespace(network=network))
-        assert differences_of_pipeline(pipeline, None) == [
+        assert differences_of_pipeline(network, Placement((1, 1)), None) == [
             "BatchNorm normalises over each microbatch's own images",
             "spectral norm makes a power iteration for each microbatch",
             RANDOM,

@@ -20,7 +20,7 @@ from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.microbatches import NORMALISED_TOGETHER, Split, default_microbatches
-from cnnstrategies.pipeline.stage import copy_value, divide
+from cnnstrategies.pipeline.stage import StageGraph, copy_value, divide
 from cnnstrategies.pipeline.timetable import (
     CHECKPOINTING,
     ORDERS,
@@ -231,24 +231,39 @@ def _loaded_samples(trainer: Trainer) -> int | None:
     return size
 
 
-def describe_pipeline(pipeline: Pipeline, request: LayoutRequest, batch_size: int | None) -> list[tuple[str, str]]:
-    """The microbatches of a step, and for each stage its first and last module, ranks and parameters."""
-    images = _images(pipeline, batch_size)
-    microbatches = str(pipeline.microbatches) if images is None else f"{pipeline.microbatches} of {images}"
+def describe_pipeline(
+    placement: Placement,
+    graphs: Sequence[StageGraph],
+    parameters: Sequence[int],
+    request: LayoutRequest,
+    schedule: Schedule,
+    batch_size: int | None,
+) -> list[tuple[str, str]]:
+    """Return rows of the start panel: the microbatches of a step, and the modules, ranks and parameters of each stage.
+
+    Args:
+        placement: Numbering of the ranks, and the microbatches of each rank.
+        graphs: Graphs of the stages.
+        parameters: Number of parameters of each stage.
+        request: The strategy's arguments.
+        schedule: Order of the forward and backward passes.
+        batch_size: Samples of a batch on each replica of the first stage; None if the number is not known.
+    """
+    images = _images(placement, batch_size)
+    microbatches = str(placement.microbatches) if images is None else f"{placement.microbatches} of {images}"
     configured = " (as configured)" if request.microbatches is not None else ""
-    rows = [("microbatches", f"{microbatches}{configured}, schedule {request.schedule}")]
+    rows = [("microbatches", f"{microbatches}{configured}, schedule {schedule}")]
     if request.shares != "equal":
         found = f"{request.initial_shares} at first, then by each rank's own time"
         given = found if request.shares == "auto" else f"{list(request.shares)}, rank by rank"
         rows.append(("shares", f"of the microbatches: {given}"))
-    for stage, parameters in enumerate(stage_parameters(pipeline)):
-        nodes = [node for node in pipeline.blueprint.stages[True][stage].graph.nodes if _computes(node)]
-        ranks = pipeline.placement.ranks(stage)
+    for stage, (graph, number) in enumerate(zip(graphs, parameters, strict=True)):
+        nodes = [node for node in graph.graph.nodes if _computes(node)]
+        ranks = placement.ranks(stage)
         together = ranks[-1] - ranks[0] == len(ranks) - 1
         where = f"ranks {ranks[0]} to {ranks[-1]}" if together else f"ranks {', '.join(map(str, ranks))}"
         where = f"rank {ranks[0]}" if len(ranks) == 1 else where
-        text = f"{_name(nodes[0])} to {_name(nodes[-1])} on {where}: {parameters:,} parameters"
-        rows.append((f"stage {stage}", text))
+        rows.append((f"stage {stage}", f"{_name(nodes[0])} to {_name(nodes[-1])} on {where}: {number:,} parameters"))
     return rows
 
 
@@ -258,13 +273,13 @@ def stage_parameters(pipeline: Pipeline) -> list[int]:
     return [sum(pipeline.shapes[name].numel() for name in own if name in names) for own in pipeline.blueprint.state]
 
 
-def differences_of_pipeline(pipeline: Pipeline, batch_size: int | None) -> list[str]:
-    """What is different from one device, one line each; see :func:`describe_pipeline`."""
+def differences_of_pipeline(network: nn.Module, placement: Placement, batch_size: int | None) -> list[str]:
+    """Return one line for each difference from one device; see :func:`describe_pipeline`."""
     lines = []
-    if has_batch_norm(pipeline.blueprint.network):
-        images = _images(pipeline, batch_size)
+    if has_batch_norm(network):
+        images = _images(placement, batch_size)
         lines.append(f"BatchNorm normalises over each microbatch's {'own images' if images is None else images}")
-    if _has_spectral_norm(pipeline.blueprint.network):
+    if _has_spectral_norm(network):
         lines.append("spectral norm makes a power iteration for each microbatch")
     return [*lines, RANDOM_DRAWS]
 
@@ -286,10 +301,9 @@ def _has_spectral_norm(network: nn.Module) -> bool:
     return any(name.endswith("_u") and f"{name[:-1]}v" in names for name in names)
 
 
-def _images(pipeline: Pipeline, batch_size: int | None) -> str | None:
+def _images(placement: Placement, batch_size: int | None) -> str | None:
     if batch_size is None:
         return None
-    placement = pipeline.placement
     rows = deal(batch_size * placement.replicas[0], placement.loads)
     split = Split(rows, placement.runs[0])
     return _range([size for size in split.sizes if size])

@@ -586,11 +586,15 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
 
     @override
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
-        return describe_pipeline(self._pipeline, self.request, batch_size)
+        pipeline = self._pipeline
+        graphs, parameters = pipeline.blueprint.stages[True], stage_parameters(pipeline)
+        return describe_pipeline(
+            pipeline.placement, graphs, parameters, self.request, self.request.schedule, batch_size
+        )
 
     @override
     def differences(self, batch_size: int | None) -> list[str]:
-        return differences_of_pipeline(self._pipeline, batch_size)
+        return differences_of_pipeline(self._pipeline.blueprint.network, self._pipeline.placement, batch_size)
 
     @property
     @override

@@ -1,13 +1,15 @@
 """Send the values that a module logs to all ranks, those of a step in one message."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torchmetrics import Metric
 
+from cnnstrategies._lightning_private import last_value_of, set_last_value
 from cnnstrategies.placed import Places
 
 
@@ -15,7 +17,8 @@ class PlacedLogs:
     """Replaces a module's method ``log``, until :meth:`remove`.
 
     Progress bars and loggers read logged values on rank 0 alone, so all ranks must have these values. Values that a
-    step logs are logged at the end of the step.
+    step logs are logged at the end of the step. Of a metric, these values are its value for the batch and, whenever
+    Lightning or the user computes it, its result.
 
     Args:
         module: The module.
@@ -25,12 +28,17 @@ class PlacedLogs:
     def __init__(self, module: LightningModule, places: Places) -> None:
         self._module, self._places = module, places
         self._own = module.log
-        self._pending: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] | None = None
+        self._pending: list[tuple[str, Any, Any, tuple[Any, ...], dict[str, Any]]] | None = None
+        # By id, because a metric's hash changes with its states: logged metrics and their own methods `compute`.
+        self._metrics: dict[int, tuple[Metric, Callable[..., Any]]] = {}
         vars(module)["log"] = self._log
 
     def remove(self) -> None:
-        """Give the module its own method back."""
+        """Give the module and its metrics their own methods back."""
         vars(self._module).pop("log", None)
+        for metric, own in self._metrics.values():
+            metric.compute = own  # type: ignore[method-assign]
+        self._metrics.clear()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -41,21 +49,49 @@ class PlacedLogs:
             pending = self._pending
         finally:
             self._pending = None
-        leaves = [leaf for _, value, _, _ in pending for leaf in tree_leaves(value)]
-        copies = self._places.all_everywhere([leaf for leaf in leaves if isinstance(leaf, Tensor)], "log")
-        for name, value, args, kwargs in pending:
-            self._own(name, tree_map(lambda leaf: copies.get(id(leaf), leaf), value), *args, **kwargs)
+        tensors = [leaf for _, _, values, _, _ in pending for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        copies = self._places.all_everywhere(tensors, "log")
+        for name, value, values, args, kwargs in pending:
+            self._log_now(name, value, _replaced(values, copies), args, kwargs)
 
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        if isinstance(value, Metric):
+            self._share_results(value)
+        values = last_value_of(value) if isinstance(value, Metric) else value
+        leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         if all(self._places.place_of(leaf) is None for leaf in leaves):
             self._own(name, value, *args, **kwargs)
         elif self._pending is None:
-            detached = [leaf.detach() for leaf in leaves]
-            copies = self._places.all_everywhere(detached, f"log {name}")
-            of_leaf = {id(leaf): copies.get(id(copy), copy) for leaf, copy in zip(leaves, detached, strict=True)}
-            self._own(name, tree_map(lambda leaf: of_leaf.get(id(leaf), leaf), value), *args, **kwargs)
+            detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, values)
+            tensors = [leaf for leaf in tree_leaves(detached) if isinstance(leaf, Tensor)]
+            copies = self._places.all_everywhere(tensors, f"log {name}")
+            self._log_now(name, value, _replaced(detached, copies), args, kwargs)
         else:
             # The step may change the tensor later.
-            kept = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
-            self._pending.append((name, kept, args, kwargs))
+            kept = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, values)
+            self._pending.append((name, value, kept, args, kwargs))
+
+    def _log_now(self, name: str, value: Any, copies: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Log a value of which all ranks have copies."""
+        if isinstance(value, Metric):
+            set_last_value(value, copies)
+        self._own(name, value if isinstance(value, Metric) else copies, *args, **kwargs)
+
+    def _share_results(self, metric: Metric) -> None:
+        """From now on, give all ranks what a metric computes."""
+        if id(metric) in self._metrics:
+            return
+        own = metric.compute
+        self._metrics[id(metric)] = metric, own
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            result = own(*args, **kwargs)
+            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            return _replaced(result, self._places.all_everywhere(tensors, "metric"))
+
+        metric.compute = compute  # type: ignore[method-assign]
+
+
+def _replaced(value: Any, copies: dict[int, Tensor]) -> Any:
+    """Return nested containers with copies in place of tensors, which are given by their ids."""
+    return tree_map(lambda leaf: copies.get(id(leaf), leaf), value)

@@ -1,6 +1,5 @@
 """Pipeline training in which every rank runs the module's steps once, with the whole batch, as one device does."""
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -12,31 +11,40 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import allow_skipped_steps
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.stage import check_cuts
 from cnnstrategies.pipeline.timetable import check_layout
-from cnnstrategies.pipeline.tracing import cut_positions, trace_open
+from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.placed import GlooLink, Places
 from cnnstrategies.placed.hidden import hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
-from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached
-from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout
+from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached, on_device_of
+from cnnstrategies.strategies.hybrid_pipeline.hooks import EndTogether
+from cnnstrategies.strategies.hybrid_pipeline.layout import (
+    ChosenLayout,
+    describe_pipeline,
+    differences_of_pipeline,
+)
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
 from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
 from cnnstrategies.strategies.whole_step.example import example_inputs
+from cnnstrategies.strategies.whole_step.loader_messages import end_together
 from cnnstrategies.strategies.whole_step.loading import PlacedLoader, PlacedPredictionLoader
 from cnnstrategies.strategies.whole_step.logs import PlacedLogs
+from cnnstrategies.strategies.whole_step.metric_values import share_metrics
 from cnnstrategies.strategies.whole_step.metrics import metrics_of_one_process
 from cnnstrategies.strategies.whole_step.network import DividedForward, find_network, module_at
 from cnnstrategies.strategies.whole_step.placing import PlacedModule
+from cnnstrategies.strategies.whole_step.predictions import predictions_on_rank_zero
+from cnnstrategies.strategies.whole_step.random_states import random_states, set_random_states
 
 
 class WholeStepStrategy(HybridPipelineStrategy):
@@ -80,6 +88,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
             return
         placement = self.request.placement_on(devices, self.request.microbatches_on(devices, network))
         check_layout(self.request.stage_count - 1, placement, devices)
+        if not decide_by_shapes(network, self._example):
+            return  # The ranks, which have the data, check again.
         traced = trace_open(network)
         number = len(cut_positions(traced))
         if number < self.request.stage_count - 1:
@@ -90,6 +100,15 @@ class WholeStepStrategy(HybridPipelineStrategy):
         if self.request.cuts is not None:
             check_cuts(traced, self.request.cuts)
         self._checked = module
+
+    def _example(self, size: int) -> Images | None:
+        """Return example inputs of the network; None if they are not known, as before the module has a trainer."""
+        module = self.lightning_module
+        if module is None or not is_attached(module):
+            return None
+        path = find_network(module, self.submodule)
+        images = example_inputs(module, path, size)
+        return None if images is None else on_device_of(module_at(module, path), images)
 
     @override
     @contextmanager
@@ -127,14 +146,20 @@ class WholeStepStrategy(HybridPipelineStrategy):
         network = module_at(module, path)
         if self._layout is None or self._layout[0] is not network:
             self._layout = (network, self._layout_of(trainer, path))
-        self._divide(network, self._layout[1])
         assert self.places is not None
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
+        # Before the division, because logs change metrics as well, and changes are undone in reverse order.
+        self._replaced.callback(share_metrics(self.places, [module, *callbacks]))
+        self._divide(network, self._layout[1])
         for optimizer in self.optimizers:
             self._replaced.callback(hide_foreign_gradients(self.places, optimizer).remove)
         self.setup_precision_plugin()
         allow_skipped_steps(trainer)
         self._same_random_numbers()
         self._replaced.enter_context(metrics_of_one_process())
+        if trainer.state.fn == TrainerFn.FITTING:
+            callbacks.insert(0, EndTogether(partial(end_together, self.places, self.placement.ranks(0))))
+            self._replaced.callback(callbacks.remove, callbacks[0])
         self._entered.enter_context(self.places)
 
     def _layout_of(self, trainer: Trainer, path: str) -> ChosenLayout:
@@ -159,9 +184,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
     def _same_random_numbers(self) -> None:
         """Continue on all ranks with the random numbers of rank 0."""
         assert self.places is not None
-        [*states] = self.broadcast([torch.get_rng_state(), random.getstate()])
-        torch.set_rng_state(states[0].cpu())
-        random.setstate(states[1])
+        states = self.broadcast(random_states())
+        set_random_states({name: state.cpu() if isinstance(state, Tensor) else state for name, state in states.items()})
 
     @property
     def _rules(self) -> Places:
@@ -210,9 +234,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         result = self._step("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
         # Predictions are read after the run, by the caller of `Trainer.predict`.
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        copies = self._rules.all_everywhere(tensors, "predictions")
-        return tree_map(lambda leaf: copies.get(id(leaf), leaf), result)
+        return predictions_on_rank_zero(self._rules, result)
 
     def _step(self, name: str, context: AbstractContextManager[Any], args: Sequence[Any], kwargs: Any) -> Any:
         assert self._logs is not None
@@ -308,20 +330,28 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     # Facts
 
+    @property
+    def _network(self) -> PlacedNetwork:
+        assert self._forward is not None, "the strategy has been set up"
+        return self._forward.placed
+
     @override
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
-        return []
+        placed, placement = self._network, self._transport().placement
+        rows = describe_pipeline(
+            placement, placed.division.graphs(), self.parameters_per_device, self.request, "gpipe", batch_size
+        )
+        return rows if placed.one_microbatch is None else [*rows, ("one microbatch", placed.one_microbatch)]
 
     @override
     def differences(self, batch_size: int | None) -> list[str]:
-        return []
+        return differences_of_pipeline(self._network.division.network, self._transport().placement, batch_size)
 
     @property
     @override
     def parameters_per_device(self) -> list[int]:
         """Numbers of parameters that the devices of each stage hold."""
-        assert self._forward is not None
-        division = self._forward.placed.division
+        division = self._network.division
         counts = [0] * division.stages
         for _, stage, tensor in division.tensors():
             counts[stage] += tensor.numel() if isinstance(tensor, nn.Parameter) else 0
