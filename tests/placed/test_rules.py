@@ -461,6 +461,7 @@ PROGRAMS = [
     shapes_in_place,
     storages,
     data_of_another_place,
+    data_of_all_ranks,
     set_to_another_place,
     swapped,
     copies,
