@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from cnnstrategies.pipeline.stored import StoredKey
 
@@ -22,13 +22,14 @@ class Rule(NamedTuple):
 
     Attributes:
         kind: The rule.
-        accumulates: Whether a forward adds to the value that it finds. Then a sum is a sum of the additions.
+        accumulates: Whether a forward adds to the value that it finds. Then a sum is a sum of the additions. None if
+            the forward neither adds to the value nor overwrites it.
         is_certain: Whether a value with the rule ``same`` does not depend on the samples, so that it cannot begin to
             differ between the parts.
     """
 
     kind: RuleKind
-    accumulates: bool = False
+    accumulates: bool | None = False
     is_certain: bool = False
 
 
@@ -37,29 +38,41 @@ class StoredValues(NamedTuple):
 
     Attributes:
         keys: What has been changed, in the order of the changes.
-        tree: Structure of the list of the keys' values.
-        leaves: Tensors and plain values in this structure.
+        trees: For each key, the structure of its value.
+        leaves: Tensors and plain values in these structures.
     """
 
     keys: tuple[StoredKey, ...]
-    tree: TreeSpec
+    trees: tuple[TreeSpec, ...]
     leaves: list[Any]
 
     @classmethod
     def of(cls, stored: Mapping[StoredKey, Any]) -> "StoredValues":
         """Return the stored values of a forward; see `StoredWatch.take`."""
-        leaves, tree = tree_flatten([_as_tuples(value) for value in stored.values()])
-        return cls(tuple(stored), tree, leaves)
+        flat = [tree_flatten(_as_tuples(value)) for value in stored.values()]
+        return cls(tuple(stored), tuple(tree for _, tree in flat), [leaf for leaves, _ in flat for leaf in leaves])
 
     @property
     def names(self) -> list[StoredKey]:
         """The key of each leaf."""
-        counts = [child.num_leaves for child in self.tree.children_specs]
-        return [key for key, count in zip(self.keys, counts, strict=True) for _ in range(count)]
+        return [key for key, tree in zip(self.keys, self.trees, strict=True) for _ in range(tree.num_leaves)]
 
     def has_form_of(self, other: "StoredValues") -> bool:
         """Whether the same things have been stored, possibly with other values."""
-        return self.keys == other.keys and self.tree == other.tree
+        return self.keys == other.keys and self.trees == other.trees
+
+    def by_key(self, leaves: Sequence[Any]) -> list[list[Any]]:
+        """Return other leaves, in a list for each key."""
+        remaining = iter(leaves)
+        return [[next(remaining) for _ in range(tree.num_leaves)] for tree in self.trees]
+
+    def leaves_of(self, values: Mapping[StoredKey, Any]) -> list[Any]:
+        """Return the leaves of other values for the same keys. A leaf is None if the other value has another form."""
+        result: list[Any] = []
+        for key, expected in zip(self.keys, self.trees, strict=True):
+            leaves, tree = tree_flatten(_as_tuples(values.get(key)))
+            result += leaves if tree == expected and key in values else [None] * expected.num_leaves
+        return result
 
     def detached(self) -> "StoredValues":
         """Return values for another rank: a pair of a tensor and whether it requires a gradient for each tensor."""
@@ -72,18 +85,6 @@ class StoredValues(NamedTuple):
             leaf[0].to(device).requires_grad_(leaf[1]) if isinstance(leaf, tuple) else leaf for leaf in self.leaves
         ]
         return self._replace(leaves=leaves)
-
-    def items(self, leaves: Sequence[Any]) -> list[tuple[StoredKey, Any]]:
-        """Return the keys with values that are built from other leaves."""
-        return list(zip(self.keys, tree_unflatten(leaves, self.tree), strict=True))
-
-    def leaves_of(self, values: Mapping[StoredKey, Any]) -> list[Any]:
-        """Return the leaves of other values for the same keys. A leaf is None if the other value has another form."""
-        result: list[Any] = []
-        for key, child in zip(self.keys, self.tree.children_specs, strict=True):
-            leaves, tree = tree_flatten(_as_tuples(values.get(key)))
-            result += leaves if tree == child and key in values else [None] * child.num_leaves
-        return result
 
 
 def _as_tuples(value: Any) -> Any:
@@ -149,17 +150,17 @@ def find_rule(
         limit: See :func:`tolerance`.
     """
     values = [whole, *parts]
-    accumulates = _accumulates(whole, before, again, limit)
+    is_sum = adds(whole, before, again, limit)
     if all(is_same(whole, part) for part in parts):
-        return Rule("same", accumulates)
+        return Rule("same", is_sum)
     if not all(is_number(value) for value in values):
         return None
     if all(_shape(value) == _shape(whole) for value in parts):
         if _is_floating(whole) and is_near(whole, combine(Rule("mean"), parts, samples, before), limit):
-            return Rule("mean", accumulates)
-        if accumulates and is_near(whole, combine(Rule("sum", True), parts, samples, before), limit):
+            return Rule("mean", is_sum)
+        if is_sum and is_near(whole, combine(Rule("sum", True), parts, samples, before), limit):
             return Rule("sum", True)
-        if not accumulates and is_near(whole, combine(Rule("sum"), parts, samples, before), limit):
+        if is_sum is False and is_near(whole, combine(Rule("sum"), parts, samples, before), limit):
             return Rule("sum")
         return None
     is_split = all(
@@ -232,14 +233,21 @@ def _shape(value: Any) -> Any:
     return value.shape if isinstance(value, Tensor) else torch.Size(())
 
 
-def _accumulates(whole: Any, before: Any, again: Any, limit: float) -> bool:
-    """Whether a second forward adds to a value as much as the first one did."""
+def adds(whole: Any, before: Any, again: Any, limit: float) -> bool | None:
+    """Whether a forward adds to the value that it finds; None if it neither adds to the value nor overwrites it.
+
+    Args:
+        whole: Value after a forward.
+        before: Value before the forward; None if there was no value.
+        again: Value after a second forward; None if the second forward has stored something else.
+        limit: See :func:`tolerance`.
+    """
     before = 0 if before is None else before
     if not (is_number(whole) and is_number(before) and is_number(again)):
         return False
     if _shape(whole) != _shape(again) or _shape(before) not in (_shape(whole), torch.Size(())):
         return False
     whole, before, again = (torch.as_tensor(value).detach() for value in (whole, before, again))
-    if torch.bool in (whole.dtype, before.dtype, again.dtype):
+    if torch.bool in (whole.dtype, before.dtype, again.dtype) or torch.equal(whole, again):
         return False
-    return not torch.equal(whole, again) and is_near(again - whole, whole - before, limit)
+    return True if is_near(again - whole, whole - before, limit) else None

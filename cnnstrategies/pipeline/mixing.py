@@ -6,6 +6,8 @@ probe runs a stage with a batch and with two parts of the batch, and compares th
 statistics during the probe, because a pipeline computes their statistics for each microbatch, as documented.
 """
 
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies._torch_private import OperationMode, put_buffer
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
-from cnnstrategies.pipeline.combining import Rule, StoredValues, find_rule, tolerance
+from cnnstrategies.pipeline.combining import Rule, StoredValues, adds, find_rule, tolerance
 from cnnstrategies.pipeline.stored import StoredKey, StoredWatch
 from cnnstrategies.pipeline.untouched import random_states, restore_random
 
@@ -68,23 +70,44 @@ class MixingProbe:
             counts = [samples[0] // 2, samples[0] - samples[0] // 2]
             whole = arguments[0]
             parts = [_rows(whole, samples[0], 0, counts[0]), _rows(whole, samples[0], counts[0], samples[0])]
+        with self._fixed():
+            return self._compare(whole, parts, counts)
+
+    def additions(self, arguments: Arguments) -> list[Rule]:
+        """Return the rules for a whole batch, which only say whether the forward adds to the values that it finds.
+
+        Args:
+            arguments: The stage's arguments for the batch.
+        """
+        with self._fixed():
+            _, stored, before, _ = self._forward(arguments)
+            values = StoredValues.of(stored)
+            again = self._again(arguments, stored)
+            columns = zip(values.leaves, values.leaves_of(before), values.leaves_of(again), strict=True)
+            return [Rule("same", adds(*column, _limit(column[0]))) for column in columns]
+
+    @contextmanager
+    def _fixed(self) -> Iterator[None]:
+        """Return a context for forwards that leave no trace, and in which equal samples have equal results."""
         self._random = random_states()
         with ExitStack() as stack:
+            # Users have not asked for these forwards, and a part of the batch may be a single sample.
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
             stack.enter_context(saved_tensors_hooks(_nothing, _no_tensor))
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if "torch._dynamo" in sys.modules:  # Otherwise nothing is compiled, and the import would take seconds.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_fixed_statistics(self._modules.values()))
             stack.callback(restore_random, self._random)
             self._watch.begin()
             stack.callback(self._watch.begin)
-            try:
-                return self._compare(whole, parts, counts)
-            finally:
-                self._watch.take()
+            stack.callback(self._watch.take)
+            yield
 
     def _compare(self, whole: Arguments, parts: Sequence[Arguments], samples: Sequence[int]) -> Verdict:
         try:
             output, stored, before, inputs = self._forward(whole)
-            again = self._forward(whole, twice=True)[1] if before else {}
+            again = self._again(whole, stored)
             results = [self._forward(part) for part in parts]
         except Exception as error:
             return Verdict(f"it cannot run parts of the batch ({type(error).__name__}: {error})", None, [])
@@ -110,10 +133,34 @@ class MixingProbe:
             rules.append(rule._replace(is_certain=rule.kind == "same" and _depends_on_parameters_only(leaf, inputs)))
         return Verdict(None, values._replace(leaves=[]), rules)
 
+    def _again(self, arguments: Arguments, stored: Mapping[StoredKey, Any]) -> dict[StoredKey, Any]:
+        """Return what a forward stores after another forward. It shows which values a forward adds to.
+
+        The forward may use buffers that the first forward has changed. Other values are therefore stored again while
+        the buffers have the values from before, and the other way round.
+
+        Args:
+            arguments: Arguments of both forwards.
+            stored: What the first forward has stored.
+        """
+        again: dict[StoredKey, Any] = {}
+        kept = {key: value for key, value in stored.items() if key.kind in ("set", "values")}
+        for is_buffer in (True, False):
+            start = {key: value for key, value in kept.items() if ("_buffers" in key.path[:2]) == is_buffer}
+            if start:
+                results = self._forward(arguments, tree_map(_detached, start))[1]
+                again |= {key: value for key, value in results.items() if key in start}
+        return again
+
     def _forward(
-        self, arguments: Arguments, twice: bool = False
+        self, arguments: Arguments, start: Mapping[StoredKey, Any] | None = None
     ) -> tuple[Any, dict[StoredKey, Any], dict[StoredKey, Any], list[Tensor]]:
-        """Run the stage, and return its output, what it stores, the values before, and its arguments' tensors."""
+        """Run the stage, and return its output, what it stores, the values before, and its arguments' tensors.
+
+        Args:
+            arguments: Arguments of the stage.
+            start: Values that are stored before the forward.
+        """
         inputs: list[Tensor] = []
 
         def copy(leaf: Any) -> Any:
@@ -123,10 +170,11 @@ class MixingProbe:
             inputs.append(leaf.detach().requires_grad_(needs_gradient))
             return inputs[-1].clone()  # The forward may change its arguments in place.
 
-        for _ in range(2 if twice else 1):
-            restore_random(self._random)
-            with _FixedDraws():  # type: ignore[no-untyped-call]
-                output = self._run(*tree_map(copy, arguments))
+        restore_random(self._random)
+        for key, value in (start or {}).items():
+            self._watch.change(key, value)
+        with _FixedDraws():  # type: ignore[no-untyped-call]
+            output = self._run(*tree_map(copy, arguments))
         stored = self._watch.take()
         return tree_map(_detached, output), stored, dict(self._watch.before), inputs
 

@@ -94,7 +94,8 @@ class StageRunner:
             if node.op == "call_module"
             for path, module in network.get_submodule(str(node.target)).named_modules(prefix=str(node.target))
         }
-        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks)
+        first_ranks = [self.placement.rank_of(stage, 0) for stage in range(self.placement.stages)]
+        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks, first_ranks)
         self.buffers.copies_others = False
 
     def begin(

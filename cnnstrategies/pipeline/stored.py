@@ -139,6 +139,14 @@ class StoredWatch:
                 "dictionary or object on all ranks"
             ) from error
 
+    def change(self, key: StoredKey, value: Any) -> None:
+        """Do what a forward on this rank has done. A tensor that was changed in place remains the same tensor."""
+        if key.kind == "values":
+            with torch.no_grad():
+                self.find(key.path).copy_(value)
+        else:
+            self.put(key, value)
+
     def value(self, key: StoredKey) -> Any:
         """Return the present value of a key of the kind ``set`` or ``values``; None if there is no value."""
         try:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_unflatten
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.channels import TensorHeader, pack
@@ -57,6 +57,7 @@ class StoredTerms:
         run_again: Function that runs the stage once more for a probe, which BatchNorm layers must not count.
         places: The rules of this rank.
         ranks: For each stage, the ranks of its replicas.
+        first_ranks: For each stage, the rank that runs the first microbatch.
     """
 
     def __init__(
@@ -68,10 +69,11 @@ class StoredTerms:
         run_again: Callable[..., Any],
         places: Places,
         ranks: Sequence[tuple[int, ...]],
+        first_ranks: Sequence[int],
     ) -> None:
         self.watch = StoredWatch(owner, network)
         self.probe = MixingProbe(run_again, modules, self.watch)
-        self.run, self.places, self.ranks = run, places, ranks
+        self.run, self.places, self.ranks, self.first_ranks = run, places, ranks, first_ranks
         self.stage = next(stage for stage, members in enumerate(ranks) if places.rank in members)
         self.group = ranks[self.stage]
         self.known: dict[Hashable, tuple[StoredValues, list[Rule]]] = {}
@@ -87,7 +89,7 @@ class StoredTerms:
             form: Key that is equal for batches of the same form.
         """
         self.watch.begin()
-        return CallTerms(self, sizes, needs_gradient, device, form)
+        return CallTerms(self, sizes, needs_gradient, device, (form, tuple(sizes)))
 
 
 class CallTerms:
@@ -105,6 +107,8 @@ class CallTerms:
         # The combined tensors that this stage reports, and for those with a gradient the index of the stored leaf.
         self._tensors: list[Tensor] = []
         self._with_gradient: list[int] = []
+        # Tensors of this stage that the forwards have changed in place, with the values of the whole batch.
+        self._changed: list[tuple[Tensor, Tensor]] = []
         self._headers: list[TensorHeader] = []
 
     def run(self, microbatch: int, arguments: tuple[Any, ...]) -> Any:
@@ -138,11 +142,14 @@ class CallTerms:
         for rank, received in enumerate(places.exchange(news, range(places.world_size), "stored")):
             if received is not None:
                 terms.reports[rank] = _Report(*received)
-        reports = [terms.reports[members[0]] for members in terms.ranks]
+        reports = [terms.reports[rank] for rank in terms.first_ranks]
         for stage_report in reports:
             if stage_report.reason is not None:
                 terms.reports.clear()
                 raise NeedsOneMicrobatchError(stage_report.reason)
+        with torch.no_grad():
+            for tensor, values in self._changed:
+                tensor.copy_(values)
         self._headers = [stage_report.header for stage_report in reports]
 
     def outputs(self) -> list[Tensor]:
@@ -165,12 +172,17 @@ class CallTerms:
             )
             for kind, path, accumulates, value in entries:
                 key = StoredKey(kind, path)
-                if accumulates:
+                if kind in ("set", "values"):
                     present = watch.value(key)
-                    if path in before:  # An earlier stage has added to the same value.
-                        value = present + (value - before[path])
-                    else:
-                        before[path] = present
+                    if path in before and accumulates is not False:
+                        # An earlier stage has changed the same value.
+                        if accumulates is None:
+                            raise ConfigurationError(
+                                f"forwards in several stages change {key}, and each of them uses the value that it "
+                                "finds: store the value of each module in an attribute of its own"
+                            )
+                        value = present + (value - (before[path] or 0))
+                    before.setdefault(path, present)
                 watch.put(key, value)
 
     def own_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -217,7 +229,7 @@ class CallTerms:
         terms = self._terms
         self._share()
         if sum(map(bool, self._sizes)) < 2:
-            self._rules = [Rule("same") for values in self._stored.values() for _ in values.leaves]
+            self._rules = self._additions()
             return None
         known = terms.known.get(self._form)
         if known is not None and self._fits(*known):
@@ -236,6 +248,18 @@ class CallTerms:
         self._rules = verdict.rules
         fits = self._fits(verdict.stored, verdict.rules)
         return None if fits else "it stores different things in different microbatches"
+
+    def _additions(self) -> list[Rule]:
+        """Return the rules of a batch that is one microbatch."""
+        terms = self._terms
+        (values,) = self._stored.values()
+        if not self._arguments or not values.keys:
+            return [Rule("same")] * len(values.leaves)
+        known = terms.known.get(self._form)
+        if known is None or not values.has_form_of(known[0]):
+            (arguments,) = self._arguments.values()
+            known = terms.known[self._form] = values._replace(leaves=[]), terms.probe.additions(arguments)
+        return known[1]
 
     def _share(self) -> None:
         """Get what the microbatches of the stage's other replicas have stored."""
@@ -281,24 +305,20 @@ class CallTerms:
                 # A tensor with a storage of its own can have a place of its own.
                 leaves.append(leaf.clone().requires_grad_(needs[-1]) if isinstance(leaf, Tensor) else leaf)
         entries = []
-        starts, start = [], 0
-        for key, value in values.items(leaves):
-            count = len(tree_leaves(value))
-            indices = range(start, start + count)
-            start += count
-            _check(key, leaves[indices.start : indices.stop])
-            if key.kind == "values" and not needs[indices.start]:
+        indices = values.by_key(range(len(leaves)))
+        for key, tree, of_key in zip(values.keys, values.trees, indices, strict=True):
+            value = tree_unflatten([leaves[index] for index in of_key], tree)
+            _check(key, [leaves[index] for index in of_key])
+            if key.kind == "values" and not any(needs[index] for index in of_key):
                 tensor = watch.find(key.path)
                 if places.place_of(tensor) is not None:
                     # The tensor lives on this stage's ranks, like the network's buffers.
-                    with torch.no_grad():
-                        tensor.copy_(value)
+                    self._changed.append((tensor, value))
                     continue
-            accumulates = all(self._rules[index].accumulates for index in indices) and count == 1
+            accumulates = self._rules[of_key[0]].accumulates if len(of_key) == 1 else False
             entries.append((key.kind, key.path, accumulates, value))
-            starts += [index for index in indices if needs[index]]
+            self._with_gradient += [index for index in of_key if needs[index]]
         header, self._tensors = pack((entries,), False) if entries else (_NOTHING, [])
-        self._with_gradient = starts
         return header
 
     def _placed(self, stage: int) -> list[tuple[Tensor, bool]]:

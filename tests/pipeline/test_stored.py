@@ -1,13 +1,13 @@
 """Tests of values that a network's forward stores on modules, and of stages that mix the samples of a batch."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_apart, run_ranks
+from ranks import run_ranks
 from torch import Tensor, nn
 
 from cnnstrategies.pipeline.engine import AHEAD
@@ -106,7 +106,7 @@ class MinibatchDeviation(Layer):
 
 
 class Late(Layer):
-    """A layer that stores a penalty from the third step on, and another kind of number before."""
+    """A layer that stores a penalty from the third step on."""
 
     epoch = 0
 
@@ -118,20 +118,21 @@ class Late(Layer):
 
 
 class Clamped(Layer):
-    """A layer whose penalty is zero for all samples until the weights have grown."""
+    """A layer whose penalty is zero for all samples until its level changes."""
+
+    level = 1e6
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
         self.penalty = (x.abs() * 40 - self.level).relu().sum()
         return x
 
-    level = 1e6
-
 
 class Network(nn.Module):
-    def __init__(self, kind: Callable[[int], Layer]) -> None:
+    def __init__(self, kinds: Sequence[type[Layer]]) -> None:
         super().__init__()
-        self.stem, self.middle, self.last = kind(3), kind(4), kind(4)
+        first, second, third = kinds
+        self.stem, self.middle, self.last = first(3), second(4), third(4)
         self.norm, self.head = nn.BatchNorm2d(4), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -140,110 +141,97 @@ class Network(nn.Module):
 
 
 class Module(nn.Module):
-    """The user's module. The steps of the cases are its methods."""
+    """The user's module. Hooks of layers store values in it."""
 
-    def __init__(self, kind: Callable[[int], Layer]) -> None:
+    def __init__(self, kinds: Sequence[type[Layer]]) -> None:
         super().__init__()
-        self.net = Network(kind)
+        self.net = Network(kinds)
+        self.layers: list[Any] = [self.net.stem, self.net.middle, self.net.last]
+        self.step, self.hooked, self.total = 0, 0, torch.zeros((), dtype=F64)
         self.penalties: list[Tensor] = []
-        self.step = 0
+        kept: dict[str, Tensor] = {}
+        self.kept = kept
 
-    @property
-    def layers(self) -> list[Any]:
-        return [self.net.stem, self.net.middle, self.net.last]
+        def keep(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+            kept[type(layer).__name__] = output.amax((1, 2, 3))
 
+        for layer in self.layers:
+            layer.register_forward_hook(self.hook)
+            layer.register_forward_hook(keep)
 
-def kl(module: Module, loss: Tensor) -> Tensor:
-    for layer in module.layers:
-        loss = loss + layer.kl * 0.3 + layer.total * 1e-4
-    return loss
+    def hook(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.penalties.append(output.square().mean())
+        self.total = self.total + output.exp().sum()
+        self.hooked += 1
 
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss, with terms of what the layers and hooks have stored."""
+        loss = nn.functional.cross_entropy(outputs, targets)
+        loss = loss + torch.stack(self.penalties).square().sum() + self.penalties[0] * self.penalties[2]
+        loss = loss + self.total * 1e-4
+        assert self.hooked == 3 * (self.step + 1)
+        assert [*self.kept] == [type(layer).__name__ for layer in self.layers]
+        for values in self.kept.values():
+            loss = loss + values.std()
+        self.penalties.clear()
+        self.kept.clear()
+        self.total = torch.zeros((), dtype=F64)
+        for layer in self.layers:
+            loss = self.with_terms_of(layer, loss)
+        return loss
 
-def kl_elsewhere(module: Module, loss: Tensor) -> Tensor:
-    first, second, third = (layer.kl for layer in module.layers)
-    return loss * (1 + first) + second.sqrt() * third
-
-
-def accumulated(module: Module, loss: Tensor) -> Tensor:
-    for layer in module.layers:
-        assert layer.seen == SAMPLES * (module.step + 1)
-        assert layer.calls == module.step + 1
-        loss = loss + layer.norms / layer.seen + layer.shared["total"]
-        layer.norms = torch.zeros((), dtype=F64)
-        layer.shared.clear()
-    return loss
-
-
-def hooked(module: Module, loss: Tensor) -> Tensor:
-    penalties = module.penalties
-    assert len(penalties) == 3
-    loss = loss + torch.stack(penalties).square().sum() + penalties[0] * penalties[2]
-    penalties.clear()
-    return loss
-
-
-def kept(module: Module, loss: Tensor) -> Tensor:
-    for layer in module.layers:
-        assert len(layer.before) == SAMPLES
-        assert layer.after["means"][1] == "means"
-        similarity = layer.after["means"][0] @ layer.after["means"][0].T
-        loss = loss + similarity.logsumexp(1).mean() + layer.before.std(0).sum() * layer.after["maps"].amax()
-    return loss
-
-
-def late(module: Module, loss: Tensor) -> Tensor:
-    for layer in module.layers:
-        if module.step >= 2:
-            loss = loss + layer.penalty
-        layer.epoch = module.step + 1
-    return loss
-
-
-def clamped(module: Module, loss: Tensor) -> Tensor:
-    for layer in module.layers:
-        loss = loss + layer.penalty * 1e-3
-        layer.level = 1.0
-    return loss
+    def with_terms_of(self, layer: Any, loss: Tensor) -> Tensor:
+        """Return the loss with the terms that a layer has stored."""
+        match layer:
+            case Bayesian():
+                return loss * (1 + layer.kl * 0.1) + layer.kl.sqrt() * 0.1 + layer.total * 1e-4
+            case Accumulating():
+                assert layer.seen == SAMPLES * (self.step + 1)
+                assert layer.calls == self.step + 1
+                loss = loss + 0.1 * (layer.norms / layer.seen + layer.shared["total"])
+                layer.norms = torch.zeros((), dtype=F64)
+                layer.shared.clear()
+            case Keeping():
+                assert len(layer.before) == SAMPLES
+                assert layer.after["means"][1] == "means"
+                similarity = layer.after["means"][0] @ layer.after["means"][0].T
+                return loss + similarity.logsumexp(1).mean() + layer.before.std(0).mean() * layer.after["maps"].amax()
+            case Late():
+                layer.epoch = self.step + 1
+                return loss + layer.penalty if self.step >= 2 else loss
+            case Clamped():
+                layer.level = 1.0
+                return loss + layer.penalty * 1e-3
+        return loss
 
 
-def unchanged(module: Module, loss: Tensor) -> Tensor:
-    return loss
-
-
-CASES: dict[str, tuple[type[Layer], Callable[[Module, Tensor], Tensor], bool]] = {
-    "kl": (Bayesian, kl, False),
-    "kl_elsewhere": (Bayesian, kl_elsewhere, False),
-    "accumulated": (Accumulating, accumulated, False),
-    "hooked": (Layer, hooked, False),
-    "kept": (Keeping, kept, False),
-    "late": (Late, late, False),
-    "clamped": (Clamped, clamped, False),
-    "centred": (Centred, unchanged, False),
-    "updated_first": (UpdatedFirst, unchanged, True),
-    "deviation": (MinibatchDeviation, unchanged, True),
+# Classes of the layers, and the module that the reason for one microbatch names.
+CASES: dict[str, tuple[Sequence[type[Layer]], str | None]] = {
+    "terms": ((Accumulating, Keeping, Bayesian), None),
+    "late": ((Late, Clamped, Centred), None),
+    "mixed": ((Bayesian, MinibatchDeviation, Centred), "middle (MinibatchDeviation)"),
+    "updated": ((UpdatedFirst, Keeping, Late), "stem (UpdatedFirst)"),
 }
+# Numbers of replicas of the stages. The cuts are after the layers "stem" and "middle".
+LAYOUTS = ((1, 1, 1), (2, 1), (1, 2))
 
 
 def create(case: str) -> Module:
     torch.manual_seed(0)
     module = Module(CASES[case][0]).double()
     module.net.norm.eval()  # Otherwise the statistics of the microbatches would differ from those of the batch.
-    if case == "hooked":
-        for layer in module.layers:
-            layer.register_forward_hook(lambda _, __, output: module.penalties.append(output.square().mean()))
     return module
 
 
-def train(case: str, module: Module, network: Any) -> list[float]:
+def train(module: Module, network: Any) -> list[float]:
     """Train some steps, and return the losses."""
     generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
     losses = []
     for module.step in range(STEPS):
-        images = torch.randn(SAMPLES, 3, 6, 6, dtype=F64, generator=generator)
+        images = torch.randn(SAMPLES, 3, 4, 4, dtype=F64, generator=generator)
         targets = torch.randint(3, (SAMPLES,), generator=generator)
-        loss = nn.functional.cross_entropy(network(images), targets)
-        loss = CASES[case][1](module, loss)
+        loss = module.loss(network(images), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -251,41 +239,33 @@ def train(case: str, module: Module, network: Any) -> list[float]:
     return losses
 
 
-def train_stage(replicas: tuple[int, ...], cases: list[str]) -> dict[str, Any]:
+def train_stage(replicas: tuple[int, ...]) -> dict[str, Any]:
     """Train all cases on a rank of a pipeline."""
     size = dist.get_world_size()
-    cuts = ["stem", "middle"][: len(replicas) - 1]
     places = Places(dist.get_rank(), size, GlooLink(dist.new_group(range(size)), dist.get_rank(), size))
     transport = Transport(Placement(replicas, microbatches=3), timedelta(minutes=1))
     results = {}
-    for case in cases:
+    for case in CASES:
         module = create(case)
-        network = PlacedNetwork(module.net, list(cuts), places, transport, AHEAD, module)
+        cuts = ["stem", "middle"][: len(replicas) - 1]
+        network = PlacedNetwork(module.net, cuts, places, transport, AHEAD, module)
         with places:
-            losses = train(case, module, network)
+            losses = train(module, network)
             state = {name: places.everywhere(tensor.detach()) for name, tensor in module.net.state_dict().items()}
         results[case] = losses, state, network.one_microbatch
     places.messages.close()
     return results
 
 
-def train_alone(cases: list[str]) -> dict[str, Any]:
-    """Train all cases on one device."""
-    modules = {case: create(case) for case in cases}
-    return {case: (train(case, module, module.net), module.net.state_dict()) for case, module in modules.items()}
-
-
-def compare(result: dict[str, Any], expected: dict[str, Any]) -> None:
-    for case, (losses, state) in expected.items():
-        stage_losses, stage_state, reason = result[case]
-        assert (reason is not None) == CASES[case][2], (case, reason)
-        assert stage_losses == pytest.approx(losses, rel=1e-12), case
-        for name, tensor in state.items():
-            torch.testing.assert_close(stage_state[name], tensor, rtol=1e-12, atol=1e-12, msg=f"{case}: {name}")
-
-
 def test_stored_values_are_those_of_the_whole_batch() -> None:
-    expected = run_apart(train_alone, list(CASES))
-    for replicas in ((1, 1), (1, 1, 1), (2, 1), (1, 2)):
-        for result in run_ranks(sum(replicas), train_stage, replicas, list(CASES)):
-            compare(result, expected)
+    modules = {case: create(case) for case in CASES}
+    expected = {case: (train(module, module.net), module.net.state_dict()) for case, module in modules.items()}
+    for replicas in LAYOUTS:
+        for result in run_ranks(sum(replicas), train_stage, replicas):
+            for case, (losses, state) in expected.items():
+                stage_losses, stage_state, reason = result[case]
+                culprit = CASES[case][1]
+                assert (reason is None) if culprit is None else reason.startswith(culprit), reason
+                assert stage_losses == pytest.approx(losses, rel=1e-12, abs=0), case
+                for name, tensor in state.items():
+                    torch.testing.assert_close(stage_state[name], tensor, rtol=1e-12, atol=1e-12, msg=f"{case} {name}")
