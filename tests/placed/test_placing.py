@@ -109,6 +109,19 @@ def test_layers_with_weak_references_and_derived_weights_train_as_on_one_device(
     on_ranks(2, lambda places: compare(places, train(places), expected))
 
 
+@pytest.mark.light
+def test_a_graph_that_was_recorded_before_a_parameter_became_foreign_is_refused() -> None:
+    def on_rank(places: Places) -> None:
+        layer = nn.LSTM(2, 2)
+        loss = sum(parameter.sum() for parameter in layer.parameters())
+        place_tensors(places, layer, [(name, (1,), parameter) for name, parameter in layer.named_parameters()])
+        if places.rank == 0:
+            with pytest.raises(RuntimeError, match="a graph that was recorded before a parameter became foreign"):
+                loss.backward()  # type: ignore[union-attr]
+
+    on_ranks(2, on_rank)
+
+
 def kept_view(module: nn.Module) -> Any:
     return module[1].weight.detach().view(-1)
 

@@ -326,6 +326,9 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self._placed is not None:
+            # Callbacks may have added values of their own, such as averaged weights.
+            checkpoint = self._placed.on_rank_zero(checkpoint)
         FailingTogetherDDPStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     # Facts
