@@ -1,10 +1,10 @@
 """One call of a network whose values have places: an autograd function that runs on all ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies._torch_private import keeps_graph
@@ -24,21 +24,26 @@ class PlacedCall:
     Args:
         network: The network.
         images: Nested containers of tensors with one row per sample.
-        names: Names of the parameters that are arguments of the autograd function.
+        parameters: By name, the parameters that are arguments of the autograd function.
+        form: Key of the batch's form; see `PlacedNetwork.form_of`.
 
     Attributes:
         header: Header of the network's result, after :meth:`forward`.
     """
 
-    def __init__(self, network: "PlacedNetwork", images: Any, names: Sequence[str]) -> None:
-        self.network, self.images, self.names = network, images, names
+    def __init__(
+        self, network: "PlacedNetwork", images: Any, parameters: Mapping[str, nn.Parameter], form: Hashable
+    ) -> None:
+        self.network, self.images, self.parameters = network, images, parameters
         self.places = network.places
         self.first, self.last = network.ranks[0], network.ranks[-1]
         # The rank that computes the first rows of the network's result.
         self._first_of_last = network.runner.placement.rank_of(len(network.ranks) - 1, 0)
-        self.needs_gradient = torch.is_grad_enabled()
+        # Without this condition, a frozen network would hold its activations for a backward that never comes.
+        has_inputs = bool(parameters) or any(leaf.requires_grad for leaf in _tensors(images))
+        self.needs_gradient = torch.is_grad_enabled() and has_inputs
         self.header: TensorHeader | None = None
-        self._key = network.form_of(images)
+        self._key = form
         self._form: Form | None = None
         self._batch: WholeBatch | None = None
 
@@ -106,27 +111,30 @@ class PlacedCall:
         of_stored = batch.terms.own_gradients(gradients[count:])
         with places.local():
             sums, of_images = batch.backward(of_outputs, keeps_graph(), of_stored)
-        by_name = dict(self.network.division.network.named_parameters())
         own = {id(parameter): gradient for parameter, gradient in zip(batch.parameters, sums, strict=True)}
         # Image gradients exist in the first stage only, in the order of the images. Parameters have names.
         computed: dict[int | str, Tensor | None] = dict(enumerate(of_images))
-        computed |= {name: own.get(id(by_name[name])) for name in self.names}
+        computed |= {name: own.get(id(parameter)) for name, parameter in self.parameters.items()}
         outputs = tuple(gradient is not None for gradient in gradients)
         used = self._used(outputs, {key for key, gradient in computed.items() if gradient is not None})
         owner = self.network.division.owner
         targets: list[tuple[int | str, tuple[int, ...], Tensor]]
         targets = [(index, self.first, image) for index, image in enumerate(_tensors(self.images))]
-        targets += [(name, self.network.ranks[owner[name]], by_name[name]) for name in self.names]
+        targets += [(name, self.network.ranks[owner[name]], parameter) for name, parameter in self.parameters.items()]
         with places.local():
             shared = sorted(key for key in used if isinstance(key, int)) if runner.stage == 0 else []
             computed |= zip(shared, batch.image_gradients(computed, shared), strict=True)
-            summed = [name for name in self.names if name in used and owner[name] == runner.stage]
+            summed = [name for name in self.parameters if name in used and owner[name] == runner.stage]
             computed |= zip(
                 summed,
-                runner.replicas.sum_gradients([by_name[name] for name in summed], [computed[name] for name in summed]),
+                runner.replicas.sum_gradients(
+                    [self.parameters[name] for name in summed], [computed[name] for name in summed]
+                ),
                 strict=True,
             )
-        return [self._at(place, computed.get(key), tensor) if key in used else None for key, place, tensor in targets]
+            return [
+                self._at(place, computed.get(key), tensor) if key in used else None for key, place, tensor in targets
+            ]
 
     def _advance(self, batch: WholeBatch, form: Form) -> None:
         """Set all ranks' generators to equal states, which are other states than before if a stage has drawn."""
@@ -166,7 +174,7 @@ class PlacedCall:
         if self.places.rank in place:
             assert gradient is not None
             return self.places.mark(gradient, place)
-        return self.places.foreign_like(like.detach(), place)
+        return self.places.foreign_like(like, place)
 
 
 class NetworkFunction(torch.autograd.Function):

@@ -115,14 +115,19 @@ class PlacedNetwork:
         """Pickle the network's own ``forward``."""
         return own_forward(self.division.network)
 
-    def form_of(self, images: Any) -> Hashable:
-        """Return a key that is equal for batches of the same form. All ranks compute equal keys."""
+    def form_of(self, images: Any, parameters: Sequence[nn.Parameter]) -> Hashable:
+        """Return a key that is equal for batches of the same form. All ranks compute equal keys.
+
+        Args:
+            images: The images.
+            parameters: All parameters of the network.
+        """
         graphs = self.division.graphs()
         if graphs is not self._graphs:
             # The state of an opened container has changed, on all ranks.
             self._graphs = graphs
             self.forms.clear()
-        return form_of(images, self._modules, [*self.division.network.parameters()], self.runner.transport.device.type)
+        return form_of(images, self._modules, parameters, self.runner.transport.device.type)
 
     def begin(self, images: Any, samples: int, needs_gradient: bool, form: Hashable, in_order: bool) -> WholeBatch:
         """Run the forwards of this rank's stage, in one microbatch if a stage needs the whole batch.
@@ -146,14 +151,16 @@ class PlacedNetwork:
         Args:
             images: Nested containers of tensors with one row per sample.
         """
-        names, parameters = [], []
-        for name, _, tensor in self.division.tensors():
-            if isinstance(tensor, nn.Parameter) and tensor.requires_grad and name in self.division.used:
-                names.append(name)
-                parameters.append(tensor)
-        call = PlacedCall(self, images, names)
+        parameters = {name: tensor for name, _, tensor in self.division.tensors() if isinstance(tensor, nn.Parameter)}
+        form = self.form_of(images, [*parameters.values()])
+        used = {
+            name: parameter
+            for name, parameter in parameters.items()
+            if parameter.requires_grad and name in self.division.used
+        }
+        call = PlacedCall(self, images, used, form)
         leaves = [leaf for leaf in tree_leaves(images) if isinstance(leaf, Tensor)]
-        tensors = NetworkFunction.apply(call, *leaves, *parameters)
+        tensors = NetworkFunction.apply(call, *leaves, *used.values())
         self._place_new_buffers()
         assert call.header is not None
         count = len(call.header.tensors)

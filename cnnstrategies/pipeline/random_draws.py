@@ -65,7 +65,7 @@ class GeneratorStates(NamedTuple):
     def digest(self) -> bytes:
         """Return bytes that are equal on all ranks with equal states, and differ for different states."""
         result = hashlib.blake2b(self.cpu.numpy().tobytes(), digest_size=16)
-        result.update(repr(self.python).encode())
+        result.update(repr((hash(self.python[1]), self.python[2])).encode())
         result.update(self.numpy[1].tobytes() + repr(self.numpy[2:]).encode())
         if self.device is not None:
             result.update(self.device.numpy().tobytes())
@@ -85,6 +85,31 @@ def seed_all(seed: int, device: torch.device) -> None:
     generator = generator_of(device)
     if generator is not None:
         generator.manual_seed(seed)
+
+
+class SeededGenerators:
+    """Generators that have been seeded, and that can tell which of them has been drawn from since.
+
+    Args:
+        seed: Seed of 64 bits.
+        device: Device of this rank.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        seed_all(seed, device)
+        # The next numbers show whether somebody has drawn. Reading the states of the generators takes longer.
+        self._next = random.random(), np.random.random()
+        seed_all(seed, device)
+        generator = generator_of(device)
+        self._generators = {"cpu": torch.default_generator} | ({} if generator is None else {"device": generator})
+        self._states = {name: generator.get_state() for name, generator in self._generators.items()}
+
+    def drawn(self) -> set[str]:
+        """Return the names of the generators that have been drawn from. Call this once, because it draws as well."""
+        changed = {"python": random.random() != self._next[0], "numpy": np.random.random() != self._next[1]}
+        for name, state in self._states.items():
+            changed[name] = not torch.equal(state, self._generators[name].get_state())
+        return {name for name, has_changed in changed.items() if has_changed}
 
 
 def advance(names: Iterable[str], device: torch.device) -> None:
@@ -147,12 +172,13 @@ class Draws:
         if self.in_order:
             start = self._before if self._stage == 0 else self._received(microbatch)
             start.restore(device)
-        else:
-            digest = hashlib.blake2b(self._seed + f":{microbatch}".encode(), digest_size=8).digest()
-            seed_all(int.from_bytes(digest, "little") >> 1, device)
-            start = GeneratorStates.current(device)
+            yield
+            self.drawn |= start.changed(GeneratorStates.current(device))
+            return
+        digest = hashlib.blake2b(self._seed + f":{microbatch}".encode(), digest_size=8).digest()
+        generators = SeededGenerators(int.from_bytes(digest, "little") >> 1, device)
         yield
-        self.drawn |= start.changed(GeneratorStates.current(device))
+        self.drawn |= generators.drawn()
 
     def pass_on(self, microbatch: int) -> None:
         """Send the generators' states to the next stage, or keep them in the last stage, if the stages draw in order.

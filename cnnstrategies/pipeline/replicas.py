@@ -38,7 +38,8 @@ class StageReplicas:
 
         Args:
             tensors: Tensors with the rows of the whole batch, contiguous or in the memory format ``channels_last``. The
-                rows of microbatches that other replicas run are overwritten.
+                rows of microbatches that other replicas run are overwritten. If the batch is one microbatch, the
+                tensors may have any shape.
             sizes: Number of rows of each microbatch.
         """
         if self.group is None:
@@ -50,7 +51,7 @@ class StageReplicas:
             for tensor in tensors:
                 # gloo cannot send tensors of all dtypes, but it can send bytes.
                 data = on_the_wire(tensor, memory_format_of(tensor)).flatten().view(torch.uint8)
-                parts = torch.split(data, [len(data) // len(tensor) * size for size in sizes])
+                parts = torch.split(data, [len(data) * size // sum(sizes) for size in sizes])
                 works += [
                     dist.broadcast(part, group=self.group, group_src=replica, async_op=True)
                     for part, replica in zip(parts, runs, strict=True)

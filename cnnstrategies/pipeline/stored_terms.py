@@ -93,13 +93,18 @@ class StoredTerms:
 
 
 class CallTerms:
-    """What one call of the network stores."""
+    """What one call of the network stores.
+
+    Attributes:
+        reason: Why the stage needs the whole batch as one microbatch, if the caller knows a reason.
+    """
 
     def __init__(
         self, terms: StoredTerms, sizes: Sequence[int], needs_gradient: bool, device: torch.device, form: Hashable
     ) -> None:
         self._terms, self._sizes, self._needs_gradient, self._device = terms, sizes, needs_gradient, device
         self._form = form
+        self.reason: str | None = None
         self._arguments: dict[int, tuple[Any, ...]] = {}
         self._stored: dict[int, StoredValues] = {}
         self._before: dict[StoredKey, Any] = {}
@@ -134,6 +139,7 @@ class CallTerms:
         terms, places = self._terms, self._terms.places
         with torch.set_grad_enabled(self._needs_gradient):
             reason = self._find_rules()
+        reason = self.reason or reason
         self._arguments.clear()
         report = _Report(reason, _NOTHING)
         if reason is None and self._stored:

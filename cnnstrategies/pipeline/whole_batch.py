@@ -13,7 +13,6 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.channels import TensorHeader, TensorSpec, memory_format_of, pack
 from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of
 from cnnstrategies.pipeline.random_draws import Draws
-from cnnstrategies.pipeline.step import check_rows
 from cnnstrategies.pipeline.stored_terms import CallTerms
 
 if TYPE_CHECKING:
@@ -195,28 +194,38 @@ class WholeBatch:
             self._leaves[microbatch], self._roots[microbatch] = leaves, roots
 
     def _hold(self, microbatch: int, result: Any) -> list[Tensor]:
-        """Hold a microbatch's result until the results of the whole batch are joined. Return its tensors.
-
-        Raises:
-            ConfigurationError: The results of two microbatches have different shapes, dtypes or other values.
-        """
-        check_rows(result, self.sizes[microbatch])
+        """Hold a microbatch's result until the results of the whole batch are joined. Return its tensors."""
         header, tensors = pack((result,), ask_for_all=False)
-        samples = sum(self.sizes)
-        leaves = tuple(
-            replace(leaf, shape=torch.Size((samples, *leaf.shape[1:]))) if isinstance(leaf, TensorSpec) else leaf
-            for leaf in header.leaves
-        )
-        whole = TensorHeader(leaves, header.tree)
-        self.header = self.header or whole
-        if whole != self.header:
-            raise ConfigurationError(
-                f"the network returns {whole.leaves} for microbatch {microbatch}, but {self.header.leaves} for an "
-                "earlier microbatch: a network that is cut into stages must return tensors whose shapes do not depend "
-                "on the values of the images"
+        size, samples = self.sizes[microbatch], sum(self.sizes)
+        if size < samples:
+            for tensor in tensors:
+                if tensor.ndim == 0 or len(tensor) != size:
+                    return self._need_whole(
+                        f"the network returns a tensor of shape {tuple(tensor.shape)} for {size} samples"
+                    )
+            leaves = tuple(
+                replace(leaf, shape=torch.Size((samples, *leaf.shape[1:]))) if isinstance(leaf, TensorSpec) else leaf
+                for leaf in header.leaves
+            )
+            header = TensorHeader(leaves, header.tree)
+        self.header = self.header or header
+        if header != self.header:
+            return self._need_whole(
+                f"the network returns {header.leaves} for one part of the batch, and {self.header.leaves} for another"
             )
         self._results[microbatch] = tensors
         return tensors
+
+    def _need_whole(self, reason: str) -> list[Tensor]:
+        """Note that the network needs the whole batch as one microbatch. The results are not used.
+
+        Raises:
+            ConfigurationError: The runner cannot run the batch again.
+        """
+        if self.terms is None:
+            raise ConfigurationError(f"{reason}: run the whole batch as one microbatch")
+        self.terms.reason = reason
+        return []
 
     def _part(self, rows: Any, microbatch: int) -> Any:
         """Return the rows of a microbatch, as a leaf of a graph of its own."""
@@ -226,6 +235,9 @@ class WholeBatch:
         return part.requires_grad_(self._needs_gradient and rows.requires_grad)
 
     def _rows(self, tensor: Tensor, microbatch: int) -> Tensor:
+        """Return a microbatch's rows of a tensor. If the batch is one microbatch, results need not have rows."""
+        if self.sizes[microbatch] == sum(self.sizes):
+            return tensor
         start = sum(self.sizes[:microbatch])
         return tensor[start : start + self.sizes[microbatch]]
 

@@ -140,12 +140,20 @@ class Network(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class NetworkWithTerm(Network):
+    """A network that returns a term of the loss beside its result."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = super().forward(x)
+        return x, x.square().mean().sqrt()
+
+
 class Module(nn.Module):
     """The user's module. Hooks of layers store values in it."""
 
     def __init__(self, kinds: Sequence[type[Layer]]) -> None:
         super().__init__()
-        self.net = Network(kinds)
+        self.net = NetworkWithTerm(kinds) if Clamped in kinds[:1] else Network(kinds)
         self.layers: list[Any] = [self.net.stem, self.net.middle, self.net.last]
         self.step, self.hooked, self.total = 0, 0, torch.zeros((), dtype=F64)
         self.penalties: list[Tensor] = []
@@ -164,9 +172,12 @@ class Module(nn.Module):
         self.total = self.total + output.exp().sum()
         self.hooked += 1
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the loss, with terms of what the layers and hooks have stored."""
-        loss = nn.functional.cross_entropy(outputs, targets)
+        loss = torch.zeros((), dtype=F64)
+        if isinstance(outputs, tuple):
+            outputs, loss = outputs
+        loss = loss + nn.functional.cross_entropy(outputs, targets)
         loss = loss + torch.stack(self.penalties).square().sum() + self.penalties[0] * self.penalties[2]
         loss = loss + self.total * 1e-4
         assert self.hooked == 3 * (self.step + 1)
@@ -210,10 +221,11 @@ CASES: dict[str, tuple[Sequence[type[Layer]], str | None]] = {
     "terms": ((Accumulating, Keeping, Bayesian), None),
     "late": ((Late, Clamped, Centred), None),
     "mixed": ((Bayesian, MinibatchDeviation, Centred), "middle (MinibatchDeviation)"),
+    "returned": ((Clamped, Layer, Accumulating), "the network returns a tensor of shape ()"),
     "updated": ((UpdatedFirst, Keeping, Late), "stem (UpdatedFirst)"),
 }
 # Numbers of replicas of the stages. The cuts are after the layers "stem" and "middle".
-LAYOUTS = ((1, 1, 1), (2, 1), (1, 2))
+LAYOUTS = ((1, 1, 1), (2, 2))
 
 
 def create(case: str) -> Module:
