@@ -20,6 +20,8 @@ from torchvision.models.resnet import BasicBlock, ResNet
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.leaf_tracer import LeafTracer
+from cnnstrategies.pipeline.open_tracer import OpenTracer
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, seals, trace_open
 
 OUTSIDE: list[Any] = [0]
@@ -363,6 +365,23 @@ def test_cuts_inside_a_module_that_stays_whole_are_refused_with_the_reason() -> 
         Division(Nasty("stored"), ["inner.0"])
     with pytest.raises(ConfigurationError, match=r"Nasty cannot be cut.* changes a tensor in place .*new_zeros"):
         Division(Nasty("constant in place"), ["inner.0"])
+
+
+@pytest.mark.parametrize(("how", "full_traces"), [("none", 1), ("value", 2), ("stored", 2)])
+def test_a_division_traces_a_network_as_few_times_as_possible(
+    how: str, full_traces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once with all modules, once more if a module stays whole, however many do, and once with the opened modules."""
+    tracers: list[type] = []
+    original = LeafTracer.trace
+
+    def trace(tracer: LeafTracer, root: nn.Module, *arguments: Any) -> Any:
+        tracers.append(type(tracer))
+        return original(tracer, root, *arguments)
+
+    monkeypatch.setattr(LeafTracer, "trace", trace)
+    Division(nn.Sequential(*(nasty(how) for _ in range(3))), ["0"])
+    assert tracers == [LeafTracer] * full_traces + [OpenTracer]
 
 
 class Precise(nn.Module):
