@@ -322,3 +322,11 @@ def end_observation(launcher: Any) -> list[subprocess.Popen[bytes]]:
 def is_compiled_whole(module: LightningModule) -> bool:
     """Whether a whole LightningModule was passed to ``torch.compile``. Lightning then compiles the module's steps."""
     return vars(module).get("_compiler_ctx") is not None
+
+
+def keeps_graph(metric: Metric) -> bool:
+    """Whether a metric is computing the value of a batch, from which a backward may start.
+
+    torchmetrics has no public attribute that distinguishes a call of the metric from a call of the method ``update``.
+    """
+    return bool(metric._enable_grad)

@@ -233,7 +233,9 @@ def swap_contents(tensor: Tensor, other: Tensor) -> None:
     weak references exist, such as those of `torch.nn.LSTM`. The references stay valid, because they refer to the Python
     object, which keeps its identity.
     """
-    if weakref.getweakrefs(tensor) and tensor._use_count() == 1:
+    if weakref.getweakrefs(tensor) and not is_used_by_torch(tensor):
+        if tensor._use_count() > 1:
+            torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_refuse_old_graph)
         tensor.__class__, other.__class__ = other.__class__, tensor.__class__
         tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
         torch._C._swap_tensor_impl(tensor, other)
@@ -242,6 +244,12 @@ def swap_contents(tensor: Tensor, other: Tensor) -> None:
     hooks = tensor._backward_hooks
     if hooks is not None:
         tensor._backward_hooks = hooks
+
+
+def _refuse_old_graph(gradients: Any) -> None:
+    raise RuntimeError(
+        "backward through a graph that was recorded before a parameter became foreign: call forward again"
+    )
 
 
 def is_used_by_torch(tensor: Tensor) -> bool:

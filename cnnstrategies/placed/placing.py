@@ -1,5 +1,6 @@
 """Give the parameters and buffers of a module their places, or refuse before a tensor has changed."""
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -52,6 +53,10 @@ def place_tensors(places: Places, root: nn.Module, tensors: Iterable[tuple[str, 
             derived = list(_derived(root, placed))
             kept = _let_go(places, derived)
             reason = next(_reasons(places, placed), "")
+            if reason:
+                # Tracers, which are reference cycles, may still refer to the tensors.
+                gc.collect()
+                reason = next(_reasons(places, placed), "")
         except ConfigurationError as error:
             reason = str(error)
         reasons = places.exchange(reason, range(places.world_size), "places")

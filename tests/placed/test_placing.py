@@ -79,6 +79,9 @@ def place(places: Places, module: nn.Module) -> None:
 
 def train(places: Places | None = None) -> Any:
     module = network()
+    cycle: dict[Any, Any] = {module[3].weight: 0}  # Garbage that refers to a derived weight, such as a tracer.
+    cycle["itself"] = cycle
+    del cycle
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
     before = list(module.parameters())
     if places is not None:
@@ -104,6 +107,19 @@ def train(places: Places | None = None) -> Any:
 def test_layers_with_weak_references_and_derived_weights_train_as_on_one_device() -> None:
     expected = train()
     on_ranks(2, lambda places: compare(places, train(places), expected))
+
+
+@pytest.mark.light
+def test_a_graph_that_was_recorded_before_a_parameter_became_foreign_is_refused() -> None:
+    def on_rank(places: Places) -> None:
+        layer = nn.LSTM(2, 2)
+        loss = sum(parameter.sum() for parameter in layer.parameters())
+        place_tensors(places, layer, [(name, (1,), parameter) for name, parameter in layer.named_parameters()])
+        if places.rank == 0:
+            with pytest.raises(RuntimeError, match="a graph that was recorded before a parameter became foreign"):
+                loss.backward()  # type: ignore[union-attr]
+
+    on_ranks(2, on_rank)
 
 
 def kept_view(module: nn.Module) -> Any:

@@ -1,12 +1,12 @@
 """Give the parameters and buffers of a module their places, and bring values back for checkpoints and at the end."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies._torch_private import swap_contents
 from cnnstrategies.pipeline.network_copies import adopt_copies
@@ -15,6 +15,8 @@ from cnnstrategies.placed import ForeignTensor, Places
 from cnnstrategies.placed.placing import place_tensors
 from cnnstrategies.strategies.whole_step.network import DividedForward, tensors_of
 from cnnstrategies.strategies.without_ddp import check_optimizer_states
+
+T = TypeVar("T")
 
 
 class PlacedModule:
@@ -38,15 +40,18 @@ class PlacedModule:
 
     def state_on_rank_zero(self) -> dict[str, Any]:
         """Return the module's state dict. On rank 0 it has the values of all ranks."""
-        state = self.module.state_dict()
-        tensors = [value.detach() for value in state.values() if isinstance(value, Tensor)]
-        brought = self.places.bring_all(tensors, (0,), "state")
-        values = iter([brought.get(id(tensor), tensor) for tensor in tensors])
-        result = {name: next(values) if isinstance(value, Tensor) else value for name, value in state.items()}
-        return self._unmarked(result) if self.places.rank == 0 else result
+        return self.on_rank_zero(self.module.state_dict())
+
+    def on_rank_zero(self, value: T) -> T:
+        """Return nested containers, on rank 0 with the values of all ranks, for code that only rank 0 runs."""
+        leaves = [leaf.detach() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        brought = self.places.bring_all(leaves, (0,), "checkpoint")
+        here = iter([brought.get(id(leaf), leaf) for leaf in leaves])
+        result = tree_map(lambda leaf: next(here) if isinstance(leaf, Tensor) else leaf, value)
+        return self._unmarked(result) if self.places.rank == 0 else result  # type: ignore[no-any-return]
 
     def optimizer_state_on_rank_zero(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state dict. On rank 0 it has the values of all ranks."""
+        """Return an optimizer's state dict. On rank 0 it has the values of all ranks, and on other ranks no values."""
         packed = optimizer.state_dict()
         by_owner: dict[int, list[int]] = {}
         for index, parameter in enumerate(_parameters(optimizer)):
@@ -63,7 +68,7 @@ class PlacedModule:
                 elif self.places.rank == 0:
                     state |= self.places.messages.receive(owner, "optimizer")
         if self.places.rank:
-            return packed
+            return {**packed, "state": {}}
         ordered = {index: state[index] for index in sorted(state)}
         return {**packed, "state": self._unmarked(ordered)}
 

@@ -1,6 +1,5 @@
 """Pipeline training in which every rank runs the module's steps once, with the whole batch, as one device does."""
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -12,7 +11,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import allow_skipped_steps
@@ -29,6 +27,7 @@ from cnnstrategies.placed.hidden import hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached, on_device_of
+from cnnstrategies.strategies.hybrid_pipeline.hooks import EndTogether
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
     ChosenLayout,
     describe_pipeline,
@@ -37,11 +36,15 @@ from cnnstrategies.strategies.hybrid_pipeline.layout import (
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
 from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
 from cnnstrategies.strategies.whole_step.example import example_inputs
+from cnnstrategies.strategies.whole_step.loader_messages import end_together
 from cnnstrategies.strategies.whole_step.loading import PlacedLoader, PlacedPredictionLoader
 from cnnstrategies.strategies.whole_step.logs import PlacedLogs
+from cnnstrategies.strategies.whole_step.metric_values import share_metrics
 from cnnstrategies.strategies.whole_step.metrics import metrics_of_one_process
 from cnnstrategies.strategies.whole_step.network import DividedForward, find_network, module_at
 from cnnstrategies.strategies.whole_step.placing import PlacedModule
+from cnnstrategies.strategies.whole_step.predictions import predictions_on_rank_zero
+from cnnstrategies.strategies.whole_step.random_states import random_states, set_random_states
 
 
 class WholeStepStrategy(HybridPipelineStrategy):
@@ -143,14 +146,20 @@ class WholeStepStrategy(HybridPipelineStrategy):
         network = module_at(module, path)
         if self._layout is None or self._layout[0] is not network:
             self._layout = (network, self._layout_of(trainer, path))
-        self._divide(network, self._layout[1])
         assert self.places is not None
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
+        # Before the division, because logs change metrics as well, and changes are undone in reverse order.
+        self._replaced.callback(share_metrics(self.places, [module, *callbacks]))
+        self._divide(network, self._layout[1])
         for optimizer in self.optimizers:
             self._replaced.callback(hide_foreign_gradients(self.places, optimizer).remove)
         self.setup_precision_plugin()
         allow_skipped_steps(trainer)
         self._same_random_numbers()
         self._replaced.enter_context(metrics_of_one_process())
+        if trainer.state.fn == TrainerFn.FITTING:
+            callbacks.insert(0, EndTogether(partial(end_together, self.places, self.placement.ranks(0))))
+            self._replaced.callback(callbacks.remove, callbacks[0])
         self._entered.enter_context(self.places)
 
     def _layout_of(self, trainer: Trainer, path: str) -> ChosenLayout:
@@ -175,9 +184,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
     def _same_random_numbers(self) -> None:
         """Continue on all ranks with the random numbers of rank 0."""
         assert self.places is not None
-        [*states] = self.broadcast([torch.get_rng_state(), random.getstate()])
-        torch.set_rng_state(states[0].cpu())
-        random.setstate(states[1])
+        states = self.broadcast(random_states())
+        set_random_states({name: state.cpu() if isinstance(state, Tensor) else state for name, state in states.items()})
 
     @property
     def _rules(self) -> Places:
@@ -226,9 +234,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         result = self._step("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
         # Predictions are read after the run, by the caller of `Trainer.predict`.
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        copies = self._rules.all_everywhere(tensors, "predictions")
-        return tree_map(lambda leaf: copies.get(id(leaf), leaf), result)
+        return predictions_on_rank_zero(self._rules, result)
 
     def _step(self, name: str, context: AbstractContextManager[Any], args: Sequence[Any], kwargs: Any) -> Any:
         assert self._logs is not None
@@ -320,6 +326,9 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self._placed is not None:
+            # Callbacks may have added values of their own, such as averaged weights.
+            checkpoint = self._placed.on_rank_zero(checkpoint)
         FailingTogetherDDPStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     # Facts

@@ -111,7 +111,10 @@ def verdict(expected: dict[str, Tensor], on_each_rank: Sequence[dict[str, Tensor
     for rank, actual in enumerate(on_each_rank):
         if isinstance(actual, Refused):
             return f"refused: {actual.message}"
-        if wrong := differences(expected, actual):
+        # Rank 0 has the predictions of all samples, and the other ranks have no predictions.
+        names = {name for name in expected if not rank or not name.startswith("predicted")}
+        known = {name: value for name, value in actual.items() if name in names or name not in expected}
+        if wrong := differences({name: expected[name] for name in names}, known):
             some = ", ".join(f"{name}: {text}" for name, text in list(wrong.items())[:4])
             return f"differs on rank {rank} in {len(wrong)} of {len(expected)}: {some}"
     return "equal"
