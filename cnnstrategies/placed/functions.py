@@ -91,7 +91,12 @@ class Functions(TorchFunctionMode):
 
         The assignment of a foreign tensor to a tensor with a storage would end the process.
         """
-        value = self._places.at_exactly(value.detach(), self._places.place_of(tensor), "data")
+        places, value = self._places, value.detach()
+        place = places.place_of(tensor)
+        if place is not None and places.place_of(value) is None:
+            value = places.take(value, place, places.label_of(tensor))
+        else:
+            value = places.at_exactly(value, place, "data")
         with without_modes():
             PUT_DATA(tensor, value)
         if isinstance(tensor, ForeignTensor):

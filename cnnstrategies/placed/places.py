@@ -165,6 +165,15 @@ class Places:
             return self.mark(value, place, label)
         return self.foreign_like(value, place, label)
 
+    def take(self, value: Tensor, place: tuple[int, ...], label: str) -> Tensor:
+        """Return a tensor of a place that shares the storage of a tensor with copies on all ranks.
+
+        From now on, the values of this storage are those on the place's ranks. Other ranks keep copies that are out of
+        date, but do not read them: the storage's mark says so.
+        """
+        setattr(Tensor.untyped_storage(value), MARK, Mark(self, place, label))
+        return value if self.rank in place else self.foreign_like(value, place, label)
+
     def set_place(self, tensor: Tensor, place: tuple[int, ...], label: str) -> None:
         """Give a parameter or buffer a place and a name: mark the tensor on the place's ranks, else make it foreign.
 

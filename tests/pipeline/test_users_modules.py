@@ -88,6 +88,8 @@ class Nasty(nn.Module):
                     y = y + self.inner(x)
             case "checkpoint":
                 y = checkpoint(self.inner, y, use_reentrant=False)
+            case "constant in place":
+                y = torch.zeros(4).double().add_(y.mean(0)) + y
             case "constant":
                 y = y * torch.tensor([1.0, 2.0, 3.0, 4.0])
         return y
@@ -115,6 +117,7 @@ WHOLE = {
     "autocast": "torch.autocast",
     "no_grad": "torch.no_grad",
     "checkpoint": "torch.utils.checkpoint",
+    "constant in place": "not a parameter or buffer",
 }
 
 
@@ -358,6 +361,8 @@ def test_cuts_inside_a_module_that_stays_whole_are_refused_with_the_reason() -> 
     assert Division(network, ["1"]).opened == ("",)
     with pytest.raises(ConfigurationError, match=r"Nasty \(Nasty\) cannot be cut.*changes the attribute 'kept'; move"):
         Division(Nasty("stored"), ["inner.0"])
+    with pytest.raises(ConfigurationError, match=r"Nasty cannot be cut.* changes a tensor in place .*new_zeros"):
+        Division(Nasty("constant in place"), ["inner.0"])
 
 
 class Precise(nn.Module):

@@ -175,6 +175,14 @@ def data_of_another_place(a, b):
     return [a.clone()]
 
 
+def data_of_all_ranks(a, b):
+    kept = torch.arange(12.0).view(3, 4).to(a)
+    a.data = kept
+    a.data.mul_(2)
+    kept[0] += 1
+    return [a.clone(), kept + 1, kept.sum().item()]
+
+
 def set_to_another_place(a, b):
     with torch.no_grad():
         a.set_(b.clone())
@@ -453,6 +461,7 @@ PROGRAMS = [
     shapes_in_place,
     storages,
     data_of_another_place,
+    data_of_all_ranks,
     set_to_another_place,
     swapped,
     copies,
