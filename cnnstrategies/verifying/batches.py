@@ -22,6 +22,7 @@ class BatchKeeper(Precision):
 
     folder: Path | None = None  # Folder in which batches are saved; None if they are not saved.
     writes = True  # Whether this rank writes the files. Otherwise it only helps another rank to read the values.
+    keeps_generator = False  # Whether the state of torch's generator is saved with each batch.
     count = 0  # Number of saved batches.
     generator = torch.empty(0, dtype=torch.uint8)  # State of torch's CPU random generator when the last batch arrived.
 
@@ -30,6 +31,8 @@ class BatchKeeper(Precision):
         self.generator = torch.get_rng_state()
         if self.folder is not None and not isinstance(data, NoBatch):
             torch.save(data, self.folder / f"{self.count}.pt" if self.writes else io.BytesIO())
+            if self.keeps_generator:
+                torch.save(self.generator, self.folder / f"{self.count}.generator")
             self.count += 1
         return super().convert_input(data)
 
@@ -40,6 +43,9 @@ class DoubleBatchKeeper(BatchKeeper, DoublePrecision):
 
 class GlobalBatches:
     """Data loader of global batches. A global batch is joined from the saved batches of all ranks, in rank order.
+
+    If the ranks have saved states of torch's CPU generator, each batch also restores a state, so that the steps draw
+    the same random numbers.
 
     Args:
         folders: Folder of each rank's batches, in rank order.
@@ -55,7 +61,10 @@ class GlobalBatches:
 
     def __iter__(self) -> Iterator[Any]:
         while (parts := [folder / f"{self._next}.pt" for folder in self._folders])[0].exists():
+            generator = self._folders[0] / f"{self._next}.generator"
             self._next += 1
+            if generator.exists():
+                torch.set_rng_state(torch.load(generator))
             yield joined([torch.load(part, weights_only=False) for part in parts])
             if self._next in self._ends:
                 return

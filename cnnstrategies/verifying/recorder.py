@@ -171,8 +171,10 @@ class Recorder(Checkpoint):
         if self._role.of is None:
             keeper = _keeper(trainer)
             folder = keeper.folder = self._role.folder / str(trainer.global_rank)
-            # If every rank has the global batch, only rank 0 writes it.
-            keeper.writes = trainer.is_global_zero or not facts_of(trainer.strategy).has_global_batches
+            # If every rank has the global batch, only rank 0 writes it, and all ranks draw what one device draws.
+            has_global_batches = facts_of(trainer.strategy).has_global_batches
+            keeper.writes = trainer.is_global_zero or not has_global_batches
+            keeper.keeps_generator = keeper.writes and has_global_batches
             loader = trainer.train_dataloader
             if keeper.writes:
                 folder.mkdir(parents=True)
