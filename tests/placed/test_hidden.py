@@ -39,9 +39,11 @@ class NormOfAll(Plain):
     """An optimizer whose steps depend on the norm of all gradients."""
 
     def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
         gradients = [parameter.grad for group in self.param_groups for parameter in group["params"]]
         self.norm = torch.stack([gradient.norm() for gradient in gradients if gradient is not None]).norm()
-        return super().step(closure)
+        super().step()
+        return loss
 
     def change(self, parameter: Tensor, gradient: Tensor, state: Any, lr: float) -> None:
         parameter.data.sub_(lr * gradient / self.norm)
@@ -191,7 +193,9 @@ def test_a_loaded_state_gets_the_places_of_the_parameters() -> None:
                 for value in program.optimizer.state[parameter].values():
                     for leaf in value if isinstance(value, list) else [value]:
                         if isinstance(leaf, Tensor) and leaf.dim():
-                            assert places.place_of(leaf) == places.place_of(parameter)
+                            # LBFGS keeps values of all parameters in the state of the first one.
+                            if leaf.shape == parameter.shape:
+                                assert places.place_of(leaf) == places.place_of(parameter)
                             leaf.sum().item()
 
         on_ranks(2, on_rank)
