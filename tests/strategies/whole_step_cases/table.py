@@ -46,12 +46,12 @@ def main() -> None:
     for name in names or CASES:
         start = time.monotonic()
         try:
-            (expected,) = on_one_device([name])
+            (expected,) = on_one_device([CASES[name]])
         except AssertionError as error:
             text = f"fails on one device: {str(error)[-1500:]}"
         else:
             try:
-                (results,) = on_ranks([name], make, replicas)
+                (results,) = on_ranks([CASES[name]], make, replicas)
                 text = verdict(expected, results)
             except AssertionError as error:
                 ranks = re.split(r"^(?=rank \d+: )", str(error), flags=re.MULTILINE)
