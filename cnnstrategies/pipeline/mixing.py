@@ -180,12 +180,12 @@ class MixingProbe:
 
     def _culprit(self, whole: Arguments, parts: Sequence[Arguments], samples: Sequence[int]) -> str:
         """Return a text that names the first module whose result for a sample depends on the other samples."""
-        calls: list[list[tuple[str, Any]]] = []
+        calls: list[list[tuple[str, Any, Any]]] = []
         handles = []
         for name, module in self._modules.items():
 
-            def note(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
-                calls[-1].append((name, tree_map(_detached, output)))
+            def note(_: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
+                calls[-1].append((name, tree_map(_detached, inputs), tree_map(_detached, output)))
 
             handles.append(module.register_forward_hook(note))
         try:
@@ -195,10 +195,12 @@ class MixingProbe:
         finally:
             for handle in handles:
                 handle.remove()
-        for (name, output), *others in zip(*calls, strict=False):
-            if not _are_rows(output, [result for _, result in others], samples):
+        for (name, inputs, output), *others in zip(*calls, strict=False):
+            # Otherwise code before this call has mixed the samples.
+            has_rows = _are_rows(inputs, [call[1] for call in others], samples)
+            if has_rows and not _are_rows(output, [call[2] for call in others], samples):
                 return f"{name} ({type(self._modules[name]).__name__}) gives a sample other results in another batch"
-        return "its forward gives a sample other results in another batch"
+        return "the network's own code gives a sample other results in another batch"
 
 
 def join(arguments: Sequence[Arguments], samples: Sequence[int]) -> Arguments:

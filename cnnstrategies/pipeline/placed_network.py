@@ -11,6 +11,7 @@ from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.forms import Form, form_of
 from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
 from cnnstrategies.pipeline.placed_call import NetworkFunction, PlacedCall
+from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.stored_terms import NeedsOneMicrobatchError
 from cnnstrategies.pipeline.transport import Transport
@@ -62,10 +63,17 @@ class PlacedNetwork:
         self.copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._begin(Division(network, cuts), transport, ahead, network if owner is None else owner)
 
-    def _begin(self, division: Division, transport: Transport, ahead: int, owner: nn.Module) -> None:
+    def _begin(
+        self,
+        division: Division,
+        transport: Transport,
+        ahead: int,
+        owner: nn.Module,
+        replicas: StageReplicas | None = None,
+    ) -> None:
         network = division.network
         self.division = division
-        self.runner = StageRunner(division, transport, ahead)
+        self.runner = StageRunner(division, transport, ahead, replicas)
         self.forms: dict[Hashable, Form] = {}
         self._modules = tuple(network.modules())
         self._graphs = self.division.graphs()
@@ -99,7 +107,13 @@ class PlacedNetwork:
         copied = object.__new__(type(self))
         copied.places, copied.copies = self.places, self.copies
         with self.places.local():
-            copied._begin(self.division.for_copy(network), self.runner.transport, self.runner.ahead, self._owner)
+            copied._begin(
+                self.division.for_copy(network),
+                self.runner.transport,
+                self.runner.ahead,
+                self._owner,
+                self.runner.replicas,  # A process group cannot be created during a step.
+            )
         copied.runner.microbatches = self.runner.microbatches
         return copied
 

@@ -106,6 +106,29 @@ def seal_changed(
         sealed[culprit] = Seal("state" if name else "stores", path, changes, f"{place} ({type(culprit).__name__})")
 
 
+def seal_in_place(network: nn.Module, sealed: dict[nn.Module, Seal], path: str) -> None:
+    """Seal a module whose code changes a tensor in place that is not a parameter, a buffer or a result.
+
+    Args:
+        network: The network.
+        sealed: Modules that are sealed. The function adds the module.
+        path: Name of the module.
+
+    Raises:
+        ConfigurationError: The code is the network's own.
+    """
+    reason = (
+        "its forward changes a tensor in place that is not a parameter or buffer and does not follow from the input"
+    )
+    module = network.get_submodule(path)
+    if module is network:
+        raise ConfigurationError(
+            f"{type(network).__name__} cannot be cut into stages: {reason}; make the tensor from a result, as with "
+            "x.new_zeros(4), or move this code into a submodule, which runs as a whole"
+        )
+    sealed[module] = Seal("stores", path, reason, f"{type(network).__name__}.{path} ({type(module).__name__})")
+
+
 def cannot_trace(place: str, reason: str) -> ConfigurationError:
     """Return the error for a network that torch.fx cannot trace.
 

@@ -29,6 +29,7 @@ class StageRunner:
         transport: Connections of this rank. Its placement determines the replicas and the number of microbatches.
         ahead: Number of turns before a task at which the receive of the task's message begins; see
             :data:`~cnnstrategies.pipeline.engine.AHEAD`.
+        replicas: The replicas of the stage, if the stage of another network has them already.
 
     Attributes:
         replicas: The replicas of the stage.
@@ -37,14 +38,16 @@ class StageRunner:
             on all ranks. It enters the seeds, so that the next call does not draw the same numbers.
     """
 
-    def __init__(self, division: Division, transport: Transport, ahead: int) -> None:
+    def __init__(
+        self, division: Division, transport: Transport, ahead: int, replicas: StageReplicas | None = None
+    ) -> None:
         self.division, self.transport, self.ahead = division, transport, ahead
         placement = transport.placement
         self.stage = transport.place.stage
         self.last = self.stage == placement.stages - 1
         self.microbatches = placement.microbatches
         self.unseen_draws = 0
-        self.replicas = StageReplicas(transport)
+        self.replicas = replicas or StageReplicas(transport)
         tasks = tasks_of(placement, transport.rank, SCHEDULE)
         self._tasks = {kind: [task for task in tasks if task.kind == kind] for kind in KINDS}
         graph = division.graphs()[self.stage]

@@ -20,9 +20,19 @@ from cnnstrategies.pipeline.fixed import (
 )
 from cnnstrategies.pipeline.leaf_tracer import LeafTracer
 from cnnstrategies.pipeline.open_tracer import Attribute, OpenTracer
-from cnnstrategies.pipeline.seals import OUTSIDE, Seal, cannot_trace, drawn_from, draws, first_line, seal_changed, where
+from cnnstrategies.pipeline.seals import (
+    OUTSIDE,
+    Seal,
+    cannot_trace,
+    drawn_from,
+    draws,
+    first_line,
+    seal_changed,
+    seal_in_place,
+    where,
+)
 from cnnstrategies.pipeline.untouched import Change, Untouched, random_states
-from cnnstrategies.pipeline.uses import changed_in_place, ordered_nodes, uses_of_state
+from cnnstrategies.pipeline.uses import changed_in_place, nodes_that_change, ordered_nodes, uses_of_state
 
 # Keys of a traced network's metadata; see the attributes of `LeafTracer`.
 _SEALS, _STRUCTURES, _UNFOLDABLE = "seals", "structures", "unfoldable"
@@ -212,8 +222,12 @@ def _trace(
         if library:
             raise ConfigurationError(f"{type(network).__name__}: {draws(library)}; {_DRAWN}")
         seal_changed(network, sealed, changed)
+        traced = graph_module(network, graph, tracer.constants, type(network).__name__)
+        # In each call the graph reads the tensor that the trace has seen, with what earlier calls have made of it.
+        for node in nodes_that_change(traced, tracer.constants):
+            paths = [str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+            seal_in_place(network, sealed, ["", *paths][-2 if node.op == "call_module" else -1])
         if len(sealed) == count:
-            traced = graph_module(network, graph, tracer.constants, type(network).__name__)
             traced.meta |= {_SEALS: sealed, _STRUCTURES: tracer.structures, _UNFOLDABLE: tracer.unfoldable}
             return traced
 

@@ -1,6 +1,6 @@
 """Parameters, buffers and results of earlier nodes that the nodes of a traced network use and change."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from torch import Tensor, fx, nn
@@ -89,6 +89,16 @@ def stages_of_readers(traced: fx.GraphModule, stage_of: Mapping[fx.Node, int]) -
     return {name: min(of_users) for name, of_users in stages.items() if of_users}
 
 
+def nodes_that_change(traced: fx.GraphModule, names: Collection[str]) -> Iterator[fx.Node]:
+    """Yield the nodes that change in place a tensor which the graph reads as an attribute with one of some names."""
+    for node in ordered_nodes(traced) if names else ():
+        if any(
+            origin.op == "get_attr" and origin.target in names
+            for origin in origins(traced, changed_in_place(traced, node))
+        ):
+            yield node
+
+
 def changed_in_place(traced: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """Return the node whose result ``node`` changes in place. Return None if ``node`` changes nothing in place."""
     first = node.args[0] if node.args else None
@@ -100,7 +110,7 @@ def changed_in_place(traced: fx.GraphModule, node: fx.Node) -> fx.Node | None:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         in_place = (
             bool(node.kwargs.get("inplace", False))
-            or name in IN_PLACE_OPERATORS
+            or name.strip("_") in IN_PLACE_OPERATORS
             or (name.endswith("_") and not name.endswith("__"))
         )
     return first if in_place else None

@@ -1,5 +1,6 @@
 """The user's line of code that the interpreter is running, for messages."""
 
+import contextlib
 import inspect
 import os
 import sysconfig
@@ -17,6 +18,7 @@ _OURS = os.path.dirname(os.path.dirname(_HERE)) + os.sep
 _NEVER = (
     _HERE,
     *(path for path in _PACKAGES if path.endswith(f"{os.sep}torch{os.sep}")),
+    contextlib.__file__,  # A context manager of this package may send values when the context ends.
     "<frozen ",
     "<eval_with_key>",
 )

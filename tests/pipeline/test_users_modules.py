@@ -20,6 +20,8 @@ from torchvision.models.resnet import BasicBlock, ResNet
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.leaf_tracer import LeafTracer
+from cnnstrategies.pipeline.open_tracer import OpenTracer
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, seals, trace_open
 
 OUTSIDE: list[Any] = [0]
@@ -88,6 +90,8 @@ class Nasty(nn.Module):
                     y = y + self.inner(x)
             case "checkpoint":
                 y = checkpoint(self.inner, y, use_reentrant=False)
+            case "constant in place":
+                y = torch.zeros(4).double().add_(y.mean(0)) + y
             case "constant":
                 y = y * torch.tensor([1.0, 2.0, 3.0, 4.0])
         return y
@@ -115,6 +119,7 @@ WHOLE = {
     "autocast": "torch.autocast",
     "no_grad": "torch.no_grad",
     "checkpoint": "torch.utils.checkpoint",
+    "constant in place": "not a parameter or buffer",
 }
 
 
@@ -358,6 +363,25 @@ def test_cuts_inside_a_module_that_stays_whole_are_refused_with_the_reason() -> 
     assert Division(network, ["1"]).opened == ("",)
     with pytest.raises(ConfigurationError, match=r"Nasty \(Nasty\) cannot be cut.*changes the attribute 'kept'; move"):
         Division(Nasty("stored"), ["inner.0"])
+    with pytest.raises(ConfigurationError, match=r"Nasty cannot be cut.* changes a tensor in place .*new_zeros"):
+        Division(Nasty("constant in place"), ["inner.0"])
+
+
+@pytest.mark.parametrize(("how", "full_traces"), [("none", 1), ("value", 2), ("stored", 2)])
+def test_a_division_traces_a_network_as_few_times_as_possible(
+    how: str, full_traces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once with all modules, once more if a module stays whole, however many do, and once with the opened modules."""
+    tracers: list[type] = []
+    original = LeafTracer.trace
+
+    def trace(tracer: LeafTracer, root: nn.Module, *arguments: Any) -> Any:
+        tracers.append(type(tracer))
+        return original(tracer, root, *arguments)
+
+    monkeypatch.setattr(LeafTracer, "trace", trace)
+    Division(nn.Sequential(*(nasty(how) for _ in range(3))), ["0"])
+    assert tracers == [LeafTracer] * full_traces + [OpenTracer]
 
 
 class Precise(nn.Module):

@@ -23,6 +23,7 @@ from cnnstrategies.pipeline.losses import MeanLoss, PartialLoss, WeighedLoss, wi
 from cnnstrategies.pipeline.probes import Rows
 from cnnstrategies.pipeline.step import RandomState
 from cnnstrategies.pipeline.transport import PeerError
+from cnnstrategies.placed import DivergedError
 from cnnstrategies.strategies.differences import has_mean_loss
 from cnnstrategies.strategies.hybrid_pipeline.batches import check_forms, seen
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss
@@ -289,7 +290,7 @@ def after_the_lost_rank(method: Callable[P, T]) -> Callable[P, T]:
     def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(*args, **kwargs)
-        except PeerError as error:
+        except (PeerError, DivergedError) as error:
             strategy: Any = args[0]
             if ranks_are_children(strategy.launcher):
                 wait_to_be_ended(SILENT if "timed out" in str(error).lower() else GRACE)

@@ -34,6 +34,7 @@ from cnnstrategies.strategies.hybrid_pipeline.layout import (
     differences_of_pipeline,
 )
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
+from cnnstrategies.strategies.hybrid_pipeline.steps import after_the_lost_rank
 from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
 from cnnstrategies.strategies.whole_step.example import example_inputs
 from cnnstrategies.strategies.whole_step.loader_messages import end_together
@@ -236,6 +237,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         # Predictions are read after the run, by the caller of `Trainer.predict`.
         return predictions_on_rank_zero(self._rules, result)
 
+    @after_the_lost_rank
     def _step(self, name: str, context: AbstractContextManager[Any], args: Sequence[Any], kwargs: Any) -> Any:
         assert self._logs is not None
         with context, self._logs.step(), self._one_process():
@@ -255,6 +257,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
             dist.group.WORLD = everyone
 
     @override
+    @after_the_lost_rank
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward, and bring each gradient to the place of its parameter."""
         module = self.lightning_module
