@@ -38,6 +38,8 @@ def test_programs_of_several_kinds_train_as_on_one_device() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_trains_as_on_one_device(name: str, replicas: list[int]) -> None:
     case = CASES[name]
+    if case.microbatches < max(replicas):
+        pytest.skip("each replica needs a microbatch")
     if case.error:
         with pytest.raises(AssertionError, match=case.error):
             on_ranks([case], whole_step, replicas)

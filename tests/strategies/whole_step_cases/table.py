@@ -32,7 +32,7 @@ def options(case: Case, replicas: Sequence[int]) -> dict[str, Any]:
         "cuts": list(case.cuts[: len(replicas) - 1]),
         "microbatches": case.microbatches,
         "submodule": case.submodule,
-        "timeout": 10.0,
+        "timeout": 20.0,
     }
 
 
