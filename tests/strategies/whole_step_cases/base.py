@@ -1,8 +1,9 @@
 """What the cases share: their registry, small networks, and a module that trains a classifier."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,27 @@ def labelled_images() -> Dataset[Any]:
     return TensorDataset(images, torch.randint(CLASSES, (SAMPLES,), generator=generator))
 
 
+class Part(DistributedSampler[Any]):
+    """Shuffles samples as for one process, and takes every n-th sample, without repetitions at the end.
+
+    Args:
+        data: The dataset.
+        parts: The number n of parts.
+        part: Index of this part.
+        **options: Options of DistributedSampler.
+    """
+
+    def __init__(self, data: Dataset[Any], parts: int, part: int, **options: Any) -> None:
+        super().__init__(data, 1, 0, **options)
+        self.parts, self.part = parts, part
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(super().__iter__(), self.part, None, self.parts)
+
+    def __len__(self) -> int:
+        return len(range(self.part, super().__len__(), self.parts))
+
+
 @dataclass(frozen=True)
 class Case:
     """A program that trains the same on one device and under a pipeline, or must end with an error.
@@ -34,7 +56,7 @@ class Case:
         module: Function that makes the LightningModule. The runner compares its weights, its buffers, its logged
             values, and the values in its list ``history``, which are values that the user's code has read.
         cuts: Modules after which the network is cut into three stages. Two stages have the first cut only.
-        microbatches: Number of microbatches. A network with minibatch statistics needs 1.
+        microbatches: Number of microbatches. With batch normalisation, only 1 is as on one device.
         submodule: The submodule that is divided.
         epochs: Number of epochs.
         trainer: Options of the Trainer.
@@ -63,12 +85,12 @@ class Case:
     def training_loader(self, parts: int = 1, part: int = 0) -> DataLoader[Any]:
         """Return the loader of one of the ranks that load, with its part of each batch."""
         data = Subset(self.data(), range(self.samples))
-        return DataLoader(data, BATCH // parts, sampler=DistributedSampler(data, parts, part, seed=7))
+        return DataLoader(data, BATCH // parts, sampler=Part(data, parts, part, seed=7))
 
     def evaluation_loader(self, parts: int = 1, part: int = 0) -> DataLoader[Any]:
         """Return a loader of some of the data, in order."""
         data = Subset(self.data(), range(0, self.samples, 3))
-        return DataLoader(data, BATCH // parts, sampler=DistributedSampler(data, parts, part, shuffle=False))
+        return DataLoader(data, BATCH // parts, sampler=Part(data, parts, part, shuffle=False))
 
 
 CASES: dict[str, Case] = {}

@@ -42,7 +42,7 @@ class MinibatchBlock(nn.Module):
         return x + F.relu(self.conv(x)) + x.std(0, keepdim=True)
 
 
-@case(microbatches=1)
+@case()
 class MinibatchDeviation(Classifier):
     def network(self) -> nn.Module:
         return classifier(MinibatchBlock)
@@ -127,7 +127,7 @@ class NumberedLayers(Classifier):
         return loss
 
 
-@case(microbatches=1)
+@case()
 class SpectralNorm(Classifier):
     """Each forward in training updates vectors of the power iteration."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.errors import ConfigurationError
-from whole_step_cases.base import CASES, Case
+from whole_step_cases.base import Case
 
 # Makes a strategy from the case's layout: a case and the number of replicas of each stage.
 MakeStrategy = Callable[[Case, Sequence[int]], Any]
@@ -60,14 +60,13 @@ def train(case: Case, strategy: Any, devices: int) -> dict[str, Tensor]:
     return {**result, "history": torch.tensor(module.history)}
 
 
-def train_all(names: Sequence[str], make: MakeStrategy | None, replicas: Sequence[int]) -> list[dict[str, Tensor]]:
+def train_all(cases: Sequence[Case], make: MakeStrategy | None, replicas: Sequence[int]) -> list[dict[str, Tensor]]:
     """Return the results of cases on this rank, or on one device if there is no strategy."""
     devices = sum(replicas)
     if make is not None:
         os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": str(devices)}
     results: list[dict[str, Tensor]] = []
-    for name in names:
-        case = CASES[name]
+    for case in cases:
         try:
             strategy = "auto" if make is None else make(case, replicas)
             results.append(train(case, strategy, max(devices, 1)))
@@ -76,15 +75,15 @@ def train_all(names: Sequence[str], make: MakeStrategy | None, replicas: Sequenc
     return results
 
 
-def on_one_device(names: Sequence[str]) -> list[dict[str, Tensor]]:
+def on_one_device(cases: Sequence[Case]) -> list[dict[str, Tensor]]:
     """Return the results of cases on one device."""
-    results: list[dict[str, Tensor]] = run_apart(train_all, names, None, ())
+    results: list[dict[str, Tensor]] = run_apart(train_all, cases, None, ())
     return results
 
 
-def on_ranks(names: Sequence[str], make: MakeStrategy, replicas: Sequence[int]) -> list[list[dict[str, Tensor]]]:
+def on_ranks(cases: Sequence[Case], make: MakeStrategy, replicas: Sequence[int]) -> list[list[dict[str, Tensor]]]:
     """Return each case's results on all ranks of a strategy, in rank order."""
-    by_rank = run_ranks(sum(replicas), train_all, names, make, replicas)
+    by_rank = run_ranks(sum(replicas), train_all, cases, make, replicas)
     return [list(results) for results in zip(*by_rank, strict=True)]
 
 

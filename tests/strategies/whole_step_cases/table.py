@@ -32,7 +32,7 @@ def options(case: Case, replicas: Sequence[int]) -> dict[str, Any]:
         "cuts": list(case.cuts[: len(replicas) - 1]),
         "microbatches": case.microbatches,
         "submodule": case.submodule,
-        "timeout": 10.0,
+        "timeout": 20.0,
     }
 
 
@@ -46,12 +46,12 @@ def main() -> None:
     for name in names or CASES:
         start = time.monotonic()
         try:
-            (expected,) = on_one_device([name])
+            (expected,) = on_one_device([CASES[name]])
         except AssertionError as error:
             text = f"fails on one device: {str(error)[-1500:]}"
         else:
             try:
-                (results,) = on_ranks([name], make, replicas)
+                (results,) = on_ranks([CASES[name]], make, replicas)
                 text = verdict(expected, results)
             except AssertionError as error:
                 ranks = re.split(r"^(?=rank \d+: )", str(error), flags=re.MULTILINE)
