@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EXTRAS ?= test,docs
 
-.PHONY: quickstart test test-cluster test-ray test-extras test-zoo test-optimizers test-gpu test-portable test-bounds fuzz-pipeline mutants simulate faults lint types docs check clean
+.PHONY: quickstart test test-cluster test-ray test-extras test-zoo test-cases test-optimizers test-gpu test-portable test-bounds fuzz-pipeline mutants simulate faults lint types docs check clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/cnnstrategies fit --config quickstart
@@ -50,6 +50,10 @@ test-zoo:
 ifeq ($(PART),1/1)
 	PYTHONPATH=tests:tests/zoo $(ZOO_VENV)/bin/python tests/zoo/table.py benchmarks/zoo.md
 endif
+
+# Programs as users write them under the whole step, with all layouts. Takes half an hour.
+test-cases: $(INSTALLED)
+	$(PYTEST) tests/strategies/whole_step_cases/all_layouts.py
 
 # Published optimizers under every strategy, in an environment with their packages. Takes some minutes; writes the page.
 OPTIMIZERS_VENV ?= .venv-optimizers

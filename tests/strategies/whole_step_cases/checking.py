@@ -1,0 +1,23 @@
+"""Check that cases train under the whole step as on one device."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cnnstrategies.strategies import WholeStepStrategy
+from whole_step_cases import Case
+from whole_step_cases.running import on_one_device, on_ranks, verdict
+
+# Ranks that have diverged end after the time-out. Here this would be a fault.
+TIMEOUT = 30.0
+
+
+def whole_step(case: Case, replicas: Sequence[int]) -> Any:
+    cuts = list(case.cuts[: len(replicas) - 1])
+    options = {"cuts": cuts, "microbatches": case.microbatches, "submodule": case.submodule, "timeout": TIMEOUT}
+    return WholeStepStrategy(replicas=list(replicas), **options)
+
+
+def check(cases: Sequence[Case], replicas: Sequence[int]) -> None:
+    verdicts = map(verdict, on_one_device(cases), on_ranks(cases, whole_step, replicas))
+    names = [case.name for case in cases]
+    assert dict(zip(names, verdicts, strict=True)) == dict.fromkeys(names, "equal")
