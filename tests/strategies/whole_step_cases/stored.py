@@ -274,9 +274,9 @@ class FeatureNet(nn.Module):
         return self.head(self.features)
 
 
-@case(cuts=("stem", "body"))
+@case(cuts=("stem", "body"), error="cannot be cut into stages")
 class KeptFeatures(Classifier):
-    """The network itself keeps its features, and the step decorrelates them over the batch."""
+    """The network's own forward stores its features, and the step decorrelates them over the batch."""
 
     def network(self) -> nn.Module:
         return FeatureNet()
