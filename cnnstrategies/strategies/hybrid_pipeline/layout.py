@@ -236,7 +236,6 @@ def describe_pipeline(
     graphs: Sequence[StageGraph],
     parameters: Sequence[int],
     request: LayoutRequest,
-    schedule: Schedule,
     batch_size: int | None,
 ) -> list[tuple[str, str]]:
     """Return rows of the start panel: the microbatches of a step, and the modules, ranks and parameters of each stage.
@@ -246,13 +245,12 @@ def describe_pipeline(
         graphs: Graphs of the stages.
         parameters: Number of parameters of each stage.
         request: The strategy's arguments.
-        schedule: Order of the forward and backward passes.
         batch_size: Samples of a batch on each replica of the first stage; None if the number is not known.
     """
     images = _images(placement, batch_size)
     microbatches = str(placement.microbatches) if images is None else f"{placement.microbatches} of {images}"
     configured = " (as configured)" if request.microbatches is not None else ""
-    rows = [("microbatches", f"{microbatches}{configured}, schedule {schedule}")]
+    rows = [("microbatches", f"{microbatches}{configured}, schedule {request.schedule}")]
     if request.shares != "equal":
         found = f"{request.initial_shares} at first, then by each rank's own time"
         given = found if request.shares == "auto" else f"{list(request.shares)}, rank by rank"

@@ -588,9 +588,7 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
         pipeline = self._pipeline
         graphs, parameters = pipeline.blueprint.stages[True], stage_parameters(pipeline)
-        return describe_pipeline(
-            pipeline.placement, graphs, parameters, self.request, self.request.schedule, batch_size
-        )
+        return describe_pipeline(pipeline.placement, graphs, parameters, self.request, batch_size)
 
     @override
     def differences(self, batch_size: int | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from cnnstrategies.placed.hidden import hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached, on_device_of
+from cnnstrategies.strategies.hybrid_pipeline.contract import compile_backend_of
 from cnnstrategies.strategies.hybrid_pipeline.hooks import EndTogether
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
     ChosenLayout,
@@ -66,8 +68,13 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if self.request.shares != "equal":
-            raise ConfigurationError(f"shares={self.request.shares!r}: only equal shares are possible")
+        for name, default in (("shares", "equal"), ("activation_checkpointing", "never"), ("run_ahead", None)):
+            if (value := getattr(self.request, name)) != default:
+                raise ConfigurationError(
+                    f"{name}={value!r}: WholeStepStrategy does not have this option yet; leave it out, or use strategy "
+                    "hybrid_pipeline"
+                )
+        self.request = replace(self.request, schedule="gpipe")
         self._connections: Transport | None = None
         self._forward: DividedForward | None = None
         self._placed: PlacedModule | None = None
@@ -83,6 +90,16 @@ class WholeStepStrategy(HybridPipelineStrategy):
         module = self.lightning_module
         if module is None or module is self._checked:
             return
+        if self._layer_sync is not None:
+            raise ConfigurationError(
+                "sync_batchnorm=True: the stages of a pipeline run different microbatches; set trainer.sync_batchnorm "
+                "to false"
+            )
+        if compile_backend_of(module) is not None:
+            raise ConfigurationError(
+                "compile_backend: WholeStepStrategy does not compile stages yet; leave it out, or use strategy "
+                "hybrid_pipeline"
+            )
         devices = self.num_nodes * self.num_processes
         network = module_at(module, find_network(module, self.submodule))
         if before_setup and not is_attached(module) and not any(True for _ in network.parameters()):
@@ -345,7 +362,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
         placed, placement = self._network, self._transport().placement
         rows = describe_pipeline(
-            placement, placed.division.graphs(), self.parameters_per_device, self.request, "gpipe", batch_size
+            placement, placed.division.graphs(), self.parameters_per_device, self.request, batch_size
         )
         return rows if placed.one_microbatch is None else [*rows, ("one microbatch", placed.one_microbatch)]
 

@@ -1,0 +1,51 @@
+"""Options of the whole step, and which network it divides."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from cnnstrategies import ConfigurationError
+from cnnstrategies.strategies import WholeStepStrategy
+from cnnstrategies.strategies.whole_step.network import WHOLE, find_network
+
+pytestmark = pytest.mark.light
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("shares", "auto"), ("activation_checkpointing", "always"), ("run_ahead", True)]
+)
+def test_options_without_effect_are_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name}={value!r}.*or use strategy hybrid_pipeline"):
+        WholeStepStrategy(stages=2, **{name: value})
+
+
+def test_the_schedule_is_gpipe() -> None:
+    assert WholeStepStrategy(stages=2, schedule="1f1b").request.schedule == "gpipe"
+
+
+class Parts(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Linear(2, 2), nn.Linear(8, 8)
+
+
+class Own(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.large(self.small(x))
+
+
+def test_the_network_is_the_child_with_all_parameters_or_the_own_forward_or_the_largest_child() -> None:
+    one = LightningModule()
+    one.network = Parts()
+    one.loss = nn.CrossEntropyLoss()
+    assert find_network(one, None) == "network"
+    one.scale = nn.Parameter(torch.ones(()), requires_grad=False)
+    assert find_network(one, None) == "network", "a frozen parameter may be outside of the network"
+    assert find_network(Own(), None) == WHOLE
+    assert find_network(Parts(), None) == "large"
+    assert find_network(one, "network.small") == "network.small"
+    with pytest.raises(ConfigurationError, match="submodule='net': LightningModule has no submodule of this name"):
+        find_network(one, "net")
+    with pytest.raises(ConfigurationError, match="no submodule has parameters"):
+        find_network(LightningModule(), None)
