@@ -118,14 +118,22 @@ def run_program(cuts: list[str], replicas: tuple[int, ...]) -> tuple[dict[str, T
     return state, program.read
 
 
-def test_copies_of_a_network_are_divided_as_well() -> None:
+def check_layout(cuts: list[str], replicas: tuple[int, ...]) -> None:
     program = Program()
     program.begin()
     program.run()
     expected = [dict(program.state_dict()), program.read]
-    for cuts, replicas in ((["stem"], (1, 1)), (["stem", "body.0"], (1, 2, 1))):
-        for results in run_ranks(sum(replicas), run_program, cuts, replicas):
-            check_equal(results, expected)
+    for results in run_ranks(sum(replicas), run_program, cuts, replicas):
+        check_equal(results, expected)
+
+
+def test_copies_of_a_network_are_divided_as_well() -> None:
+    check_layout(["stem"], (1, 1))
+
+
+@pytest.mark.cluster
+def test_copies_of_a_network_are_divided_as_well_with_replicas() -> None:
+    check_layout(["stem", "body.0"], (1, 2, 1))
 
 
 @pytest.mark.light

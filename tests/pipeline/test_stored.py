@@ -225,7 +225,6 @@ CASES: dict[str, tuple[Sequence[type[Layer]], str | None]] = {
     "updated": ((UpdatedFirst, Keeping, Late), "stem (UpdatedFirst)"),
 }
 # Numbers of replicas of the stages. The cuts are after the layers "stem" and "middle".
-LAYOUTS = ((1, 1, 1), (2, 2))
 
 
 def create(case: str) -> Module:
@@ -269,15 +268,23 @@ def train_stage(replicas: tuple[int, ...]) -> dict[str, Any]:
     return results
 
 
-def test_stored_values_are_those_of_the_whole_batch() -> None:
+def check_layout(replicas: tuple[int, ...]) -> None:
     modules = {case: create(case) for case in CASES}
     expected = {case: (train(module, module.net), module.net.state_dict()) for case, module in modules.items()}
-    for replicas in LAYOUTS:
-        for result in run_ranks(sum(replicas), train_stage, replicas):
-            for case, (losses, state) in expected.items():
-                stage_losses, stage_state, reason = result[case]
-                culprit = CASES[case][1]
-                assert (reason is None) if culprit is None else reason.startswith(culprit), reason
-                assert stage_losses == pytest.approx(losses, rel=1e-12, abs=0), case
-                for name, tensor in state.items():
-                    torch.testing.assert_close(stage_state[name], tensor, rtol=1e-12, atol=1e-12, msg=f"{case} {name}")
+    for result in run_ranks(sum(replicas), train_stage, replicas):
+        for case, (losses, state) in expected.items():
+            stage_losses, stage_state, reason = result[case]
+            culprit = CASES[case][1]
+            assert (reason is None) if culprit is None else reason.startswith(culprit), reason
+            assert stage_losses == pytest.approx(losses, rel=1e-12, abs=0), case
+            for name, tensor in state.items():
+                torch.testing.assert_close(stage_state[name], tensor, rtol=1e-12, atol=1e-12, msg=f"{case} {name}")
+
+
+def test_stored_values_are_those_of_the_whole_batch() -> None:
+    check_layout((1, 1, 1))
+
+
+@pytest.mark.cluster
+def test_stored_values_of_replicas_are_those_of_the_whole_batch() -> None:
+    check_layout((2, 2))
