@@ -204,18 +204,29 @@ class MixingProbe:
 
 
 def join(arguments: Sequence[Arguments], samples: Sequence[int]) -> Arguments:
-    """Return the arguments of one forward for the samples of several microbatches."""
+    """Return the arguments of one forward for the samples of several microbatches.
+
+    A tensor that is the same for all microbatches is a constant, such as a table of positions. If all tensors are the
+    same, the microbatches have equal samples, and the tensors with rows for them are not constants.
+    """
+    columns = list(zip(*map(tree_leaves, arguments), strict=True))
+    has_equal_samples = all(_are_equal(column) for column in columns if isinstance(column[0], Tensor))
 
     def joined(*leaves: Any) -> Any:
         first = leaves[0]
         if isinstance(first, Tensor):
-            is_constant = all(leaf.shape == first.shape and torch.equal(leaf, first) for leaf in leaves)
+            has_rows = first.ndim > 0 and len(first) > 0 and len(first) % samples[0] == 0
+            is_constant = _are_equal(leaves) and not (has_equal_samples and has_rows)
             return first if is_constant else torch.cat([leaf.detach() for leaf in leaves])
         is_count = isinstance(first, int) and all(map(int.__eq__, leaves, samples))
         return sum(samples) if is_count else first
 
     result: Arguments = tree_map(joined, *arguments)
     return result
+
+
+def _are_equal(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.shape == tensors[0].shape and torch.equal(tensor, tensors[0]) for tensor in tensors)
 
 
 def _rows(arguments: Arguments, samples: int, start: int, stop: int) -> Arguments:

@@ -11,6 +11,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from cnnstrategies.pipeline.engine import AHEAD
+from cnnstrategies.pipeline.mixing import join
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
@@ -288,3 +289,12 @@ def test_stored_values_are_those_of_the_whole_batch() -> None:
 @pytest.mark.cluster
 def test_stored_values_of_replicas_are_those_of_the_whole_batch() -> None:
     check_layout((2, 2))
+
+
+@pytest.mark.light
+def test_equal_microbatches_are_joined_as_samples_and_a_table_of_positions_is_not() -> None:
+    rows, table = torch.ones(2, 3), torch.arange(4.0)
+    assert join([(rows,), (rows,)], [2, 2])[0].shape == (4, 3)
+    joined_rows, joined_table = join([(rows, table), (rows + 1, table)], [2, 2])
+    assert joined_rows.shape == (4, 3)
+    assert torch.equal(joined_table, table)
