@@ -201,7 +201,7 @@ def check(name: str, dtype: torch.dtype | None) -> tuple[float, float, float]:
     gradients = {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None}
     trained = {name: parameter.grad for name, parameter in network.named_parameters() if parameter.grad is not None}
     assert gradients.keys() == trained.keys()
-    buffers = [(own, other) for own, other in zip(network.buffers(), whole.buffers(), strict=True) if own.numel()]
+    buffers = [(value, other) for value, other in zip(network.buffers(), whole.buffers(), strict=True) if value.numel()]
     return (
         difference([(result, expected)]),
         difference([(trained[name], gradient) for name, gradient in gradients.items()]),
@@ -212,7 +212,7 @@ def check(name: str, dtype: torch.dtype | None) -> tuple[float, float, float]:
 def difference(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     """Return the largest difference of two tensors of a pair, as a fraction of the largest value of all tensors."""
     largest = max(value.abs().max().item() for _, value in pairs)
-    return max((own - other).abs().max().item() for own, other in pairs) / (largest or 1.0)
+    return max((value - other).abs().max().item() for value, other in pairs) / (largest or 1.0)
 
 
 def write_page(rows: dict[str, dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from cnnstrategies.pipeline.stored import StoredKey
 RuleKind = Literal["same", "mean", "sum", "rows"]
 
 
-class Rule(NamedTuple):
+class CombiningRule(NamedTuple):
     """How a stored value of a batch follows from the values that are stored for parts of the batch.
 
     Attributes:
@@ -34,7 +34,7 @@ class Rule(NamedTuple):
 
 
 class StoredValues(NamedTuple):
-    """What the forward of a batch or of a microbatch has stored, as a flat list.
+    """Values that the forward of a batch or of a microbatch has stored, as a flat list.
 
     Attributes:
         keys: What has been changed, in the order of the changes.
@@ -138,7 +138,7 @@ def is_same(value: Any, other: Any) -> bool:
 
 def find_rule(
     whole: Any, parts: Sequence[Any], samples: Sequence[int], before: Any, again: Any, limit: float
-) -> Rule | None:
+) -> CombiningRule | None:
     """Return the rule by which a leaf of a batch follows from the leaves of its parts; None if no rule fits.
 
     Args:
@@ -152,16 +152,16 @@ def find_rule(
     values = [whole, *parts]
     is_sum = adds(whole, before, again, limit)
     if all(is_same(whole, part) for part in parts):
-        return Rule("same", is_sum)
+        return CombiningRule("same", is_sum)
     if not all(is_number(value) for value in values):
         return None
     if all(_shape(value) == _shape(whole) for value in parts):
-        if _is_floating(whole) and is_near(whole, combine(Rule("mean"), parts, samples, before), limit):
-            return Rule("mean", is_sum)
-        if is_sum and is_near(whole, combine(Rule("sum", True), parts, samples, before), limit):
-            return Rule("sum", True)
-        if is_sum is False and is_near(whole, combine(Rule("sum"), parts, samples, before), limit):
-            return Rule("sum")
+        if _is_floating(whole) and is_near(whole, combine(CombiningRule("mean"), parts, samples, before), limit):
+            return CombiningRule("mean", is_sum)
+        if is_sum and is_near(whole, combine(CombiningRule("sum", True), parts, samples, before), limit):
+            return CombiningRule("sum", True)
+        if is_sum is False and is_near(whole, combine(CombiningRule("sum"), parts, samples, before), limit):
+            return CombiningRule("sum")
         return None
     is_split = all(
         isinstance(part, Tensor)
@@ -170,12 +170,12 @@ def find_rule(
         for part, count in zip(parts, samples, strict=True)
         if _shape(part) and _shape(whole)
     )
-    if is_split and _shape(whole) and is_near(whole, combine(Rule("rows"), parts, samples, before), limit):
-        return Rule("rows")
+    if is_split and _shape(whole) and is_near(whole, combine(CombiningRule("rows"), parts, samples, before), limit):
+        return CombiningRule("rows")
     return None
 
 
-def combine(rule: Rule, values: Sequence[Any], samples: Sequence[int], before: Any) -> Any:
+def combine(rule: CombiningRule, values: Sequence[Any], samples: Sequence[int], before: Any) -> Any:
     """Return the whole batch's value of a leaf, without a gradient.
 
     Args:
@@ -198,7 +198,7 @@ def combine(rule: Rule, values: Sequence[Any], samples: Sequence[int], before: A
     return sum(values[1:], values[0])
 
 
-def gradient_of_part(rule: Rule, gradient: Tensor, sizes: Sequence[int], microbatch: int) -> Tensor | None:
+def gradient_of_part(rule: CombiningRule, gradient: Tensor, sizes: Sequence[int], microbatch: int) -> Tensor | None:
     """Return the gradient of a microbatch's value, from the gradient of the whole batch's value; None if it is zero.
 
     Args:

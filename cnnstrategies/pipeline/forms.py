@@ -1,4 +1,4 @@
-"""What all ranks know about the calls of a divided network with batches of one form.
+"""Knowledge of all ranks about the calls of a divided network with batches of one form.
 
 The ranks exchange what they know about their stages in the first call with a form of batch, and remember it. In later
 calls no rank waits for another rank's forward just to learn the shapes of the outputs.
@@ -53,8 +53,8 @@ class Used(NamedTuple):
 
 
 @dataclass
-class Form:
-    """What all ranks know about the calls with batches of one form.
+class KnownForm:
+    """Knowledge of all ranks about the calls with batches of one form.
 
     Attributes:
         header: Header of the network's result for the whole batch.

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies._torch_private import OperationMode, put_buffer
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
-from cnnstrategies.pipeline.combining import Rule, StoredValues, adds, find_rule, tolerance
+from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, adds, find_rule, tolerance
 from cnnstrategies.pipeline.stored import StoredKey, StoredWatch
 from cnnstrategies.pipeline.untouched import random_states, restore_random
 
@@ -27,7 +27,7 @@ from cnnstrategies.pipeline.untouched import random_states, restore_random
 Arguments = tuple[Any, ...]
 
 
-class Verdict(NamedTuple):
+class ProbeResult(NamedTuple):
     """Result of a probe.
 
     Attributes:
@@ -38,7 +38,7 @@ class Verdict(NamedTuple):
 
     reason: str | None
     stored: StoredValues | None
-    rules: list[Rule]
+    rules: list[CombiningRule]
 
 
 class MixingProbe:
@@ -54,7 +54,7 @@ class MixingProbe:
         self._run, self._modules, self._watch = run, modules, watch
         self._random: dict[str, Any] = {}
 
-    def verdict(self, arguments: Sequence[Arguments], samples: Sequence[int]) -> Verdict | None:
+    def verdict(self, arguments: Sequence[Arguments], samples: Sequence[int]) -> ProbeResult | None:
         """Return the result of the probe; None if there are fewer than two samples.
 
         Args:
@@ -73,7 +73,7 @@ class MixingProbe:
         with self._fixed():
             return self._compare(whole, parts, counts)
 
-    def additions(self, arguments: Arguments) -> list[Rule]:
+    def additions(self, arguments: Arguments) -> list[CombiningRule]:
         """Return the rules for a whole batch, which only say whether the forward adds to the values that it finds.
 
         Args:
@@ -84,7 +84,7 @@ class MixingProbe:
             values = StoredValues.of(stored)
             again = self._again(arguments, stored)
             columns = zip(values.leaves, values.leaves_of(before), values.leaves_of(again), strict=True)
-            return [Rule("same", adds(*column, _limit(column[0]))) for column in columns]
+            return [CombiningRule("same", adds(*column, _limit(column[0]))) for column in columns]
 
     @contextmanager
     def _fixed(self) -> Iterator[None]:
@@ -104,22 +104,22 @@ class MixingProbe:
             stack.callback(self._watch.take)
             yield
 
-    def _compare(self, whole: Arguments, parts: Sequence[Arguments], samples: Sequence[int]) -> Verdict:
+    def _compare(self, whole: Arguments, parts: Sequence[Arguments], samples: Sequence[int]) -> ProbeResult:
         try:
             output, stored, before, inputs = self._forward(whole)
             again = self._again(whole, stored)
             results = [self._forward(part) for part in parts]
         except Exception as error:
-            return Verdict(f"it cannot run parts of the batch ({type(error).__name__}: {error})", None, [])
+            return ProbeResult(f"it cannot run parts of the batch ({type(error).__name__}: {error})", None, [])
         if not _are_rows(output, [result[0] for result in results], samples):
-            return Verdict(self._culprit(whole, parts, samples), None, [])
+            return ProbeResult(self._culprit(whole, parts, samples), None, [])
         values = StoredValues.of(stored)
         of_parts = [StoredValues.of(result[1]) for result in results]
         for part in of_parts:
             if not values.has_form_of(part):
                 names = {*map(str, values.keys)} ^ {*map(str, part.keys)} or {*map(str, values.keys)}
-                return Verdict(f"it stores other things in {min(names)} for a part of the batch", None, [])
-        rules: list[Rule] = []
+                return ProbeResult(f"it stores other things in {min(names)} for a part of the batch", None, [])
+        rules: list[CombiningRule] = []
         columns = [values.names, values.leaves, values.leaves_of(before), values.leaves_of(again)]
         columns += [part.leaves for part in of_parts]
         for key, leaf, old, second, *leaves in zip(*columns, strict=True):
@@ -129,9 +129,9 @@ class MixingProbe:
                     f"what it stores in {key} for a batch is neither the mean, the sum nor the rows of what it stores "
                     "for parts of the batch"
                 )
-                return Verdict(reason, None, [])
+                return ProbeResult(reason, None, [])
             rules.append(rule._replace(is_certain=rule.kind == "same" and _depends_on_parameters_only(leaf, inputs)))
-        return Verdict(None, values._replace(leaves=[]), rules)
+        return ProbeResult(None, values._replace(leaves=[]), rules)
 
     def _again(self, arguments: Arguments, stored: Mapping[StoredKey, Any]) -> dict[StoredKey, Any]:
         """Return what a forward stores after another forward. It shows which values a forward adds to.

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies._torch_private import keeps_graph
 from cnnstrategies.pipeline.channels import TensorHeader
-from cnnstrategies.pipeline.forms import BackwardReport, Form, ForwardReport
+from cnnstrategies.pipeline.forms import BackwardReport, ForwardReport, KnownForm
 from cnnstrategies.pipeline.random_draws import advance
 from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed.messages import RefusedError
@@ -44,7 +44,7 @@ class PlacedCall:
         self.needs_gradient = torch.is_grad_enabled() and has_inputs
         self.header: TensorHeader | None = None
         self._key = form
-        self._form: Form | None = None
+        self._form: KnownForm | None = None
         self._batch: WholeBatch | None = None
 
     def forward(self) -> tuple[Tensor, ...]:
@@ -74,7 +74,7 @@ class PlacedCall:
             reports = places.exchange(report, range(places.world_size), "forms")
             header = reports[self._first_of_last].header
             assert header is not None
-            form = self.network.forms.setdefault(self._key, Form(header))
+            form = self.network.forms.setdefault(self._key, KnownForm(header))
             form.learn_forward(header, reports)
         form.check(report)
         self._form, self.header = form, form.header
@@ -111,10 +111,10 @@ class PlacedCall:
         of_stored = batch.terms.own_gradients(gradients[count:])
         with places.local():
             sums, of_images = batch.backward(of_outputs, keeps_graph(), of_stored)
-        own = {id(parameter): gradient for parameter, gradient in zip(batch.parameters, sums, strict=True)}
+        of_parameters = {id(parameter): gradient for parameter, gradient in zip(batch.parameters, sums, strict=True)}
         # Image gradients exist in the first stage only, in the order of the images. Parameters have names.
         computed: dict[int | str, Tensor | None] = dict(enumerate(of_images))
-        computed |= {name: own.get(id(parameter)) for name, parameter in self.parameters.items()}
+        computed |= {name: of_parameters.get(id(parameter)) for name, parameter in self.parameters.items()}
         outputs = tuple(gradient is not None for gradient in gradients)
         used = self._used(outputs, {key for key, gradient in computed.items() if gradient is not None})
         owner = self.network.division.owner
@@ -136,7 +136,7 @@ class PlacedCall:
                 self._at(place, computed.get(key), tensor) if key in used else None for key, place, tensor in targets
             ]
 
-    def _advance(self, batch: WholeBatch, form: Form) -> None:
+    def _advance(self, batch: WholeBatch, form: KnownForm) -> None:
         """Set all ranks' generators to equal states, which are other states than before if a stage has drawn."""
         runner, device = self.network.runner, self.network.runner.transport.device
         if batch.draws.in_order and form.drawn:
@@ -147,15 +147,15 @@ class PlacedCall:
         if not batch.draws.drawn <= form.drawn:
             runner.unseen_draws += 1
 
-    def _used(self, outputs: tuple[bool, ...], own: set[int | str]) -> set[int | str]:
+    def _used(self, outputs: tuple[bool, ...], local_keys: set[int | str]) -> set[int | str]:
         """Return the keys of all tensors that have a gradient on any rank.
 
         The ranks exchange the keys in the first backward with a form and a set of outputs, and later when a rank says
-        that its own keys have changed.
+        that the rank's keys have changed.
 
         Args:
             outputs: For each output, whether it has a gradient.
-            own: Keys of the tensors that have a gradient on this rank.
+            local_keys: Keys of the tensors that have a gradient on this rank.
         """
         places, form, batch = self.places, self._form, self._batch
         assert form is not None
@@ -163,10 +163,10 @@ class PlacedCall:
         everyone, drawn = range(places.world_size), batch.draws.drawn
         known = form.used.get(outputs)
         if known is not None:
-            has_changed = own != known.of_rank or not drawn <= form.drawn
+            has_changed = local_keys != known.of_rank or not drawn <= form.drawn
             if not any(places.exchange(has_changed, everyone, "changes")):
                 return known.of_all
-        reports = places.exchange(BackwardReport(sorted(own, key=str), sorted(drawn)), everyone, "used")
+        reports = places.exchange(BackwardReport(sorted(local_keys, key=str), sorted(drawn)), everyone, "used")
         return form.learn_backward(outputs, reports, places.rank)
 
     def _at(self, place: tuple[int, ...], gradient: Tensor | None, like: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.pipeline.division import Division
-from cnnstrategies.pipeline.forms import Form, form_of
+from cnnstrategies.pipeline.forms import KnownForm, form_of
 from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
 from cnnstrategies.pipeline.placed_call import NetworkFunction, PlacedCall
 from cnnstrategies.pipeline.replicas import StageReplicas
@@ -74,7 +74,7 @@ class PlacedNetwork:
         network = division.network
         self.division = division
         self.runner = StageRunner(division, transport, ahead, replicas)
-        self.forms: dict[Hashable, Form] = {}
+        self.forms: dict[Hashable, KnownForm] = {}
         self._modules = tuple(network.modules())
         self._graphs = self.division.graphs()
         self.ranks = [tuple(sorted(transport.placement.ranks(stage))) for stage in range(self.division.stages)]

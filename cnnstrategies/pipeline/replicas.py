@@ -1,4 +1,4 @@
-"""What the replicas of a stage do together in a call of a divided network: sum gradients, and share rows."""
+"""Sums of gradients, and exchanges of rows, among the replicas of a stage."""
 
 from collections.abc import Sequence
 
@@ -71,12 +71,12 @@ class StageReplicas:
         """
         if self.group is None:
             return [gradient for gradient in gradients if gradient is not None]
-        own = dict(zip(parameters, gradients, strict=True))
+        by_parameter = dict(zip(parameters, gradients, strict=True))
         sums: dict[nn.Parameter, Tensor] = {}
         with self._transport.collective("summing the gradients of the stage"):
             works = []
             for bucket in map(Bucket, bucketed(parameters)):
-                pairs = [(view, own[p]) for p, view in zip(bucket.parameters, bucket.views, strict=True)]
+                pairs = [(view, by_parameter[p]) for p, view in zip(bucket.parameters, bucket.views, strict=True)]
                 filled = [(view, gradient) for view, gradient in pairs if gradient is not None]
                 if filled:
                     copy_all([view for view, _ in filled], [gradient for _, gradient in filled])

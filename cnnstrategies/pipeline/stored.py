@@ -47,7 +47,7 @@ Kind = Literal["set", "delete", "append", "replace", "values"]
 
 
 class StoredKey(NamedTuple):
-    """What a forward has changed. All ranks use the same keys, because all have the same modules.
+    """Name of a value that a forward has changed. All ranks use the same keys, because all have the same modules.
 
     Attributes:
         kind: How the forward has changed it.
@@ -75,7 +75,7 @@ class StoredWatch:
     def __init__(self, owner: nn.Module, network: nn.Module | None = None) -> None:
         self._owner = owner
         self._network = owner if network is None else network
-        self._records: list[_Record] = []
+        self._records: list[_ModuleState] = []
         self._tensors: WeakValueDictionary[int, _WatchedTensor] = WeakValueDictionary()
         self.before: dict[StoredKey, Any] = {}
         self.modules: list[nn.Module] = []
@@ -86,7 +86,7 @@ class StoredWatch:
             self.modules = list(self._network.modules())
             tree = {id(module) for module in self._owner.modules()}
             named = self._owner.named_modules()
-            self._records = [_Record(name, module, tree, self._tensors) for name, module in named]
+            self._records = [_ModuleState(name, module, tree, self._tensors) for name, module in named]
         else:
             for record in self._records:
                 record.refresh()
@@ -162,7 +162,7 @@ class StoredWatch:
         return value
 
 
-class _Record:
+class _ModuleState:
     """The state of one module, and of the containers and tensors that can be reached from its attributes."""
 
     def __init__(

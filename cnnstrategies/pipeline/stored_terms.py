@@ -1,4 +1,4 @@
-"""What the forwards of a divided network store, as values of the whole batch, on all ranks.
+"""Values that the forwards of a divided network store, combined for the whole batch, on all ranks.
 
 Each stage combines what its microbatches have stored. A stored tensor lives on the ranks of its stage; all other ranks
 get a foreign tensor in the same attribute, and plain values are sent. A stored tensor that requires a gradient is an
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_unflatten
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.channels import TensorHeader, pack
-from cnnstrategies.pipeline.combining import Rule, StoredValues, combine, gradient_of_part, is_same
+from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, combine, gradient_of_part, is_same
 from cnnstrategies.pipeline.mixing import MixingProbe
 from cnnstrategies.pipeline.stored import PLAIN, StoredKey, StoredWatch
 from cnnstrategies.placed import Places
@@ -33,7 +33,7 @@ class NeedsOneMicrobatchError(Exception):
 
 
 class _Report(NamedTuple):
-    """What a rank tells all others about a call, if it differs from the rank's report of an earlier call.
+    """Report of a rank about a call, for all other ranks, if it differs from the rank's report of an earlier call.
 
     Attributes:
         reason: Why the rank's stage needs the whole batch as one microbatch; None if it does not.
@@ -76,7 +76,7 @@ class StoredTerms:
         self.run, self.places, self.ranks, self.first_ranks = run, places, ranks, first_ranks
         self.stage = next(stage for stage, members in enumerate(ranks) if places.rank in members)
         self.group = ranks[self.stage]
-        self.known: dict[Hashable, tuple[StoredValues, list[Rule]]] = {}
+        self.known: dict[Hashable, tuple[StoredValues, list[CombiningRule]]] = {}
         self.reports: dict[int, _Report] = {}
 
     def begin(self, sizes: Sequence[int], needs_gradient: bool, device: torch.device, form: Hashable) -> "CallTerms":
@@ -93,7 +93,7 @@ class StoredTerms:
 
 
 class CallTerms:
-    """What one call of the network stores.
+    """Values that one call of the network stores.
 
     Attributes:
         reason: Why the stage needs the whole batch as one microbatch, if the caller knows a reason.
@@ -108,7 +108,7 @@ class CallTerms:
         self._arguments: dict[int, tuple[Any, ...]] = {}
         self._stored: dict[int, StoredValues] = {}
         self._before: dict[StoredKey, Any] = {}
-        self._rules: list[Rule] = []
+        self._rules: list[CombiningRule] = []
         # The combined tensors that this stage reports, and for those with a gradient the index of the stored leaf.
         self._tensors: list[Tensor] = []
         self._with_gradient: list[int] = []
@@ -255,12 +255,12 @@ class CallTerms:
         fits = self._fits(verdict.stored, verdict.rules)
         return None if fits else "it stores different things in different microbatches"
 
-    def _additions(self) -> list[Rule]:
+    def _additions(self) -> list[CombiningRule]:
         """Return the rules of a batch that is one microbatch."""
         terms = self._terms
         (values,) = self._stored.values()
         if not self._arguments or not values.keys:
-            return [Rule("same")] * len(values.leaves)
+            return [CombiningRule("same")] * len(values.leaves)
         known = terms.known.get(self._form)
         if known is None or not values.has_form_of(known[0]):
             (arguments,) = self._arguments.values()
@@ -272,9 +272,9 @@ class CallTerms:
         terms = self._terms
         if len(terms.group) == 1:
             return
-        own = {microbatch: values.detached() for microbatch, values in self._stored.items() if values.keys}
+        stored = {microbatch: values.detached() for microbatch, values in self._stored.items() if values.keys}
         for others, before in terms.places.exchange(
-            (own, list(self._before.items())), terms.group, "stored by replicas"
+            (stored, list(self._before.items())), terms.group, "stored by replicas"
         ):
             self._before = {**dict(before), **self._before}
             for microbatch, values in others.items():
@@ -284,7 +284,7 @@ class CallTerms:
             if size:
                 self._stored.setdefault(microbatch, nothing)
 
-    def _fits(self, known: StoredValues, rules: Sequence[Rule]) -> bool:
+    def _fits(self, known: StoredValues, rules: Sequence[CombiningRule]) -> bool:
         """Whether the microbatches have stored values that the rules can combine."""
         if not all(values.has_form_of(known) for values in self._stored.values()):
             return False

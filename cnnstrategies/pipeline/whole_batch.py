@@ -149,14 +149,14 @@ class WholeBatch:
             runner.run_tasks("backward", self.sizes, self._key, run)
         return sums, of_images
 
-    def image_gradients(self, own: Mapping[Any, Tensor | None], indices: Sequence[int]) -> list[Tensor]:
+    def image_gradients(self, local: Mapping[Any, Tensor | None], indices: Sequence[int]) -> list[Tensor]:
         """Return the gradients of tensors in the images, with all rows. All replicas of the first stage must call this.
 
         Args:
-            own: By index, gradients as :meth:`backward` returns them.
+            local: By index, gradients as :meth:`backward` returns them on this rank.
             indices: Indices of the tensors that have a gradient on any replica.
         """
-        present = {index: gradient for index, gradient in own.items() if gradient is not None}
+        present = {index: gradient for index, gradient in local.items() if gradient is not None}
         gradients = [present[index] if index in present else self._zeros_like_images(index) for index in indices]
         self._runner.replicas.share_rows(gradients, self.sizes)
         return gradients

@@ -482,10 +482,10 @@ def test_prediction_writers_get_the_indices_of_the_global_batch():
         batches = Indices(sampler, 3, drop_last=False)
         loader = DataLoader(Samples(), batch_sampler=batches)
         mine = placed(places, loader, (2, 1), kind=PlacedPredictionLoader, has_rows=places.rank == 0)
-        found = []
+        pairs = []
         for index, batch in enumerate(mine):
-            found.append((batch[1].tolist(), mine.batch_sampler.seen_batch_indices[index]))
-        return found
+            pairs.append((batch[1].tolist(), mine.batch_sampler.seen_batch_indices[index]))
+        return pairs
 
     results = on_ranks(3, program)
     assert all(numbers == indices for numbers, indices in results[0])

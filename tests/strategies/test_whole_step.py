@@ -36,16 +36,16 @@ class Own(Parts):
 
 
 def test_the_network_is_the_child_with_all_parameters_or_the_own_forward_or_the_largest_child() -> None:
-    one = LightningModule()
-    one.network = Parts()
-    one.loss = nn.CrossEntropyLoss()
-    assert find_network(one, None) == "network"
-    one.scale = nn.Parameter(torch.ones(()), requires_grad=False)
-    assert find_network(one, None) == "network", "a frozen parameter may be outside of the network"
+    module = LightningModule()
+    module.network = Parts()
+    module.loss = nn.CrossEntropyLoss()
+    assert find_network(module, None) == "network"
+    module.scale = nn.Parameter(torch.ones(()), requires_grad=False)
+    assert find_network(module, None) == "network", "a frozen parameter may be outside of the network"
     assert find_network(Own(), None) == WHOLE
     assert find_network(Parts(), None) == "large"
-    assert find_network(one, "network.small") == "network.small"
+    assert find_network(module, "network.small") == "network.small"
     with pytest.raises(ConfigurationError, match="submodule='net': LightningModule has no submodule of this name"):
-        find_network(one, "net")
+        find_network(module, "net")
     with pytest.raises(ConfigurationError, match="no submodule has parameters"):
         find_network(LightningModule(), None)

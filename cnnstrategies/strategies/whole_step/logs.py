@@ -27,7 +27,7 @@ class PlacedLogs:
 
     def __init__(self, module: LightningModule, places: Places) -> None:
         self._module, self._places = module, places
-        self._own = module.log
+        self._module_log = module.log
         self._pending: list[tuple[str, Any, Any, tuple[Any, ...], dict[str, Any]]] | None = None
         # By id, because a metric's hash changes with its states: logged metrics and their own methods `compute`.
         self._metrics: dict[int, tuple[Metric, Callable[..., Any]]] = {}
@@ -36,8 +36,8 @@ class PlacedLogs:
     def remove(self) -> None:
         """Give the module and its metrics their own methods back."""
         vars(self._module).pop("log", None)
-        for metric, own in self._metrics.values():
-            metric.compute = own  # type: ignore[method-assign]
+        for metric, compute in self._metrics.values():
+            metric.compute = compute  # type: ignore[method-assign]
         self._metrics.clear()
 
     @contextmanager
@@ -60,7 +60,7 @@ class PlacedLogs:
         values = last_value_of(value) if isinstance(value, Metric) else value
         leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         if all(self._places.place_of(leaf) is None for leaf in leaves):
-            self._own(name, value, *args, **kwargs)
+            self._module_log(name, value, *args, **kwargs)
         elif self._pending is None:
             detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, values)
             tensors = [leaf for leaf in tree_leaves(detached) if isinstance(leaf, Tensor)]
@@ -75,17 +75,17 @@ class PlacedLogs:
         """Log a value of which all ranks have copies."""
         if isinstance(value, Metric):
             set_last_value(value, copies)
-        self._own(name, value if isinstance(value, Metric) else copies, *args, **kwargs)
+        self._module_log(name, value if isinstance(value, Metric) else copies, *args, **kwargs)
 
     def _share_results(self, metric: Metric) -> None:
         """From now on, give all ranks what a metric computes."""
         if id(metric) in self._metrics:
             return
-        own = metric.compute
-        self._metrics[id(metric)] = metric, own
+        metric_compute = metric.compute
+        self._metrics[id(metric)] = metric, metric_compute
 
         def compute(*args: Any, **kwargs: Any) -> Any:
-            result = own(*args, **kwargs)
+            result = metric_compute(*args, **kwargs)
             tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             return _replaced(result, self._places.all_everywhere(tensors, "metric"))
 

@@ -80,8 +80,8 @@ class DividedForward:
         self.network = placed.division.network
         self.calls = self.other_calls = 0
         self._inputs = network_inputs(self.network)
-        self._own = self.network.forward
-        self._signature = inspect.signature(self._own)
+        self._network_forward = self.network.forward
+        self._signature = inspect.signature(self._network_forward)
         vars(self.network)["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ class DividedForward:
         images = self._images(args, kwargs)
         if images is None:
             self.other_calls += 1
-            return self._own(*args, **kwargs)
+            return self._network_forward(*args, **kwargs)
         self.calls += 1
         return self.placed(images)
 

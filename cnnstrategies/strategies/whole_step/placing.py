@@ -60,11 +60,11 @@ class PlacedModule:
         state: dict[int, Any] = {}
         with self.places.local():
             for owner, indices in sorted(by_owner.items()):
-                own = {index: packed["state"][index] for index in indices if index in packed["state"]}
+                entries = {index: packed["state"][index] for index in indices if index in packed["state"]}
                 if owner == self.places.rank == 0:
-                    state |= own
+                    state |= entries
                 elif owner == self.places.rank:
-                    self.places.messages.send(0, "optimizer", own)
+                    self.places.messages.send(0, "optimizer", entries)
                 elif self.places.rank == 0:
                     state |= self.places.messages.receive(owner, "optimizer")
         if self.places.rank:

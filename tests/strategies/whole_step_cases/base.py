@@ -1,4 +1,4 @@
-"""What the cases share: their registry, small networks, and a module that trains a classifier."""
+"""Common parts of the cases: their registry, small networks, and a module that trains a classifier."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
