@@ -1,5 +1,8 @@
 """Options of the whole step, and which network it divides."""
 
+import warnings
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -7,7 +10,7 @@ from torch import Tensor, nn
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.strategies import WholeStepStrategy
-from cnnstrategies.strategies.whole_step.network import WHOLE, find_network
+from cnnstrategies.strategies.whole_step.network import WHOLE, DividedForward, find_network
 
 pytestmark = pytest.mark.light
 
@@ -49,3 +52,25 @@ def test_the_network_is_the_child_with_all_parameters_or_the_own_forward_or_the_
         find_network(module, "net")
     with pytest.raises(ConfigurationError, match="no submodule has parameters"):
         find_network(LightningModule(), None)
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x * scale
+
+
+def test_a_call_with_other_values_runs_the_networks_own_code_and_warns_once() -> None:
+    class Placed(SimpleNamespace):
+        def __call__(self, images: Tensor) -> str:
+            return f"{len(images)} samples in stages"
+
+    network, x = Scaled(), torch.ones(2, 3)
+    forward = DividedForward(Placed(division=SimpleNamespace(network=network), copies=[]))
+    assert network(x) == network(x, scale=1.0) == "2 samples in stages"
+    with pytest.warns(UserWarning, match="Scaled is called with other values than tensors .* without microbatches"):
+        assert torch.equal(network(x, scale=2.0), 2 * x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        network(x, 3.0)
+    forward.remove()
+    assert torch.equal(network(x), x)

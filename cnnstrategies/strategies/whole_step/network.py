@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -68,17 +69,14 @@ class DividedForward:
     """The ``forward`` of a divided network, until :meth:`remove`.
 
     A call with tensors alone, one row of each for each sample, runs the stages. Other calls run the network's own code,
-    whose operations then follow the rules for placed tensors: the results are the same, but without microbatches.
-
-    Attributes:
-        calls: Number of calls that ran the stages.
-        other_calls: Number of calls that ran the network's own code.
+    whose operations then follow the rules for placed tensors: the results are the same, but without microbatches. The
+    first such call warns of this.
     """
 
     def __init__(self, placed: PlacedNetwork) -> None:
         self.placed = placed
         self.network = placed.division.network
-        self.calls = self.other_calls = 0
+        self._has_warned = False
         self._inputs = network_inputs(self.network)
         self._network_forward = self.network.forward
         self._signature = inspect.signature(self._network_forward)
@@ -87,11 +85,15 @@ class DividedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the network's result for a batch. All ranks must call this."""
         images = self._images(args, kwargs)
-        if images is None:
-            self.other_calls += 1
-            return self._network_forward(*args, **kwargs)
-        self.calls += 1
-        return self.placed(images)
+        if images is not None:
+            return self.placed(images)
+        if not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"{type(self.network).__name__} is called with other values than tensors with one row for each sample: "
+                "such calls run without microbatches, one stage at a time"
+            )
+        return self._network_forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return the attribute ``forward`` of a copy of the network, which is divided as well."""
