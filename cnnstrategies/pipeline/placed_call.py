@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from cnnstrategies._torch_private import keeps_graph
 from cnnstrategies.pipeline.channels import TensorHeader
 from cnnstrategies.pipeline.forms import BackwardReport, ForwardReport, KnownForm
 from cnnstrategies.pipeline.random_draws import advance
-from cnnstrategies.pipeline.whole_batch import WholeBatch
+from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
 from cnnstrategies.placed.messages import RefusedError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class PlacedCall:
         # The rank that computes the first rows of the network's result.
         self._first_of_last = network.runner.placement.rank_of(len(network.ranks) - 1, 0)
         # Without this condition, a frozen network would hold its activations for a backward that never comes.
-        has_inputs = bool(parameters) or any(leaf.requires_grad for leaf in _tensors(images))
+        has_inputs = bool(parameters) or any(leaf.requires_grad for leaf in tensors_in(images))
         self.needs_gradient = torch.is_grad_enabled() and has_inputs
         self.header: TensorHeader | None = None
         self._key = form
@@ -53,7 +53,7 @@ class PlacedCall:
         Raises:
             RefusedError: The images have no samples.
         """
-        places, runner, leaves = self.places, self.network.runner, _tensors(self.images)
+        places, runner, leaves = self.places, self.network.runner, tensors_in(self.images)
         if not leaves or not leaves[0].shape[:1].numel():
             raise RefusedError(
                 f"the network is called with {[tuple(leaf.shape) for leaf in leaves]}, which has no samples: call the "
@@ -119,7 +119,7 @@ class PlacedCall:
         used = self._used(outputs, {key for key, gradient in computed.items() if gradient is not None})
         owner = self.network.division.owner
         targets: list[tuple[int | str, tuple[int, ...], Tensor]]
-        targets = [(index, self.first, image) for index, image in enumerate(_tensors(self.images))]
+        targets = [(index, self.first, image) for index, image in enumerate(tensors_in(self.images))]
         targets += [(name, self.network.ranks[owner[name]], parameter) for name, parameter in self.parameters.items()]
         with places.local():
             shared = sorted(key for key in used if isinstance(key, int)) if runner.stage == 0 else []
@@ -197,8 +197,3 @@ class NetworkFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Run the backwards of this rank's stage."""
         return (None, *ctx.call.backward(gradients))
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in nested containers."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -5,7 +5,6 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Self
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.forms import KnownForm, form_of
@@ -15,7 +14,7 @@ from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.stored_terms import NeedsOneMicrobatchError
 from cnnstrategies.pipeline.transport import Transport
-from cnnstrategies.pipeline.whole_batch import WholeBatch
+from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
 from cnnstrategies.placed import Places
 from cnnstrategies.placed.placing import place_tensors
 
@@ -173,7 +172,7 @@ class PlacedNetwork:
             if parameter.requires_grad and name in self.division.used
         }
         call = PlacedCall(self, images, used, form)
-        leaves = [leaf for leaf in tree_leaves(images) if isinstance(leaf, Tensor)]
+        leaves = tensors_in(images)
         tensors = NetworkFunction.apply(call, *leaves, *used.values())
         self._place_new_buffers()
         assert call.header is not None

@@ -117,7 +117,7 @@ class WholeBatch:
         runner, parameters = self._runner, self.parameters
         sums: list[Tensor | None] = [None] * len(parameters)
         summed: set[int] = set()
-        of_images: list[Tensor | None] = [None] * len(_tensors(self._images)) if runner.stage == 0 else []
+        of_images: list[Tensor | None] = [None] * len(tensors_in(self._images)) if runner.stage == 0 else []
 
         def run(microbatch: int) -> None:
             if runner.last:
@@ -132,7 +132,7 @@ class WholeBatch:
             if self.terms is not None:
                 stored, starts = self.terms.roots(microbatch, of_stored, keep)
                 roots, received = [*roots, *stored], [*received, *starts]
-            inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], _tensors(part)
+            inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], tensors_in(part)
             results = gradients_of(roots, received, [*parameters, *inputs, *images], keep)
             add_gradients(sums, results[: len(parameters)], summed)
             for tensor, gradient in zip(inputs, results[len(parameters) :], strict=False):
@@ -162,7 +162,7 @@ class WholeBatch:
         return gradients
 
     def _zeros_like_images(self, index: int) -> Tensor:
-        like = _tensors(self._images)[index]
+        like = tensors_in(self._images)[index]
         return TensorSpec(like.shape, like.dtype, False, memory_format_of(like)).empty(like.device).zero_()
 
     def _key(self, microbatch: int) -> Hashable:
@@ -242,6 +242,6 @@ class WholeBatch:
         return tensor[start : start + self.sizes[microbatch]]
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in nested containers."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -53,7 +53,7 @@ class PlacedState:
     def place_all(self, optimizer: Optimizer) -> None:
         """Place the state of all parameters, of which all ranks have copies, as after ``load_state_dict``."""
         with self._places.local():
-            for parameter in _parameters(optimizer):
+            for parameter in parameters_of(optimizer):
                 state, place = optimizer.state.get(parameter), self._places.place_of(parameter)
                 if not state or place is None:
                     continue
@@ -84,7 +84,7 @@ class PlacedState:
         if not new:
             return
         by_place: dict[tuple[int, ...], list[Tensor]] = {}
-        for parameter in _parameters(optimizer):
+        for parameter in parameters_of(optimizer):
             place = self._places.place_of(parameter)
             if id(parameter) in new and place is not None:
                 self._described[id(parameter)] = parameter
@@ -102,7 +102,7 @@ class PlacedState:
         # All ranks have the entries in the same order, so that loops over the state read the same values.
         ordered = {
             parameter: optimizer.state[parameter]
-            for parameter in _parameters(optimizer)
+            for parameter in parameters_of(optimizer)
             if parameter in optimizer.state
         }
         others = {key: value for key, value in optimizer.state.items() if key not in ordered}
@@ -122,7 +122,8 @@ class PlacedState:
         return tree_map(created, forms, is_leaf=lambda value: isinstance(value, StateForm))
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return an optimizer's parameters in the order of the indices in its state dict."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

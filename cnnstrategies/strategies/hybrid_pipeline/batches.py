@@ -294,8 +294,8 @@ def note_indices(loader: Any, ranks: LoadingRanks, place: int, count: int, has_r
     elif sampler is not None and not has_rows:
         sampler.seen_batch_indices = [[]] * (place + 1)
     elif hasattr(sampler, "seen_batch_indices"):
-        own = sampler.seen_batch_indices[place]
-        sampler.seen_batch_indices[place] = _of_all_replicas(own, getattr(sampler, "sampler", None))
+        indices = sampler.seen_batch_indices[place]
+        sampler.seen_batch_indices[place] = _of_all_replicas(indices, getattr(sampler, "sampler", None))
 
 
 def _of_all_replicas(indices: list[int], sampler: object) -> list[int]:

@@ -87,16 +87,16 @@ class Inputs:
         leaves, tree = flatten(batch)
         samples = count_samples(batch)
         copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        given = self.given(step, tree_unflatten(copies, tree), dataloader)
-        if given is None:
+        arguments = self.given(step, tree_unflatten(copies, tree), dataloader)
+        if arguments is None:
             return self._first_tensors(batch, leaves)
         rows = {
             index: leaf
             for index, leaf in enumerate(copies)
             if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == samples
         }
-        found = [_place_of(value, rows) for value in given]
-        for value, index in zip(given, found, strict=True):
+        found = [_place_of(value, rows) for value in arguments]
+        for value, index in zip(arguments, found, strict=True):
             if index is None:
                 raise ConfigurationError(
                     f"{type(self._module).__name__}.{step} gives the network {described(value)} {OF_THE_BATCH}"

@@ -12,6 +12,7 @@ from cnnstrategies._torch_private import swap_contents
 from cnnstrategies.pipeline.network_copies import adopt_copies
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.placed import ForeignTensor, Places
+from cnnstrategies.placed.optimizer_state import parameters_of
 from cnnstrategies.placed.placing import place_tensors
 from cnnstrategies.strategies.whole_step.network import DividedForward, tensors_of
 from cnnstrategies.strategies.without_ddp import check_optimizer_states
@@ -54,7 +55,7 @@ class PlacedModule:
         """Return an optimizer's state dict. On rank 0 it has the values of all ranks, and on other ranks no values."""
         packed = optimizer.state_dict()
         by_owner: dict[int, list[int]] = {}
-        for index, parameter in enumerate(_parameters(optimizer)):
+        for index, parameter in enumerate(parameters_of(optimizer)):
             place = self.places.place_of(parameter)
             by_owner.setdefault(0 if place is None else place[0], []).append(index)
         state: dict[int, Any] = {}
@@ -110,8 +111,3 @@ class PlacedModule:
         """Return copies of tensors, for code that only this rank runs, such as the writing of a checkpoint."""
         with self.places.local():
             return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return an optimizer's parameters in the order of the indices in its state dict."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
