@@ -13,16 +13,14 @@ from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage import StageGraph, put_module_at
 from cnnstrategies.pipeline.stored_terms import StoredTerms
-from cnnstrategies.pipeline.timetable import KINDS, Placement, tasks_of, turns
+from cnnstrategies.pipeline.timetable import SCHEDULES, Kind, Placement, Schedule, Task, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed import Places
 
-SCHEDULE = "gpipe"
-
 
 class StageRunner:
-    """Runs this rank's microbatches of a stage of a divided network, in GPipe's order.
+    """Runs this rank's microbatches of a stage of a divided network.
 
     Args:
         division: Division of the network. Parameters and buffers of other stages are not used.
@@ -48,11 +46,9 @@ class StageRunner:
         self.microbatches = placement.microbatches
         self.unseen_draws = 0
         self.replicas = replicas or StageReplicas(transport)
-        tasks = tasks_of(placement, transport.rank, SCHEDULE)
-        self._tasks = {kind: [task for task in tasks if task.kind == kind] for kind in KINDS}
         graph = division.graphs()[self.stage]
-        self._turn = turns(placement.replicas, placement.microbatches, SCHEDULE)
-        self.channels = Channels(graph, self._turn, transport, ask_for_all=True)
+        self._turns = {order: turns(placement.replicas, placement.microbatches, order) for order in SCHEDULES}
+        self.channels = Channels(graph, self._turns["gpipe"], transport, ask_for_all=True)
         module, calls = _modules_of(division, graph)
         self.buffers = StageBuffers(module, self.replicas.group, calls)
         self.terms: StoredTerms | None = None
@@ -132,25 +128,38 @@ class StageRunner:
             self.channels.forget_headers()
         return WholeBatch(self, images, samples, needs_gradient, form, in_order, 1 if whole else self.microbatches)
 
-    def run_tasks(self, kind: Any, sizes: Sequence[int], key: Callable[[int], Hashable], run: Any) -> None:
-        """Run all forwards or all backwards of the microbatches that have samples.
+    def run_tasks(
+        self,
+        kinds: Sequence[Kind],
+        schedule: Schedule,
+        sizes: Sequence[int],
+        key: Callable[[int], Hashable],
+        run: Callable[[Task], None],
+    ) -> None:
+        """Run forwards, backwards, or both, of the microbatches that have samples. All ranks must call this.
 
         Args:
-            kind: ``forward`` or ``backward``.
+            kinds: Kinds of the tasks.
+            schedule: Order of the tasks.
             sizes: Number of samples of each microbatch.
             key: Function that returns the size key of a microbatch; see `Channels.plan`.
-            run: Function that runs the task of a microbatch.
+            run: Function that runs a task.
         """
-        tasks = [task for task in self._tasks[kind] if sizes[task.microbatch]]
+        tasks = [
+            task
+            for task in tasks_of(self.placement, self.transport.rank, schedule)
+            if task.kind in kinds and sizes[task.microbatch]
+        ]
+        turn = self.channels.turn = self._turns[schedule]
         self.channels.plan(tasks, key)
-        times = [*map(self._turn, tasks), *[math.inf] * (self.ahead + 1)]
+        times = [*map(turn, tasks), *[math.inf] * (self.ahead + 1)]
         self.channels.exchange(times[0], times[self.ahead])
         for index, task in enumerate(tasks):
             try:
-                run(task.microbatch)
+                run(task)
                 self.channels.exchange(times[index + 1], times[index + 1 + self.ahead])
             except Exception as error:
-                error.add_note(f"in {self.transport.me}: {kind} of microbatch {task.microbatch}")
+                error.add_note(f"in {self.transport.me}: {task.kind} of microbatch {task.microbatch}")
                 raise
         self.channels.finish()
 

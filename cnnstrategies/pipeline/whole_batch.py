@@ -14,6 +14,7 @@ from cnnstrategies.pipeline.channels import TensorHeader, TensorSpec, memory_for
 from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of
 from cnnstrategies.pipeline.random_draws import Draws
 from cnnstrategies.pipeline.stored_terms import CallTerms
+from cnnstrategies.pipeline.timetable import Task
 
 if TYPE_CHECKING:
     from cnnstrategies.pipeline.stage_runner import StageRunner
@@ -60,11 +61,10 @@ class WholeBatch:
         if runner.terms is not None:
             self.terms = runner.terms.begin(self.sizes, needs_gradient, runner.transport.device, form)
         try:
-            runner.run_tasks("forward", self.sizes, self._key, self._forward)
+            self._run_forwards()
             if self.terms is not None:
                 self.terms.finish()
-            with runner.transport.collective("combining the buffers of the stage"):
-                runner.buffers.finish()
+            self._finish_buffers()
         except BaseException:
             runner.buffers.abandon()
             raise
@@ -114,40 +114,57 @@ class WholeBatch:
                 "Trying to backward through the graph a second time: call backward(retain_graph=True) the first time"
             )
         self._is_done = not keep
+        self._begin_backward()
+
+        def run(task: Task) -> None:
+            self._backward(task.microbatch, gradients, keep, of_stored)
+
+        self._runner.run_tasks(("backward",), "gpipe", self.sizes, self._key, run)
+        return self._sums, self._of_images
+
+    def _run_forwards(self) -> None:
+        self._runner.run_tasks(("forward",), "gpipe", self.sizes, self._key, lambda task: self._forward(task.microbatch))
+
+    def _finish_buffers(self) -> None:
+        with self._runner.transport.collective("combining the buffers of the stage"):
+            self._runner.buffers.finish()
+
+    def _begin_backward(self) -> None:
+        self._sums: list[Tensor | None] = [None] * len(self.parameters)
+        self._summed: set[int] = set()
+        images = tensors_in(self._images) if self._runner.stage == 0 else []
+        self._of_images: list[Tensor | None] = [None] * len(images)
+
+    def _backward(
+        self, microbatch: int, gradients: Sequence[Tensor | None], keep: bool, of_stored: Sequence[Tensor | None]
+    ) -> None:
+        """Run a microbatch's backward, and add the gradients to the sums. The arguments are those of `backward`."""
         runner, parameters = self._runner, self.parameters
-        sums: list[Tensor | None] = [None] * len(parameters)
-        summed: set[int] = set()
-        of_images: list[Tensor | None] = [None] * len(tensors_in(self._images)) if runner.stage == 0 else []
-
-        def run(microbatch: int) -> None:
-            if runner.last:
-                received = [None if whole is None else self._rows(whole, microbatch) for whole in gradients]
-            else:
-                parts = runner.channels.receive_backward(microbatch)
-                received = [gradient for part in parts.values() for gradient in part]
-            leaves, roots, part = self._leaves[microbatch], self._roots[microbatch], self._parts.get(microbatch)
-            if not keep:
-                for held in (self._leaves, self._roots, self._parts):
-                    held.pop(microbatch, None)
-            if self.terms is not None:
-                stored, starts = self.terms.roots(microbatch, of_stored, keep)
-                roots, received = [*roots, *stored], [*received, *starts]
-            inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], tensors_in(part)
-            results = gradients_of(roots, received, [*parameters, *inputs, *images], keep)
-            add_gradients(sums, results[: len(parameters)], summed)
-            for tensor, gradient in zip(inputs, results[len(parameters) :], strict=False):
-                tensor.grad = gradient
-            for index, gradient in enumerate(results[len(parameters) + len(inputs) :]):
-                if gradient is not None:
-                    whole = of_images[index]
-                    if whole is None:
-                        whole = of_images[index] = self._zeros_like_images(index)
-                    self._rows(whole, microbatch).copy_(gradient)
-            runner.channels.send_backward(microbatch, leaves)
-
+        if runner.last:
+            received = [None if whole is None else self._rows(whole, microbatch) for whole in gradients]
+        else:
+            parts = runner.channels.receive_backward(microbatch)
+            received = [gradient for part in parts.values() for gradient in part]
+        leaves, roots, part = self._leaves[microbatch], self._roots[microbatch], self._parts.get(microbatch)
+        if not keep:
+            for held in (self._leaves, self._roots, self._parts):
+                held.pop(microbatch, None)
+        if self.terms is not None:
+            stored, starts = self.terms.roots(microbatch, of_stored, keep)
+            roots, received = [*roots, *stored], [*received, *starts]
+        inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], tensors_in(part)
         with torch.autocast(runner.transport.device.type, enabled=False), without_tensor_hooks(parameters):
-            runner.run_tasks("backward", self.sizes, self._key, run)
-        return sums, of_images
+            results = gradients_of(roots, received, [*parameters, *inputs, *images], keep)
+        add_gradients(self._sums, results[: len(parameters)], self._summed)
+        for tensor, gradient in zip(inputs, results[len(parameters) :], strict=False):
+            tensor.grad = gradient
+        for index, gradient in enumerate(results[len(parameters) + len(inputs) :]):
+            if gradient is not None:
+                whole = self._of_images[index]
+                if whole is None:
+                    whole = self._of_images[index] = self._zeros_like_images(index)
+                self._rows(whole, microbatch).copy_(gradient)
+        runner.channels.send_backward(microbatch, leaves)
 
     def image_gradients(self, local: Mapping[Any, Tensor | None], indices: Sequence[int]) -> list[Tensor]:
         """Return the gradients of tensors in the images, with all rows. All replicas of the first stage must call this.
