@@ -318,3 +318,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def has_hooks(module: nn.Module) -> bool:
     """Whether hooks are registered on a module itself. torch has no public function that returns the hooks."""
     return any(getattr(module, name) for name in _HOOKS)
+
+
+def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the dictionaries in which a module keeps its hooks for calls, and the options of these hooks."""
+    return [table for name, table in vars(module).items() if name.startswith(("_forward_", "_backward_"))]

@@ -114,6 +114,7 @@ class PlacedNetwork:
                 self.runner.replicas,  # A process group cannot be created during a step.
             )
         copied.runner.microbatches = self.runner.microbatches
+        copied.runner.activation_checkpointing = self.runner.activation_checkpointing
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

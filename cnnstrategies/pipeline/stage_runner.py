@@ -13,7 +13,16 @@ from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage import StageGraph, put_module_at
 from cnnstrategies.pipeline.stored_terms import StoredTerms
-from cnnstrategies.pipeline.timetable import SCHEDULES, Kind, Placement, Schedule, Task, tasks_of, turns
+from cnnstrategies.pipeline.timetable import (
+    SCHEDULES,
+    Checkpointing,
+    Kind,
+    Placement,
+    Schedule,
+    Task,
+    tasks_of,
+    turns,
+)
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed import Places
@@ -32,6 +41,11 @@ class StageRunner:
     Attributes:
         replicas: The replicas of the stage.
         microbatches: Number of microbatches into which batches are divided, at most the placement's number.
+        activation_checkpointing: Which of this rank's forwards run again for the backward, so that only their inputs are
+            kept: none (``never``), all except the last (``except_last``), or all (``always``). All ranks have the same
+            value.
+        changes_inputs: Whether the stage changes its arguments in place, so that forwards that run again need copies.
+        compared_forms: Forms of batches for which the results of first and second forwards have been compared.
         unseen_draws: Number of calls in which this rank has drawn random numbers, but the generators have not advanced
             on all ranks. It enters the seeds, so that the next call does not draw the same numbers.
     """
@@ -44,6 +58,9 @@ class StageRunner:
         self.stage = transport.place.stage
         self.last = self.stage == placement.stages - 1
         self.microbatches = placement.microbatches
+        self.activation_checkpointing: Checkpointing = "never"
+        self.changes_inputs = False
+        self.compared_forms: set[Hashable] = set()
         self.unseen_draws = 0
         self.replicas = replicas or StageReplicas(transport)
         graph = division.graphs()[self.stage]
@@ -69,6 +86,17 @@ class StageRunner:
             and tensor.requires_grad
             and name in self.division.used
         ]
+
+    def microbatches_again(self, sizes: Sequence[int]) -> frozenset[int]:
+        """Return this rank's microbatches whose forwards run again for the backward.
+
+        Args:
+            sizes: Number of samples of each microbatch.
+        """
+        if self.activation_checkpointing == "never":
+            return frozenset()
+        own = [m for m in self.placement.microbatches_of(self.transport.rank) if sizes[m]]
+        return frozenset(own[:-1] if self.activation_checkpointing == "except_last" else own)
 
     def watch(self, owner: nn.Module, places: Places, ranks: Sequence[tuple[int, ...]]) -> None:
         """Take care of what forwards store on modules from now on.

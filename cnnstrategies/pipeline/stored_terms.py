@@ -16,6 +16,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.channels import TensorHeader, pack
 from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, combine, gradient_of_part, is_same
 from cnnstrategies.pipeline.mixing import MixingProbe
+from cnnstrategies.pipeline.noted_state import NotedState
 from cnnstrategies.pipeline.stored import PLAIN, StoredKey, StoredWatch
 from cnnstrategies.placed import Places
 
@@ -115,6 +116,11 @@ class CallTerms:
         # Tensors of this stage that the forwards have changed in place, with the values of the whole batch.
         self._changed: list[tuple[Tensor, Tensor]] = []
         self._headers: list[TensorHeader] = []
+        self._without_graph: set[int] = set()
+
+    def noted_state(self) -> NotedState:
+        """Return the state of modules in which the call's forwards begin."""
+        return self._terms.watch.noted()
 
     def run(self, microbatch: int, arguments: tuple[Any, ...]) -> Any:
         """Run the stage for a microbatch, and take away what it stores.
@@ -129,6 +135,11 @@ class CallTerms:
         self._before |= watch.before
         self._arguments[microbatch] = arguments
         return result
+
+    def drop_graph(self, microbatch: int) -> None:
+        """Drop the graph of what a microbatch has stored, because the stage runs again for the microbatch's backward."""
+        self._stored[microbatch] = self._stored[microbatch].detached().attached(self._device)
+        self._without_graph.add(microbatch)
 
     def finish(self) -> None:
         """Combine what the microbatches have stored, and tell the other ranks. All ranks must call this.
@@ -157,6 +168,8 @@ class CallTerms:
             for tensor, values in self._changed:
                 tensor.copy_(values)
         self._headers = [stage_report.header for stage_report in reports]
+        for microbatch in self._without_graph:
+            self._stored[microbatch] = self._stored[microbatch]._replace(leaves=[])
 
     def outputs(self) -> list[Tensor]:
         """Return the stored tensors of all stages that have a gradient: placed tensors, or foreign ones."""
@@ -209,7 +222,11 @@ class CallTerms:
         return result
 
     def roots(
-        self, microbatch: int, gradients: Sequence[Tensor | None], keep: bool
+        self,
+        microbatch: int,
+        gradients: Sequence[Tensor | None],
+        keep: bool,
+        second: StoredValues | None = None,
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return a microbatch's stored tensors with their gradients.
 
@@ -217,8 +234,19 @@ class CallTerms:
             microbatch: The microbatch.
             gradients: Result of :meth:`own_gradients`.
             keep: Whether the tensors are needed again.
+            second: What the microbatch's second forward has stored, if there was one.
+
+        Raises:
+            ConfigurationError: The second forward has stored other things than the first.
         """
-        leaves = self._stored[microbatch].leaves if keep else self._stored.pop(microbatch).leaves
+        stored = self._stored[microbatch] if keep else self._stored.pop(microbatch)
+        if second is not None and not second.has_form_of(stored) and any(start is not None for start in gradients):
+            names = {*map(str, stored.keys)} ^ {*map(str, second.keys)} or {*map(str, stored.keys)}
+            raise ConfigurationError(
+                f"a forward that ran again for the backward has stored something else in {min(names)} than at first: "
+                "let it store the same in each call, or set activation_checkpointing to never"
+            )
+        leaves = (stored if second is None else second).leaves
         tensors, starts = [], []
         for index, gradient in zip(self._with_gradient, gradients, strict=True):
             if gradient is not None:

@@ -2,22 +2,69 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cnnstrategies._torch_private import without_tensor_hooks
+from cnnstrategies._torch_private import without_tensor_hooks, writes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.channels import TensorHeader, TensorSpec, memory_format_of, pack
 from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of
 from cnnstrategies.pipeline.random_draws import Draws
+from cnnstrategies.pipeline.second_forward import SecondForwards
+from cnnstrategies.pipeline.combining import StoredValues
 from cnnstrategies.pipeline.stored_terms import CallTerms
 from cnnstrategies.pipeline.timetable import Task
 
 if TYPE_CHECKING:
     from cnnstrategies.pipeline.stage_runner import StageRunner
+
+
+class KeptInputs(NamedTuple):
+    """What is kept of a microbatch's forward if the forward runs again for the backward.
+
+    Attributes:
+        arguments: The stage's arguments.
+        versions: For each tensor in the arguments, how often it had been changed in place.
+        leaves: For each stage that has sent arguments, those whose gradients are sent back.
+    """
+
+    arguments: tuple[Any, ...]
+    versions: list[int]
+    leaves: dict[int, list[Tensor]]
+
+    @classmethod
+    def of(cls, arguments: tuple[Any, ...], leaves: dict[int, list[Tensor]], copied: bool) -> Self:
+        """Return what is kept of a forward that has not run yet.
+
+        Args:
+            arguments: The stage's arguments.
+            leaves: See above.
+            copied: Whether to keep copies of the arguments, because the forward changes them in place.
+        """
+        if copied:
+            arguments = tree_map(_copy_unless_leaf, arguments)
+        return cls(arguments, _versions(arguments), leaves)
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether the arguments have been changed in place."""
+        return _versions(self.arguments) != self.versions
+
+    def checked_arguments(self) -> tuple[Any, ...]:
+        """Return the arguments.
+
+        Raises:
+            ConfigurationError: They have been changed in place.
+        """
+        if self.have_changed:
+            raise ConfigurationError(
+                "the images were changed in place after the network's forward and before the backward, in which the "
+                "forward has to run again: change a copy of the images, or set activation_checkpointing to never"
+            )
+        return self.arguments
 
 
 class WholeBatch:
@@ -55,11 +102,16 @@ class WholeBatch:
         self._leaves: dict[int, dict[int, list[Tensor]]] = {}
         self._roots: dict[int, list[Tensor]] = {}
         self._results: dict[int, list[Tensor]] = {}
+        self._kept: dict[int, KeptInputs] = {}
         self._is_done = False
         runner.buffers.begin(len(self.sizes), form)
         self.terms: CallTerms | None = None
         if runner.terms is not None:
             self.terms = runner.terms.begin(self.sizes, needs_gradient, runner.transport.device, form)
+        self._runs_again = runner.microbatches_again(self.sizes) if needs_gradient else frozenset()
+        self._second: SecondForwards | None = None
+        if self._runs_again:
+            self._second = SecondForwards(runner, self.draws, self.terms, self._autocast, form)
         try:
             self._run_forwards()
             if self.terms is not None:
@@ -83,7 +135,7 @@ class WholeBatch:
         tensors = [spec.empty(self._runner.transport.device) for spec in header.tensors]
         for microbatch, parts in self._results.items():
             for tensor, part in zip(tensors, parts, strict=True):
-                self._rows(tensor, microbatch).copy_(part.detach())
+                self._rows(tensor, microbatch).copy_(part)
         self._results.clear()
         self._runner.replicas.share_rows(tensors, self.sizes)
         return tensors
@@ -145,12 +197,18 @@ class WholeBatch:
         else:
             parts = runner.channels.receive_backward(microbatch)
             received = [gradient for part in parts.values() for gradient in part]
-        leaves, roots, part = self._leaves[microbatch], self._roots[microbatch], self._parts.get(microbatch)
+        second: StoredValues | None = None
+        if microbatch in self._kept:
+            leaves = self._kept[microbatch].leaves
+            roots, second = self.run_again(microbatch, self._kept[microbatch].checked_arguments())
+        else:
+            leaves, roots = self._leaves[microbatch], self._roots[microbatch]
+        part = self._parts.get(microbatch)
         if not keep:
-            for held in (self._leaves, self._roots, self._parts):
+            for held in (self._leaves, self._roots, self._parts, self._kept):
                 held.pop(microbatch, None)
         if self.terms is not None:
-            stored, starts = self.terms.roots(microbatch, of_stored, keep)
+            stored, starts = self.terms.roots(microbatch, of_stored, keep, second)
             roots, received = [*roots, *stored], [*received, *starts]
         inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], tensors_in(part)
         with torch.autocast(runner.transport.device.type, enabled=False), without_tensor_hooks(parameters):
@@ -165,6 +223,32 @@ class WholeBatch:
                     whole = self._of_images[index] = self._zeros_like_images(index)
                 self._rows(whole, microbatch).copy_(gradient)
         runner.channels.send_backward(microbatch, leaves)
+
+    def run_again(self, microbatch: int, arguments: tuple[Any, ...]) -> tuple[list[Tensor], StoredValues]:
+        """Run a microbatch's forward again, as in :class:`SecondForwards`. Nothing is sent.
+
+        Args:
+            microbatch: The microbatch.
+            arguments: The arguments of the microbatch's first forward. Tensors whose gradients are needed must be leaves
+                of the graph.
+
+        Returns:
+            The tensors in the stage's result, in the order of the gradients that the microbatch's backward gets, and
+            what the forward has stored, see `CallTerms.roots`.
+        """
+        assert self._second is not None
+        result, stored = self._second.run(microbatch, arguments)
+        roots = self._roots_of(result)
+        self._second.check(microbatch, roots)
+        return roots, stored
+
+    def _roots_of(self, result: Any) -> list[Tensor]:
+        """Return the tensors in a stage's result whose gradients the backward gets."""
+        channels = self._runner.channels
+        if self._runner.last:
+            return pack((result,), ask_for_all=False)[1]
+        roots = channels.roots(dict(zip(channels.graph.outputs, result, strict=True)))
+        return [tensor for tensors in roots.values() for tensor in tensors]
 
     def image_gradients(self, local: Mapping[Any, Tensor | None], indices: Sequence[int]) -> list[Tensor]:
         """Return the gradients of tensors in the images, with all rows. All replicas of the first stage must call this.
@@ -188,6 +272,7 @@ class WholeBatch:
     def _forward(self, microbatch: int) -> None:
         runner = self._runner
         channels, key = runner.channels, self._key(microbatch)
+        runs_again = microbatch in self._runs_again
         with torch.set_grad_enabled(self._needs_gradient):
             values, leaves = channels.receive_forward(microbatch, key)
             images = None
@@ -196,6 +281,7 @@ class WholeBatch:
                 self._parts[microbatch] = images
             with runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
                 arguments = channels.inputs(values, images)
+                kept = KeptInputs.of(arguments, leaves, runner.changes_inputs) if runs_again else None
                 if self.terms is None:
                     result = runner.division.run(runner.stage, *arguments)
                 else:
@@ -204,10 +290,20 @@ class WholeBatch:
                 roots = self._hold(microbatch, result)
             else:
                 named = dict(zip(channels.graph.outputs, result, strict=True))
-                sent = channels.send_forward(microbatch, key, named, training=self._needs_gradient)
+                # All backwards come after all forwards, so the receivers do not wait for this rank's gradients.
+                sent = channels.send_forward(microbatch, key, named, training=False)
                 roots = [tensor for tensors in sent.values() for tensor in tensors]
         self.draws.pass_on(microbatch)
-        if self._needs_gradient:
+        if kept is not None and kept.have_changed:
+            # This forward cannot run again, so its graph is kept. For the next forwards, copies are kept.
+            kept, runner.changes_inputs = None, True
+        if kept is not None:
+            assert self._second is not None
+            self._second.note(microbatch, roots)
+            self._kept[microbatch] = kept
+            if self.terms is not None:
+                self.terms.drop_graph(microbatch)
+        elif self._needs_gradient:
             self._leaves[microbatch], self._roots[microbatch] = leaves, roots
 
     def _hold(self, microbatch: int, result: Any) -> list[Tensor]:
@@ -230,7 +326,7 @@ class WholeBatch:
             return self._need_whole(
                 f"the network returns {header.leaves} for one part of the batch, and {self.header.leaves} for another"
             )
-        self._results[microbatch] = tensors
+        self._results[microbatch] = [tensor.detach() for tensor in tensors]
         return tensors
 
     def _need_whole(self, reason: str) -> list[Tensor]:
@@ -257,6 +353,15 @@ class WholeBatch:
             return tensor
         start = sum(self.sizes[:microbatch])
         return tensor[start : start + self.sizes[microbatch]]
+
+
+def _versions(arguments: tuple[Any, ...]) -> list[int]:
+    return [writes(tensor) for tensor in tensors_in(arguments)]
+
+
+def _copy_unless_leaf(value: Any) -> Any:
+    """Return a copy of a tensor. A tensor with a gradient cannot be changed in place, and must remain a leaf."""
+    return value.clone() if isinstance(value, Tensor) and not value.requires_grad else value
 
 
 def tensors_in(value: Any) -> list[Tensor]:
