@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from cnnstrategies.pipeline.gradient_check import Comparison, Verdict
+from cnnstrategies.pipeline.gradient_check import Pairs, Verdict, compare, different
 from cnnstrategies.pipeline.loss_arguments import LossArguments, UnknownArgumentError
 from cnnstrategies.placed import Places
 
@@ -73,6 +73,9 @@ class DeclaredLoss:
         Args:
             arguments: Nested containers with the step's batch.
         """
+        if self.reason is not None:
+            yield
+            return
         attributes, own = vars(self.module), NAME in vars(self.module)
         self.function = getattr(self.module, NAME)
         observed = attributes[NAME] = ObservedLoss(self.function, self._calls)
@@ -232,6 +235,11 @@ class LossOfCall:
     def _note_loss(self, gradient: Tensor) -> None:
         self._of_loss = gradient.detach()
 
+    @property
+    def is_used(self) -> bool:
+        """Whether the step has called the loss with the network's result."""
+        return self._used is not None
+
     def prepare(self) -> None:
         """Bring the targets to the last stage. All ranks must call this, before :meth:`gradients`."""
         arguments = self.expected or self._used
@@ -287,30 +295,27 @@ class LossOfCall:
             return torch.nan_to_num(torch.as_tensor(part / self._whole_weight))
         return part / self._whole_weight if self._whole_weight else 0.0
 
-    def compare(
-        self, arrived: Sequence[Tensor | None], stored: bool, expected: Callable[[], Sequence[Sequence[Tensor | None]]]
-    ) -> Comparison:
+    def compare(self, arrived: Sequence[Tensor | None], has_stored: bool, pairs: Callable[[], Pairs]) -> Verdict:
         """Compare the gradients that have arrived at the network's results with those of the declared loss.
 
         Only the last stage calls this, once for each backward.
 
         Args:
             arrived: Gradients of the results.
-            stored: Whether values that the network's forward stores have gradients as well.
-            expected: Function that returns pairs of gradients for the results: rows of those that have arrived, and
-                what :meth:`gradients` has returned for the rows.
+            has_stored: Whether values that the network's forward stores have gradients as well.
+            pairs: See `gradient_check.compare`.
         """
         of_loss, self._of_loss = self._of_loss, None
         through, self._through = self._through, [None] * len(self._through)
         if reason := self.failure or self._reason:
-            return Comparison.different(reason)
+            return different(reason)
         if self.expected is not None and self._used != self.expected:
-            return Comparison.different("training_step calls loss() with other arguments than in the first step")
-        if stored:
-            return Comparison.different("the step's loss depends on values that the network's forward stores")
+            return different("training_step calls loss() with other arguments than in the first step")
+        if has_stored:
+            return different("the step's loss depends on values that the network's forward stores")
         if of_loss is None:
-            return Comparison.different("the step does not train what loss() returns")
-        return Comparison.of(arrived, through, of_loss, self._scale, expected)
+            return different("the step does not train what loss() returns")
+        return compare(arrived, through, of_loss, self._scale, pairs)
 
     def settle(self, verdict: Verdict) -> None:
         """Draw the conclusions from the comparison of a backward. All ranks call this."""

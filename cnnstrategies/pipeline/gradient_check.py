@@ -10,7 +10,8 @@ if the step's own gradients of the results are those of the declared loss, times
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Self
+from math import isfinite
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ Kind = Literal["factor", "infinite", "different"]
 
 
 class Verdict(NamedTuple):
-    """Verdict of all replicas of the last stage on a backward.
+    """Verdict on a backward.
 
     Attributes:
         kind: The result of the comparison.
@@ -38,78 +39,66 @@ class Verdict(NamedTuple):
     reason: str = ""
 
 
-class Comparison(NamedTuple):
-    """Result of the comparison on one replica of the last stage.
+# For each result of the network: the rows of the gradient that has arrived, and the gradient of the declared loss for
+# these rows. None if there is no gradient.
+Pairs = Sequence[tuple[Tensor | None, Tensor | None]]
 
-    Attributes:
-        kind: See `Kind`.
-        factor: See `Verdict`.
-        reason: See `Verdict`.
+
+def different(reason: str) -> Verdict:
+    """Return the verdict for other gradients than those of the declared loss."""
+    return Verdict("different", 1.0, reason)
+
+
+def compare(
+    arrived: Sequence[Tensor | None],
+    through: Sequence[Tensor | None],
+    of_loss: Tensor,
+    scale: Tensor | float,
+    pairs: Callable[[], Pairs],
+) -> Verdict:
+    """Compare gradients on one replica of the last stage. This reads from the device once.
+
+    Args:
+        arrived: For each result of the network, the gradient that has arrived.
+        through: For each result, the gradient that has come through the step's call of the loss.
+        of_loss: The gradient of the value that this call has returned.
+        scale: Factor that the gradients of the declared loss contain.
+        pairs: Function that returns the gradients to compare.
     """
-
-    kind: Kind
-    factor: float = 1.0
-    reason: str = ""
-
-    @classmethod
-    def different(cls, reason: str) -> Self:
-        """Return the result for other gradients."""
-        return cls("different", 1.0, reason)
-
-    @classmethod
-    def of(
-        cls,
-        arrived: Sequence[Tensor | None],
-        through: Sequence[Tensor | None],
-        of_loss: Tensor,
-        scale: Tensor | float,
-        expected: Callable[[], Sequence[tuple[Tensor | None, Tensor | None]]],
-    ) -> Self:
-        """Compare gradients. This reads from the device once.
-
-        Args:
-            arrived: For each result of the network, the gradient that has arrived.
-            through: For each result, the gradient that has come through the step's call of the loss.
-            of_loss: The gradient of the value that this call has returned.
-            scale: Factor that the expected gradients contain.
-            expected: Function that returns, for each result, the rows of ``arrived`` that this rank can compare, and
-                the gradients of the declared loss for these rows.
-        """
-        for total, part in zip(arrived, through, strict=True):
-            if (total is None) != (part is None):
-                return cls.different(_OTHER_TERM)
-        present = [(total, part) for total, part in zip(arrived, through, strict=True) if total is not None]
-        if any(isinstance(tensor, ForeignTensor) for pair in present for tensor in (*pair, of_loss)):
-            return cls.different("the step computes with the loss on ranks of other stages")
-        ratio = of_loss.double() / scale
-        numbers = [ratio.reshape(())]
-        for total, part in present:
-            numbers += [total.isfinite().all(), (total == part).all()]
-        limits = []
-        for rows, sums in expected():
-            if (rows is None) != (sums is None):
-                return cls.different("loss() does not depend on the same results for a microbatch as for the batch")
-            if rows is None or sums is None or not rows.numel():
-                continue
-            limits.append(tolerance(rows.dtype))
-            wide = torch.promote_types(rows.dtype, torch.float32)
-            numbers += [(rows.to(wide) - ratio.to(wide) * sums.to(wide)).abs().amax(), rows.abs().amax()]
-        factor, *values = torch.stack([number.double() for number in numbers]).tolist()
-        facts, sizes = values[: 2 * len(present)], values[2 * len(present) :]
-        if not all(facts[::2]) or not abs(factor) < float("inf"):
-            return cls("infinite")
-        if not all(facts[1::2]):
-            return cls.different(_OTHER_TERM)
-        for difference, size, limit in zip(sizes[::2], sizes[1::2], limits, strict=True):
-            if not difference <= limit * size:
-                return cls.different(
-                    f"the gradients of loss() for the batch differ from those for its microbatches by {difference:.1e}, "
-                    f"where the largest is {size:.1e}: loss() must be a mean over samples"
-                )
-        return cls("factor", factor)
+    if any((total is None) != (part is None) for total, part in zip(arrived, through, strict=True)):
+        return different(OTHER_TERM)
+    present = [(total, part) for total, part in zip(arrived, through, strict=True) if total is not None]
+    if any(isinstance(tensor, ForeignTensor) for pair in (*present, (of_loss,)) for tensor in pair):
+        return different("the step computes with the loss on ranks of other stages")
+    ratio = of_loss.double() / scale
+    numbers = [ratio.reshape(())]
+    for total, part in present:
+        numbers += [total.isfinite().all(), (total == part).all()]
+    limits = []
+    for rows, sums in pairs():
+        if (rows is None) != (sums is None):
+            return different("loss() depends on other results for a microbatch than for the batch")
+        if rows is None or sums is None or not rows.numel():
+            continue
+        limits.append(tolerance(rows.dtype))
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        numbers += [(rows.to(wide) - ratio.to(wide) * sums.to(wide)).abs().amax(), rows.abs().amax()]
+    factor, *values = torch.stack([number.double() for number in numbers]).tolist()
+    facts, sizes = values[: 2 * len(present)], values[2 * len(present) :]
+    if not all(facts[::2]) or not isfinite(factor):
+        return Verdict("infinite")
+    if not all(facts[1::2]):
+        return different(OTHER_TERM)
+    for difference, size, limit in zip(sizes[::2], sizes[1::2], limits, strict=True):
+        if not difference <= limit * size:
+            return different(
+                f"the gradients of loss() for a batch and for its microbatches differ by {difference:.1e}, where the "
+                f"largest is {size:.1e}, so loss() is not a mean over samples"
+            )
+    return Verdict("factor", factor)
 
 
-_OTHER_TERM = "the step's loss depends on the network's result in other ways than by one call of loss()"
+OTHER_TERM = "the step's loss depends on the network's result in other ways than by one call of loss()"
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -120,14 +109,6 @@ def tolerance(dtype: torch.dtype) -> float:
     return (2 if torch.finfo(dtype).bits == 16 else 64) * torch.finfo(dtype).eps
 
 
-def combine(comparisons: Sequence[Comparison]) -> Verdict:
-    """Return the verdict of all replicas of the last stage.
-
-    Args:
-        comparisons: The results on all replicas.
-    """
-    for kind in ("different", "infinite", "factor"):
-        for comparison in comparisons:
-            if comparison.kind == kind:
-                return Verdict(*comparison)
-    raise AssertionError("the last stage has a replica")
+def combine(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return the common verdict of all replicas of the last stage, from the verdicts of the replicas."""
+    return min(verdicts, key=lambda verdict: ("different", "infinite", "factor").index(verdict.kind))

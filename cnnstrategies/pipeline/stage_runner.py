@@ -10,6 +10,7 @@ from torch import nn
 from cnnstrategies.pipeline.buffers import StageBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults, InterleavedBatch
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage import StageGraph, put_module_at
 from cnnstrategies.pipeline.stored_terms import StoredTerms
@@ -149,12 +150,32 @@ class StageRunner:
         Raises:
             NeedsOneMicrobatchError: A stage needs the batch as one microbatch. All ranks raise this error.
         """
+        self._refresh_graph()
+        return WholeBatch(self, images, samples, needs_gradient, form, in_order, 1 if whole else self.microbatches)
+
+    def begin_interleaved(
+        self, images: Any, samples: int, form: Hashable, gradients: GradientsOfResults
+    ) -> InterleavedBatch:
+        """Run all forwards and backwards of a batch in the order 1F1B. All ranks must call this.
+
+        Args:
+            images: See :meth:`begin`.
+            samples: See :meth:`begin`.
+            form: See :meth:`begin`.
+            gradients: Function that returns the gradients of a microbatch's results; called in the last stage.
+
+        Raises:
+            NeedsOneMicrobatchError: See :meth:`begin`.
+        """
+        self._refresh_graph()
+        return InterleavedBatch(self, images, samples, form, gradients)
+
+    def _refresh_graph(self) -> None:
         graph = self.division.graphs()[self.stage]
         if graph is not self.channels.graph:
             # The state of an opened container has changed, on all ranks. Other values may cross the cuts now.
             self.channels.graph = graph
             self.channels.forget_headers()
-        return WholeBatch(self, images, samples, needs_gradient, form, in_order, 1 if whole else self.microbatches)
 
     def run_tasks(
         self,

@@ -1,6 +1,7 @@
 """Run one call of a divided network with a whole batch: all forwards of a stage now, and all backwards later."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -70,14 +71,20 @@ class KeptInputs(NamedTuple):
 class WholeBatch:
     """One call of a divided network with a whole batch.
 
+    The arguments are those of `StageRunner.begin`, and the largest number of microbatches.
+
     Attributes:
         sizes: Number of samples of each microbatch.
+        own: This rank's microbatches that have samples.
         parameters: Trainable parameters of the stage.
         draws: Random draws of this rank's forwards.
         header: In the last stage, the header of the network's result for the whole batch. None in other stages, and if
             this rank has not run a microbatch.
         terms: What the forwards have stored on modules; None if the runner does not watch them.
     """
+
+    # Whether backwards run between forwards. If not, the receivers of activations do not wait for gradients from here.
+    interleaves = False
 
     def __init__(
         self,
@@ -94,6 +101,7 @@ class WholeBatch:
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         unused = [0] * (runner.placement.microbatches - parts)
         self.sizes = [samples // parts + (index < samples % parts) for index in range(parts)] + unused
+        self.own = [m for m in runner.placement.microbatches_of(runner.transport.rank) if self.sizes[m]]
         self.parameters = runner.parameters
         is_one_microbatch = sum(size > 0 for size in self.sizes) == 1
         self.draws = Draws(runner.transport, in_order and is_one_microbatch, runner.unseen_draws)
@@ -135,7 +143,7 @@ class WholeBatch:
         tensors = [spec.empty(self._runner.transport.device) for spec in header.tensors]
         for microbatch, parts in self._results.items():
             for tensor, part in zip(tensors, parts, strict=True):
-                self._rows(tensor, microbatch).copy_(part)
+                self.rows(tensor, microbatch).copy_(part)
         self._results.clear()
         self._runner.replicas.share_rows(tensors, self.sizes)
         return tensors
@@ -161,18 +169,22 @@ class WholeBatch:
         Raises:
             RuntimeError: This method was called before without ``keep``.
         """
+        self._use_graph(keep)
+        self._begin_backward()
+
+        def run(task: Task) -> None:
+            rows = [None if whole is None else self.rows(whole, task.microbatch) for whole in gradients]
+            self._backward(task.microbatch, rows, keep, of_stored)
+
+        self._runner.run_tasks(("backward",), "gpipe", self.sizes, self._key, run)
+        return self._sums, self._of_images
+
+    def _use_graph(self, keep: bool) -> None:
         if self._is_done:
             raise RuntimeError(
                 "Trying to backward through the graph a second time: call backward(retain_graph=True) the first time"
             )
         self._is_done = not keep
-        self._begin_backward()
-
-        def run(task: Task) -> None:
-            self._backward(task.microbatch, gradients, keep, of_stored)
-
-        self._runner.run_tasks(("backward",), "gpipe", self.sizes, self._key, run)
-        return self._sums, self._of_images
 
     def _run_forwards(self) -> None:
         self._runner.run_tasks(("forward",), "gpipe", self.sizes, self._key, lambda task: self._forward(task.microbatch))
@@ -188,13 +200,22 @@ class WholeBatch:
         self._of_images: list[Tensor | None] = [None] * len(images)
 
     def _backward(
-        self, microbatch: int, gradients: Sequence[Tensor | None], keep: bool, of_stored: Sequence[Tensor | None]
+        self,
+        microbatch: int,
+        received: Sequence[Tensor | None],
+        keep: bool,
+        of_stored: Sequence[Tensor | None] | None,
     ) -> None:
-        """Run a microbatch's backward, and add the gradients to the sums. The arguments are those of `backward`."""
+        """Run a microbatch's backward, and add the gradients to the sums.
+
+        Args:
+            microbatch: The microbatch.
+            received: In the last stage, the gradients of the microbatch's results; ignored in other stages.
+            keep: See :meth:`backward`.
+            of_stored: See :meth:`backward`; None if what the stage stores has no gradients.
+        """
         runner, parameters = self._runner, self.parameters
-        if runner.last:
-            received = [None if whole is None else self._rows(whole, microbatch) for whole in gradients]
-        else:
+        if not runner.last:
             parts = runner.channels.receive_backward(microbatch)
             received = [gradient for part in parts.values() for gradient in part]
         second: StoredValues | None = None
@@ -207,7 +228,7 @@ class WholeBatch:
         if not keep:
             for held in (self._leaves, self._roots, self._parts, self._kept):
                 held.pop(microbatch, None)
-        if self.terms is not None:
+        if self.terms is not None and of_stored is not None:
             stored, starts = self.terms.roots(microbatch, of_stored, keep, second)
             roots, received = [*roots, *stored], [*received, *starts]
         inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], tensors_in(part)
@@ -221,7 +242,7 @@ class WholeBatch:
                 whole = self._of_images[index]
                 if whole is None:
                     whole = self._of_images[index] = self._zeros_like_images(index)
-                self._rows(whole, microbatch).copy_(gradient)
+                self.rows(whole, microbatch).copy_(gradient)
         runner.channels.send_backward(microbatch, leaves)
 
     def run_again(self, microbatch: int, arguments: tuple[Any, ...]) -> tuple[list[Tensor], StoredValues]:
@@ -249,6 +270,11 @@ class WholeBatch:
             return pack((result,), ask_for_all=False)[1]
         roots = channels.roots(dict(zip(channels.graph.outputs, result, strict=True)))
         return [tensor for tensors in roots.values() for tensor in tensors]
+
+    def under_autocast(self) -> AbstractContextManager[Any]:
+        """Return a context with the autocast of the call."""
+        enabled, dtype = self._autocast
+        return torch.autocast(self._runner.transport.device.type, dtype, enabled=enabled)
 
     def image_gradients(self, local: Mapping[Any, Tensor | None], indices: Sequence[int]) -> list[Tensor]:
         """Return the gradients of tensors in the images, with all rows. All replicas of the first stage must call this.
@@ -290,8 +316,7 @@ class WholeBatch:
                 roots = self._hold(microbatch, result)
             else:
                 named = dict(zip(channels.graph.outputs, result, strict=True))
-                # All backwards come after all forwards, so the receivers do not wait for this rank's gradients.
-                sent = channels.send_forward(microbatch, key, named, training=False)
+                sent = channels.send_forward(microbatch, key, named, training=self.interleaves)
                 roots = [tensor for tensors in sent.values() for tensor in tensors]
         self.draws.pass_on(microbatch)
         if kept is not None and kept.have_changed:
@@ -344,10 +369,10 @@ class WholeBatch:
         """Return the rows of a microbatch, as a leaf of a graph of its own."""
         if not isinstance(rows, Tensor):
             return rows
-        part = self._rows(rows, microbatch).detach()
+        part = self.rows(rows, microbatch).detach()
         return part.requires_grad_(self._needs_gradient and rows.requires_grad)
 
-    def _rows(self, tensor: Tensor, microbatch: int) -> Tensor:
+    def rows(self, tensor: Tensor, microbatch: int) -> Tensor:
         """Return a microbatch's rows of a tensor. If the batch is one microbatch, results need not have rows."""
         if self.sizes[microbatch] == sum(self.sizes):
             return tensor

@@ -1,7 +1,7 @@
 """Pipeline training in which every rank runs the module's steps once, with the whole batch, as one device does."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -45,6 +45,7 @@ from cnnstrategies.strategies.whole_step.logs import PlacedLogs
 from cnnstrategies.strategies.whole_step.metric_values import share_metrics
 from cnnstrategies.strategies.whole_step.metrics import metrics_of_one_process
 from cnnstrategies.strategies.whole_step.network import DividedForward, find_network, module_at
+from cnnstrategies.strategies.whole_step.order import declare_loss, describe_order, tell_news
 from cnnstrategies.strategies.whole_step.placing import PlacedModule
 from cnnstrategies.strategies.whole_step.predictions import predictions_on_rank_zero
 from cnnstrategies.strategies.whole_step.random_states import random_states, set_random_states
@@ -57,7 +58,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
     :mod:`cnnstrategies.placed`. A call of the network runs the stages for all microbatches of the batch, and its result
     is in the last stage. Whatever the module computes from the result follows the rules for placed tensors.
 
-    The arguments are those of :class:`HybridPipelineStrategy`. The schedule is always ``gpipe``.
+    The arguments are those of :class:`HybridPipelineStrategy`. The schedule is ``gpipe``, or ``1f1b`` for modules that
+    declare their loss, see :mod:`cnnstrategies.pipeline.declared_loss`.
 
     Attributes:
         places: The rules of this rank; None outside of a run.
@@ -74,7 +76,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
                     f"{name}={value!r}: WholeStepStrategy does not have this option yet; leave it out, or use strategy "
                     "hybrid_pipeline"
                 )
-        self.request = replace(self.request, schedule="gpipe")
+        # The first step, and steps of modules that do not declare their loss, run in the order of GPipe.
+        self._schedule, self.request = self.request.schedule, replace(self.request, schedule="gpipe")
         self._connections: Transport | None = None
         self._forward: DividedForward | None = None
         self._placed: PlacedModule | None = None
@@ -198,6 +201,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._placed = PlacedModule(self.lightning_module, placed, self.places)
         self._logs = PlacedLogs(self.lightning_module, self.places)
         self._replaced.callback(self._logs.remove)
+        declare_loss(placed, self.lightning_module, self._logs, self._schedule)
 
     def _same_random_numbers(self) -> None:
         """Continue on all ranks with the random numbers of rank 0."""
@@ -257,7 +261,9 @@ class WholeStepStrategy(HybridPipelineStrategy):
     @after_the_lost_rank
     def _step(self, name: str, context: AbstractContextManager[Any], args: Sequence[Any], kwargs: Any) -> Any:
         assert self._logs is not None
-        with context, self._logs.step(), self._one_process():
+        declared = self._network.declared if name == "training_step" else None
+        watched = nullcontext() if declared is None else declared.step((args, kwargs))
+        with context, self._logs.step(), self._one_process(), watched:
             return getattr(self.lightning_module, name)(*args, **kwargs)
 
     @contextmanager
@@ -286,6 +292,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._rules.settle_gradients(module.parameters())
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
+        tell_news(self._network)
         return closure_loss
 
     @override
@@ -364,6 +371,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
         rows = describe_pipeline(
             placement, placed.division.graphs(), self.parameters_per_device, self.request, batch_size
         )
+        assert self.lightning_module is not None
+        rows.append(("order", describe_order(placed, self.lightning_module, self._schedule)))
         return rows if placed.one_microbatch is None else [*rows, ("one microbatch", placed.one_microbatch)]
 
     @override
