@@ -100,6 +100,8 @@ class DeclaredLoss:
             return None
         self._begun += 1
         known = self._known.get(self._begun - 1)
+        if isinstance(known, LossArguments) and not known.are_in(self._batch, samples):
+            known = "the batch has another structure than in the first step"  # For this call only.
         return LossOfCall(self, self._begun - 1, self._batch, samples, known)
 
     def observe(self, call: "LossOfCall", outputs: Sequence[Tensor]) -> None:
@@ -249,7 +251,7 @@ class LossOfCall:
         self._targets = {index: brought.get(id(target), target) for index, target in targets.items()}
         self._scale = self._declared.scale()
 
-    def gradients(self, outputs: Sequence[Tensor], start: int, stop: int) -> list[Tensor | None]:
+    def gradients(self, outputs: Sequence[Tensor], rows_of: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
         """Return what a microbatch contributes to the gradients of the network's results.
 
         If the loss cannot be computed, the gradients are zero, and :attr:`failure` has the reason.
@@ -258,21 +260,20 @@ class LossOfCall:
 
         Args:
             outputs: The microbatch's results.
-            start: Index of the microbatch's first sample.
-            stop: Index after the microbatch's last sample.
+            rows_of: Function that returns the microbatch's rows of a tensor with the rows of the batch.
         """
         try:
-            return self._gradients([output.detach() for output in outputs], start, stop)
+            return self._gradients([output.detach() for output in outputs], rows_of)
         except Exception as error:
             self.failure = f"loss() fails for a microbatch ({type(error).__name__}: {error})"
             return [torch.zeros_like(output) if output.is_floating_point() else None for output in outputs]
 
-    def _gradients(self, leaves: Sequence[Tensor], start: int, stop: int) -> list[Tensor | None]:
+    def _gradients(self, leaves: Sequence[Tensor], rows_of: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
         arguments = self.expected or self._used
         assert arguments is not None
         wanted = [leaf.requires_grad_() for leaf in leaves if leaf.is_floating_point()]
-        rows = {index: target[start:stop] for index, target in self._targets.items()}
-        weight = self._weight(arguments, rows, stop - start)
+        rows = {index: rows_of(target) for index, target in self._targets.items()}
+        weight = self._weight(arguments, rows, len(leaves[0]))
         args, kwargs = arguments.fill(leaves, rows)
         with torch.enable_grad(), self._declared.silent():
             loss = self._declared.function(*args, **kwargs)

@@ -7,6 +7,7 @@ the whole call can run again.
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -18,9 +19,9 @@ from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
 if TYPE_CHECKING:
     from cnnstrategies.pipeline.stage_runner import StageRunner
 
-# Function that returns the gradients of a microbatch's results, in the last stage. The arguments are the results, the
-# index of the microbatch's first sample, and the index after its last sample.
-GradientsOfResults = Callable[[Sequence[Tensor], int, int], Sequence[Tensor | None]]
+# Function that returns the gradients of a microbatch's results, in the last stage. The arguments are the results, and a
+# function that returns the microbatch's rows of a tensor with the rows of the batch.
+GradientsOfResults = Callable[[Sequence[Tensor], Callable[[Tensor], Tensor]], Sequence[Tensor | None]]
 
 
 class InterleavedBatch(WholeBatch):
@@ -66,9 +67,8 @@ class InterleavedBatch(WholeBatch):
                 self.terms.drop_graph(microbatch)
             return
         gradients: Sequence[Tensor | None] = ()
-        if self._runner.last:
-            start = sum(self.sizes[:microbatch])
-            gradients = self._gradients(self._results[microbatch], start, start + self.sizes[microbatch])
+        if self._runner.last and microbatch in self._results:  # If it is missing, the batch runs again as a whole.
+            gradients = self._gradients(self._results[microbatch], partial(self.rows_of, microbatch=microbatch))
             self.started[microbatch] = gradients
             if self.terms is not None:
                 self.terms.undo()

@@ -90,6 +90,16 @@ class LossArguments(NamedTuple):
         """Indices of the batch's tensors among the arguments."""
         return sorted({leaf.index for leaf in self.leaves if isinstance(leaf, InBatch)})
 
+    def are_in(self, batch: Sequence[Any], samples: int) -> bool:
+        """Whether a batch has all tensors that are arguments, with one row for each sample.
+
+        Args:
+            batch: Leaves of the step's arguments.
+            samples: Number of samples of the batch.
+        """
+        leaves = [batch[index] if index < len(batch) else None for index in self.in_batch]
+        return all(isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == samples for leaf in leaves)
+
     def fill(self, outputs: Sequence[Tensor], batch: Mapping[int, Tensor] | Sequence[Any]) -> tuple[Any, Any]:
         """Return positional arguments and keyword arguments with other tensors.
 

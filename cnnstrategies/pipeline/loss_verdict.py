@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +56,7 @@ def _pairs(
     for index, whole in enumerate(of_outputs):
         parts = [started[microbatch][index] for microbatch in batch.own]
         present = [part for part in parts if part is not None]
-        rows = [] if whole is None else [batch.rows(whole, microbatch) for microbatch in batch.own]
+        rows = [] if whole is None else [batch.rows_of(whole, microbatch) for microbatch in batch.own]
         if batch.own and len(present) in (0, len(parts)):
             pairs.append((torch.cat(rows) if rows else None, torch.cat(present) if present else None))
         elif batch.own:
@@ -74,11 +75,9 @@ def _started(loss: LossOfCall, batch: WholeBatch, outputs: Sequence[Tensor]) -> 
     with batch.under_autocast(), _same_statistics(terms.outside_network()):
         terms.begin_watch()
         for microbatch in batch.own:
-            rows = [batch.rows(output, microbatch) for output in outputs]
-            start = sum(batch.sizes[:microbatch])
-            started[microbatch] = loss.gradients(rows, start, start + batch.sizes[microbatch])
-            if stored := terms.undo():
-                loss.failure = f"loss() stores a value in {min(stored)}"
+            rows_of = partial(batch.rows_of, microbatch=microbatch)
+            started[microbatch] = loss.gradients([*map(rows_of, outputs)], rows_of)
+            terms.undo()
     if before.changed(GeneratorStates.current(device)):
         before.restore(device)
         loss.failure = "loss() draws random numbers"

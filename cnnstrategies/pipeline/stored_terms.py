@@ -146,9 +146,9 @@ class CallTerms:
         """Note the current state of modules, to which :meth:`undo` returns."""
         self._terms.watch.begin()
 
-    def undo(self) -> set[str]:
-        """Undo what code has stored on modules since the last forward. Return the names of what has been stored."""
-        return set(map(str, self._terms.watch.take()))
+    def undo(self) -> None:
+        """Undo what code has stored on modules since the last forward."""
+        self._terms.watch.take()
 
     def outside_network(self) -> list[nn.Module]:
         """Return the modules of the user's module that are not in the network."""

@@ -143,7 +143,7 @@ class WholeBatch:
         tensors = [spec.empty(self._runner.transport.device) for spec in header.tensors]
         for microbatch, parts in self._results.items():
             for tensor, part in zip(tensors, parts, strict=True):
-                self.rows(tensor, microbatch).copy_(part)
+                self.rows_of(tensor, microbatch).copy_(part)
         self._results.clear()
         self._runner.replicas.share_rows(tensors, self.sizes)
         return tensors
@@ -173,7 +173,7 @@ class WholeBatch:
         self._begin_backward()
 
         def run(task: Task) -> None:
-            rows = [None if whole is None else self.rows(whole, task.microbatch) for whole in gradients]
+            rows = [None if whole is None else self.rows_of(whole, task.microbatch) for whole in gradients]
             self._backward(task.microbatch, rows, keep, of_stored)
 
         self._runner.run_tasks(("backward",), "gpipe", self.sizes, self._key, run)
@@ -242,7 +242,7 @@ class WholeBatch:
                 whole = self._of_images[index]
                 if whole is None:
                     whole = self._of_images[index] = self._zeros_like_images(index)
-                self.rows(whole, microbatch).copy_(gradient)
+                self.rows_of(whole, microbatch).copy_(gradient)
         runner.channels.send_backward(microbatch, leaves)
 
     def run_again(self, microbatch: int, arguments: tuple[Any, ...]) -> tuple[list[Tensor], StoredValues]:
@@ -369,10 +369,10 @@ class WholeBatch:
         """Return the rows of a microbatch, as a leaf of a graph of its own."""
         if not isinstance(rows, Tensor):
             return rows
-        part = self.rows(rows, microbatch).detach()
+        part = self.rows_of(rows, microbatch).detach()
         return part.requires_grad_(self._needs_gradient and rows.requires_grad)
 
-    def rows(self, tensor: Tensor, microbatch: int) -> Tensor:
+    def rows_of(self, tensor: Tensor, microbatch: int) -> Tensor:
         """Return a microbatch's rows of a tensor. If the batch is one microbatch, results need not have rows."""
         if self.sizes[microbatch] == sum(self.sizes):
             return tensor
