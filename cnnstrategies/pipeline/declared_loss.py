@@ -76,7 +76,7 @@ class DeclaredLoss:
         if self.reason is not None:
             yield
             return
-        attributes, own = vars(self.module), NAME in vars(self.module)
+        attributes, is_attribute = vars(self.module), NAME in vars(self.module)
         self.function = getattr(self.module, NAME)
         observed = attributes[NAME] = ObservedLoss(self.function, self._calls)
         self._batch, self._begun = tree_leaves(arguments), 0
@@ -87,7 +87,7 @@ class DeclaredLoss:
             self._calls.clear()
             if attributes.get(NAME) is observed:
                 del attributes[NAME]
-                if own:
+                if is_attribute:
                     attributes[NAME] = self.function
 
     def begin(self, samples: int) -> "LossOfCall | None":

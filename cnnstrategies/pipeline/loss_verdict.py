@@ -54,12 +54,12 @@ def _pairs(
     """Return the gradients that have arrived, and those of the declared loss, for this rank's microbatches."""
     pairs: list[tuple[Tensor | None, Tensor | None]] = []
     for index, whole in enumerate(of_outputs):
-        parts = [started[microbatch][index] for microbatch in batch.own]
+        parts = [started[microbatch][index] for microbatch in batch.microbatches]
         present = [part for part in parts if part is not None]
-        rows = [] if whole is None else [batch.rows_of(whole, microbatch) for microbatch in batch.own]
-        if batch.own and len(present) in (0, len(parts)):
+        rows = [] if whole is None else [batch.rows_of(whole, microbatch) for microbatch in batch.microbatches]
+        if batch.microbatches and len(present) in (0, len(parts)):
             pairs.append((torch.cat(rows) if rows else None, torch.cat(present) if present else None))
-        elif batch.own:
+        elif batch.microbatches:
             pairs.append((None, torch.cat(present)))  # The microbatches have different results.
     return pairs
 
@@ -74,7 +74,7 @@ def _started(loss: LossOfCall, batch: WholeBatch, outputs: Sequence[Tensor]) -> 
     before = GeneratorStates.current(device)
     with batch.under_autocast(), _same_statistics(terms.outside_network()):
         terms.begin_watch()
-        for microbatch in batch.own:
+        for microbatch in batch.microbatches:
             rows_of = partial(batch.rows_of, microbatch=microbatch)
             started[microbatch] = loss.gradients([*map(rows_of, outputs)], rows_of)
             terms.undo()

@@ -75,7 +75,7 @@ class WholeBatch:
 
     Attributes:
         sizes: Number of samples of each microbatch.
-        own: This rank's microbatches that have samples.
+        microbatches: This rank's microbatches that have samples.
         parameters: Trainable parameters of the stage.
         draws: Random draws of this rank's forwards.
         header: In the last stage, the header of the network's result for the whole batch. None in other stages, and if
@@ -101,7 +101,7 @@ class WholeBatch:
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         unused = [0] * (runner.placement.microbatches - parts)
         self.sizes = [samples // parts + (index < samples % parts) for index in range(parts)] + unused
-        self.own = [m for m in runner.placement.microbatches_of(runner.transport.rank) if self.sizes[m]]
+        self.microbatches = [m for m in runner.placement.microbatches_of(runner.transport.rank) if self.sizes[m]]
         self.parameters = runner.parameters
         is_one_microbatch = sum(size > 0 for size in self.sizes) == 1
         self.draws = Draws(runner.transport, in_order and is_one_microbatch, runner.unseen_draws)
