@@ -32,6 +32,7 @@ from cnnstrategies.strategies.hybrid_pipeline.contract import compile_backend_of
 from cnnstrategies.strategies.hybrid_pipeline.hooks import EndTogether
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
     ChosenLayout,
+    LayoutRequest,
     describe_pipeline,
     differences_of_pipeline,
 )
@@ -68,13 +69,12 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        for name, default in (("shares", "equal"), ("activation_checkpointing", "never"), ("run_ahead", None)):
+        for name, default in (("shares", "equal"), ("run_ahead", None)):
             if (value := getattr(self.request, name)) != default:
                 raise ConfigurationError(
                     f"{name}={value!r}: WholeStepStrategy does not have this option yet; leave it out, or use strategy "
                     "hybrid_pipeline"
                 )
-        self.request = replace(self.request, schedule="gpipe")
         self._connections: Transport | None = None
         self._forward: DividedForward | None = None
         self._placed: PlacedModule | None = None
@@ -82,6 +82,12 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._alone: dist.ProcessGroup | None = None  # A group of this rank.
         self._replaced = ExitStack()  # Gives objects of the user their own methods back.
         self._entered = ExitStack()  # Turns the rules off.
+
+    @override
+    @classmethod
+    def layout_request(cls, options: Mapping[str, Any]) -> LayoutRequest:
+        """Return the options that say how the network is divided, with the schedule that runs."""
+        return replace(super().layout_request(options), schedule="gpipe")
 
     # Before the processes start
 
@@ -193,6 +199,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._connections = transport = Transport(placement, self.time_limit, self.root_device)
         ahead = AHEAD if transport.has_tags else 0
         placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead, self.lightning_module)
+        placed.runner.activation_checkpointing = layout.checkpointing
         self._forward = DividedForward(placed)
         self._replaced.callback(self._forward.remove)
         self._placed = PlacedModule(self.lightning_module, placed, self.places)
@@ -364,6 +371,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         rows = describe_pipeline(
             placement, placed.division.graphs(), self.parameters_per_device, self.request, batch_size
         )
+        rows += self._chosen_layout.panel_rows()
         return rows if placed.one_microbatch is None else [*rows, ("one microbatch", placed.one_microbatch)]
 
     @override
