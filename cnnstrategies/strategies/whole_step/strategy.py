@@ -69,12 +69,16 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        for name, default in (("shares", "equal"), ("run_ahead", None)):
-            if (value := getattr(self.request, name)) != default:
-                raise ConfigurationError(
-                    f"{name}={value!r}: WholeStepStrategy does not have this option yet; leave it out, or use strategy "
-                    "hybrid_pipeline"
-                )
+        if (shares := self.request.shares) != "equal":
+            raise ConfigurationError(
+                f"shares={shares!r}: WholeStepStrategy does not have this option yet; leave it out, or use strategy "
+                "hybrid_pipeline"
+            )
+        if self.request.run_ahead:
+            raise ConfigurationError(
+                "run_ahead=True: WholeStepStrategy runs all forwards of a step before the first backward, so a stage "
+                "cannot hold more microbatches than it holds anyway; leave run_ahead out"
+            )
         self._connections: Transport | None = None
         self._forward: DividedForward | None = None
         self._placed: PlacedModule | None = None
