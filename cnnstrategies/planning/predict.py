@@ -117,7 +117,8 @@ class Predictor:
         for index, cost in enumerate(self._costs_of(layout.cuts)):
             state = self.job.state_copies * cost.parameter_bytes
             peak = problem.flights(layout.replicas, index, run_ahead)
-            memory.append(state + peak * cost.received_bytes + problem.kept(peak) * cost.saved_bytes)
+            activations = peak * cost.received_bytes + problem.kept(peak) * cost.saved_bytes
+            memory.append(state + activations + problem.joined_bytes(layout, index))
         return memory
 
     def _costs_of(self, cuts: tuple[int, ...]) -> list[StageCost]:

@@ -121,6 +121,14 @@ class Problem:
         # are held at the same time.
         return min(peak, {"never": peak, "except_last": 2, "always": 1}[self.job.checkpointings[0]])
 
+    def joined_bytes(self, layout: Layout, stage: int) -> int:
+        """Return the bytes of the network's results that a device of a stage holds.
+
+        The replicas of the last stage hold the results of the microbatches, the result of the whole batch, and its
+        gradient.
+        """
+        return 3 * self.microbatches * self.costs.output_bytes if stage == len(layout.replicas) - 1 else 0
+
     def memory(self, layout: Layout) -> float:
         """Return an upper bound for the largest number of bytes that a device holds.
 
@@ -133,7 +141,7 @@ class Problem:
             received = self.costs.sent_bytes[start] if start else self.costs.input_bytes
             kept = self.kept(peak) * (self._saved[end] - self._saved[start])
             state = self.job.state_copies * (self._parameters[end] - self._parameters[start])
-            most = max(most, state + peak * received + kept)
+            most = max(most, state + peak * received + kept + self.joined_bytes(layout, stage))
         return most
 
     def model(self, layout: Layout) -> float:

@@ -54,6 +54,10 @@ def test_stages_times_memory_and_step_by_hand() -> None:
     assert light.time(layout) == pytest.approx(held.time(layout) * 4 / 3), "the forward runs twice"
     last, _ = plan(2, schedule="gpipe", stages=2, state_copies=2, activation_checkpointing="except_last")
     assert last.stage_memory(layout, False)[0] == 2 * 800 + 4 * 700 + 2 * 10000, "and the last microbatch's"
+    joined, _ = plan(2, replace(COSTS, output_bytes=50), stages=2, state_copies=2)
+    memory = [2 * 800 + 2 * (700 + 10000), 2 * 800 + 1000 + 10000 + 3 * 4 * 50]
+    assert joined.stage_memory(layout, False) == memory, "results of the whole batch are joined in the last stage"
+    assert joined.problem.memory(layout) == max(memory)
 
 
 @pytest.mark.parametrize(
