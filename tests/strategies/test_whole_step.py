@@ -1,5 +1,6 @@
 """Options of the whole step, and which network it divides."""
 
+import inspect
 import warnings
 from types import SimpleNamespace
 
@@ -9,7 +10,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.strategies import WholeStepStrategy
+from cnnstrategies.commands.plan.measured import _request
+from cnnstrategies.strategies import HybridPipelineStrategy, WholeStepStrategy
 from cnnstrategies.strategies.whole_step.network import WHOLE, DividedForward, find_network
 from cnnstrategies.strategies.whole_step.order import describe_order
 
@@ -17,11 +19,13 @@ pytestmark = pytest.mark.light
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("shares", "auto"), ("activation_checkpointing", "always"), ("run_ahead", True)]
+    ("name", "value", "remedy"),
+    [("shares", "auto", "or use strategy hybrid_pipeline"), ("run_ahead", True, "leave run_ahead out")],
 )
-def test_options_without_effect_are_refused(name: str, value: object) -> None:
-    with pytest.raises(ConfigurationError, match=f"{name}={value!r}.*or use strategy hybrid_pipeline"):
+def test_options_without_effect_are_refused(name: str, value: object, remedy: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name}={value!r}.*{remedy}"):
         WholeStepStrategy(stages=2, **{name: value})
+    assert WholeStepStrategy(stages=2, run_ahead=False).request.run_ahead is False
 
 
 def test_memory_is_planned_for_the_first_step_which_runs_in_the_order_of_gpipe() -> None:
@@ -41,6 +45,15 @@ def test_the_start_panel_says_which_order_runs() -> None:
     assert "for 1f1b, give Own a method loss(outputs, targets)" in text(Own())
     assert text(Declared()).startswith("gpipe in the first step, then 1f1b if training_step trains Declared.loss")
     assert text(Declared(), reason="it draws").endswith("all microbatches: it draws")
+
+
+def test_the_plan_is_for_the_schedule_that_runs() -> None:
+    options = {name: value.default for name, value in inspect.signature(HybridPipelineStrategy).parameters.items()}
+    for name, schedule in (("HybridPipelineStrategy", "1f1b"), ("WholeStepStrategy", "gpipe")):
+        strategy = SimpleNamespace(class_path=f"cnnstrategies.strategies.{name}", init_args=options)
+        request = _request(strategy)
+        assert request is not None
+        assert request.schedule == schedule
 
 
 class Parts(LightningModule):

@@ -116,7 +116,9 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
             default is true if there is no ``memory_limit``.
         memory_limit: Largest memory of a device for automatic cuts: a number of bytes, or a size such as ``8GiB``.
         activation_checkpointing: Whether activations are computed again in the backward, which saves memory:
-            ``never``, ``always``, or ``except_last`` for all microbatches except the last of each rank.
+            ``never``, ``always``, or ``except_last`` for all microbatches except the last of each rank. By default
+            activations are computed again only if the cuts are chosen automatically and the profile predicts that no
+            cuts fit into ``memory_limit`` otherwise.
         placement: Order in which ranks are numbered, which decides which ranks are on one node. ``stages`` puts the
             replicas of a stage, which sum their gradients, on the same node. ``replicas`` puts ranks that send each
             other activations on the same node.
@@ -151,7 +153,7 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         schedule: Schedule = "1f1b",
         run_ahead: bool | None = None,
         memory_limit: Size | None = None,
-        activation_checkpointing: Checkpointing = "never",
+        activation_checkpointing: Checkpointing | None = None,
         placement: Order = "stages",
         shares: Literal["auto", "equal"] | list[float] = "equal",
         initial_shares: Literal["equal"] | list[float] = "equal",
@@ -168,7 +170,7 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         super().__init__(
             process_group_backend=process_group_backend, timeout=limit, start_method=start_method, **kwargs
         )
-        self.request = LayoutRequest(**{field.name: given[field.name] for field in fields(LayoutRequest)})
+        self.request = self.layout_request(given)
         self.submodule = submodule
         self.time_limit = limit
         self._deals: Deals | None = None
@@ -182,6 +184,11 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         self._plan: Plan | None = None
         self._examined: tuple[object, LoadingRanks] | None = None  # the last loader, and the ranks that load its data
         self._apart: LightningModule | None = None  # the module, where each rank has built its own stage alone
+
+    @classmethod
+    def layout_request(cls, options: Mapping[str, Any]) -> LayoutRequest:
+        """Return the options that say how the network is divided, from all options of the strategy."""
+        return LayoutRequest(**{field.name: options[field.name] for field in fields(LayoutRequest)})
 
     # Before the processes start
 
@@ -294,8 +301,7 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
 
     def loads(self, shares: Sequence[float]) -> tuple[float, ...]:
         """By which shares the replicas of the first stage load, where all ranks have such ones."""
-        assert self._layout is not None, "the strategy has been set up"
-        microbatches = self._layout[1].microbatches
+        microbatches = self._chosen_layout.microbatches
         return replace(self.placement, microbatches=microbatches, shares=tuple(shares)).loads
 
     # Set-up
@@ -372,7 +378,7 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
             layout.microbatches,
             self.request.schedule,
             layout.run_ahead,
-            self.request.activation_checkpointing,
+            layout.checkpointing,
             self.root_device,
             self.time_limit,
             placement=self.request.placement,
@@ -401,6 +407,11 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
                 f"precision 16-mixed needs trainable parameters in every stage, and {self._pipeline.transport.me} has "
                 "none: use bf16-mixed, or other cuts"
             )
+
+    @property
+    def _chosen_layout(self) -> ChosenLayout:
+        assert self._layout is not None, "the strategy has been set up"
+        return self._layout[1]
 
     @property
     def _pipeline(self) -> Pipeline:
@@ -588,7 +599,8 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
         pipeline = self._pipeline
         graphs, parameters = pipeline.blueprint.stages[True], stage_parameters(pipeline)
-        return describe_pipeline(pipeline.placement, graphs, parameters, self.request, batch_size)
+        rows = describe_pipeline(pipeline.placement, graphs, parameters, self.request, batch_size)
+        return [*rows, *self._chosen_layout.panel_rows()]
 
     @override
     def differences(self, batch_size: int | None) -> list[str]:

@@ -20,7 +20,7 @@ from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.stage import check_cuts
-from cnnstrategies.pipeline.timetable import check_layout
+from cnnstrategies.pipeline.timetable import Schedule, check_layout
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.placed import GlooLink, Places
@@ -32,6 +32,7 @@ from cnnstrategies.strategies.hybrid_pipeline.contract import compile_backend_of
 from cnnstrategies.strategies.hybrid_pipeline.hooks import EndTogether
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
     ChosenLayout,
+    LayoutRequest,
     describe_pipeline,
     differences_of_pipeline,
 )
@@ -70,14 +71,18 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        for name, default in (("shares", "equal"), ("activation_checkpointing", "never"), ("run_ahead", None)):
-            if (value := getattr(self.request, name)) != default:
-                raise ConfigurationError(
-                    f"{name}={value!r}: WholeStepStrategy does not have this option yet; leave it out, or use strategy "
-                    "hybrid_pipeline"
-                )
         # The first step, and steps of modules that do not declare their loss, run in the order of GPipe.
-        self._schedule, self.request = self.request.schedule, replace(self.request, schedule="gpipe")
+        self._schedule: Schedule = kwargs.get("schedule", "1f1b")
+        if (shares := self.request.shares) != "equal":
+            raise ConfigurationError(
+                f"shares={shares!r}: WholeStepStrategy does not have this option yet; leave it out, or use strategy "
+                "hybrid_pipeline"
+            )
+        if self.request.run_ahead:
+            raise ConfigurationError(
+                "run_ahead=True: WholeStepStrategy runs all forwards of a step before the first backward, so a stage "
+                "cannot hold more microbatches than it holds anyway; leave run_ahead out"
+            )
         self._connections: Transport | None = None
         self._forward: DividedForward | None = None
         self._placed: PlacedModule | None = None
@@ -85,6 +90,12 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._alone: dist.ProcessGroup | None = None  # A group of this rank.
         self._replaced = ExitStack()  # Gives objects of the user their own methods back.
         self._entered = ExitStack()  # Turns the rules off.
+
+    @override
+    @classmethod
+    def layout_request(cls, options: Mapping[str, Any]) -> LayoutRequest:
+        """Return the options that say how the network is divided, with the schedule that runs."""
+        return replace(super().layout_request(options), schedule="gpipe")
 
     # Before the processes start
 
@@ -196,6 +207,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._connections = transport = Transport(placement, self.time_limit, self.root_device)
         ahead = AHEAD if transport.has_tags else 0
         placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead, self.lightning_module)
+        placed.runner.activation_checkpointing = layout.checkpointing
         self._forward = DividedForward(placed)
         self._replaced.callback(self._forward.remove)
         self._placed = PlacedModule(self.lightning_module, placed, self.places)
@@ -373,6 +385,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         )
         assert self.lightning_module is not None
         rows.append(("order", describe_order(placed, self.lightning_module, self._schedule)))
+        rows += self._chosen_layout.panel_rows()
         return rows if placed.one_microbatch is None else [*rows, ("one microbatch", placed.one_microbatch)]
 
     @override
