@@ -42,7 +42,8 @@ class DeclaredLoss:
 
     Attributes:
         function: The module's own loss.
-        news: A text about the order of later steps, which has not been shown to the user; None if there is none.
+        news: A text about the order of later steps, which has not been shown to the user, and whether it is a warning.
+            None if there is no such text.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class DeclaredLoss:
         self.module, self.places, self.last = module, places, last
         self.weight, self.silent, self.scale = weight, silent, scale
         self.function: Callable[..., Any] = getattr(module, NAME)
-        self.news: str | None = None
+        self.news: tuple[str, bool] | None = None
         # By the number of the call in its step: how the step calls the loss with the result of this call, or why this
         # call cannot run in the order 1F1B.
         self._known: dict[int, LossArguments | str] = {}
@@ -123,12 +124,13 @@ class DeclaredLoss:
         """
         before = self._known.get(number)
         self._known[number] = known
-        of_call = f" (call {number + 1} of the network in a step)" if number else ""
-        if isinstance(known, str):
-            when = "" if before is None else "from now on "
-            self.news = f"{when}the stages run in the order gpipe{of_call}: {known}"
+        calls = f"call {number + 1} of the network in a step runs" if number else "the stages run"
+        if not isinstance(known, str):
+            self.news = f"{calls} in the order 1f1b from the next step on", False
+        elif before is None:
+            self.news = f"{calls} in the order gpipe: {known}", False
         else:
-            self.news = f"the stages run in the order 1f1b from the next step on{of_call}"
+            self.news = f"{calls} in the order gpipe from now on, and the forwards of this step ran twice: {known}", True
 
     @property
     def reason(self) -> str | None:

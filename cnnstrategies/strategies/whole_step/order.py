@@ -40,11 +40,11 @@ def tell_news(placed: PlacedNetwork) -> None:
     declared = placed.declared
     if declared is None or declared.news is None:
         return
-    text, declared.news = declared.news, None
-    if declared.reason is None:
-        rank_zero_info(text)
-    else:
+    (text, is_warning), declared.news = declared.news, None
+    if is_warning:
         rank_zero_warn(text)
+    else:
+        rank_zero_info(text)
 
 
 def describe_order(placed: PlacedNetwork, module: LightningModule, schedule: Schedule) -> str:
