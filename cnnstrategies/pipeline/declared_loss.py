@@ -153,9 +153,9 @@ class ObservedLoss:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss."""
         if torch.is_grad_enabled():
-            given = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            ids = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
             for outputs, call in self._calls:
-                if any(id(output) in given for output in outputs):
+                if any(id(output) in ids for output in outputs):
                     return call.compute(self._function, outputs, args, kwargs)
         return self._function(*args, **kwargs)
 
@@ -283,8 +283,8 @@ class LossOfCall:
         with torch.autocast(loss.device.type, enabled=False):
             gradients = torch.autograd.grad(loss, wanted, of_loss.to(loss.dtype), allow_unused=True)
         # The mean over nothing is not a number.
-        found = iter(None if part is None else torch.where(of_loss != 0, part, 0.0) for part in gradients)
-        return [next(found) if leaf.requires_grad else None for leaf in leaves]
+        parts = iter(None if part is None else torch.where(of_loss != 0, part, 0.0) for part in gradients)
+        return [next(parts) if leaf.requires_grad else None for leaf in leaves]
 
     def _weight(self, arguments: LossArguments, rows: Any, samples: int) -> Any:
         """Return the weight of a microbatch in the batch's mean."""
