@@ -100,11 +100,13 @@ class LossArguments(NamedTuple):
         leaves = [batch[index] if index < len(batch) else None for index in self.in_batch]
         return all(isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == samples for leaf in leaves)
 
-    def fill(self, outputs: Sequence[Tensor], batch: Mapping[int, Tensor] | Sequence[Any]) -> tuple[Any, Any]:
+    def fill(
+        self, outputs: Mapping[int, Any] | Sequence[Tensor], batch: Mapping[int, Tensor] | Sequence[Any]
+    ) -> tuple[Any, Any]:
         """Return positional arguments and keyword arguments with other tensors.
 
         Args:
-            outputs: Tensors of the network's result.
+            outputs: Tensors of the network's result, by index.
             batch: Tensors of the batch, by index.
         """
 
@@ -122,5 +124,5 @@ class LossArguments(NamedTuple):
         Args:
             batch: Tensors of the batch, by index.
         """
-        args, kwargs = self.fill({}, batch)  # type: ignore[arg-type]
+        args, kwargs = self.fill({leaf.index: None for leaf in self.leaves if isinstance(leaf, Output)}, batch)
         return args[1] if len(args) > 1 else kwargs["targets"]
