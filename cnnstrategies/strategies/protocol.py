@@ -28,7 +28,7 @@ from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_repli
 if TYPE_CHECKING:
     from cnnstrategies.paramserver.membership import Membership
     from cnnstrategies.paramserver.worker.connections import Counters
-    from cnnstrategies.pipeline.engine import Pipeline
+    from cnnstrategies.pipeline.task_times import MeasuredPipeline
     from cnnstrategies.shares import Deals
     from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
@@ -241,8 +241,8 @@ class StrategyFacts:
         return "replica"
 
     @property
-    def pipeline(self) -> "Pipeline | None":
-        """The pipeline engine that runs the network's stages.
+    def pipeline(self) -> "MeasuredPipeline | None":
+        """The pipeline that runs the network's stages, and whose spans can be measured.
 
         The value is None for a strategy without stages, and before `setup`.
         """

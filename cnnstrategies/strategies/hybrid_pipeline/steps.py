@@ -138,7 +138,7 @@ class Steps:
         pipeline, plugin = self._pipeline, self._trainer.precision_plugin
         batch = self._take_batch()
         if not self._loss_checked:
-            warn_of_small_microbatches(self.divided.network, batch.split)
+            warn_of_small_microbatches(self.divided.network, batch.split.sizes)
         scaler = getattr(plugin, "scaler", None)
         # Left on the device: reading a number there would wait for all that was computed.
         scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self._device))

@@ -20,6 +20,7 @@ from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.stage import check_cuts
+from cnnstrategies.pipeline.task_times import MeasuredPipeline
 from cnnstrategies.pipeline.timetable import check_layout
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
 from cnnstrategies.pipeline.transport import Transport, new_group
@@ -33,16 +34,19 @@ from cnnstrategies.strategies.hybrid_pipeline.hooks import EndTogether
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
     ChosenLayout,
     describe_pipeline,
-    differences_of_pipeline,
+    warn_of_small_microbatches,
 )
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
+from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
 from cnnstrategies.strategies.hybrid_pipeline.steps import after_the_lost_rank
 from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
 from cnnstrategies.strategies.whole_step.example import example_inputs
+from cnnstrategies.strategies.whole_step.facts import differences, usual_samples, weight_of_batch
 from cnnstrategies.strategies.whole_step.loader_messages import end_together
 from cnnstrategies.strategies.whole_step.loading import PlacedLoader, PlacedPredictionLoader
 from cnnstrategies.strategies.whole_step.logs import PlacedLogs
 from cnnstrategies.strategies.whole_step.metric_values import share_metrics
+from cnnstrategies.strategies.whole_step.measuring import callbacks_for_cuts, measure_waits
 from cnnstrategies.strategies.whole_step.metrics import metrics_of_one_process
 from cnnstrategies.strategies.whole_step.network import DividedForward, find_network, module_at
 from cnnstrategies.strategies.whole_step.placing import PlacedModule
@@ -80,6 +84,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._placed: PlacedModule | None = None
         self._logs: PlacedLogs | None = None
         self._alone: dist.ProcessGroup | None = None  # A group of this rank.
+        self._has_trained = False  # Whether a training step has run since the set-up.
         self._replaced = ExitStack()  # Gives objects of the user their own methods back.
         self._entered = ExitStack()  # Turns the rules off.
 
@@ -152,7 +157,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         module = self.lightning_module
         assert module is not None
         self._check()
-        self._failed = False
+        self._failed = self._has_trained = False
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
@@ -177,13 +182,16 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._replaced.enter_context(metrics_of_one_process())
         if trainer.state.fn == TrainerFn.FITTING:
             callbacks.insert(0, EndTogether(partial(end_together, self.places, self.placement.ranks(0))))
-            self._replaced.callback(callbacks.remove, callbacks[0])
+            callbacks += callbacks_for_cuts(self.places, self._network.runner.times, self._layout[1], self._gather)
+            self._layout = network, replace(self._layout[1], planned=False, recut=None)  # One comparison is enough.
+            self._replaced.callback(_remove, callbacks, EndTogether, StageTimes)
         self._entered.enter_context(self.places)
 
     def _layout_of(self, trainer: Trainer, path: str) -> ChosenLayout:
         example = partial(example_inputs, trainer.lightning_module, path)
         network = module_at(trainer.lightning_module, path)
-        return self.request.choose(network, trainer, trainer.world_size, self.root_device, example)
+        traced = partial(trace_open, training=True)
+        return self.request.choose(network, trainer, trainer.world_size, self.root_device, example, traced)
 
     def _divide(self, network: nn.Module, layout: ChosenLayout) -> None:
         """Divide the network, and give all parameters and buffers of the module their places."""
@@ -195,6 +203,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead, self.lightning_module)
         self._forward = DividedForward(placed)
         self._replaced.callback(self._forward.remove)
+        measure_waits(self.places, placed.runner.times)
         self._placed = PlacedModule(self.lightning_module, placed, self.places)
         self._logs = PlacedLogs(self.lightning_module, self.places)
         self._replaced.callback(self._logs.remove)
@@ -238,7 +247,14 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("training_step", self.precision_plugin.train_step_context(), args, kwargs)
+        is_first, self._has_trained = not self._has_trained, True
+        if is_first:
+            assert self.lightning_module is not None
+            self._network.runner.usual = usual_samples(self.lightning_module.trainer, self.placement)
+        result = self._step("training_step", self.precision_plugin.train_step_context(), args, kwargs)
+        if is_first:
+            warn_of_small_microbatches(self._network.division.network, self._network.runner.sizes)
+        return result
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -280,6 +296,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
         module = self.lightning_module
         assert module is not None
         self.pre_backward(closure_loss)
+        if (weight := weight_of_batch(module.trainer)) != 1:
+            closure_loss = closure_loss * weight
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         with self._one_process():
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -368,7 +386,13 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     @override
     def differences(self, batch_size: int | None) -> list[str]:
-        return differences_of_pipeline(self._network.division.network, self._transport().placement, batch_size)
+        return differences(self._network, self._transport().placement, batch_size)
+
+    @property
+    @override
+    def pipeline(self) -> MeasuredPipeline | None:  # type: ignore[override]
+        """The times of this rank's stage; None outside of a run."""
+        return None if self._forward is None else self._network.runner.times
 
     @property
     @override
@@ -402,3 +426,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._entered.close()
         self._connections = self._forward = self._placed = self._logs = None
         FailingTogetherDDPStrategy.teardown(self)
+
+
+def _remove(callbacks: list[Any], *kinds: type[Any]) -> None:
+    """Remove the callbacks of some classes from a list."""
+    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, kinds)]
