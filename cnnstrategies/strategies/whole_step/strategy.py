@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -27,7 +26,7 @@ from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.placed import GlooLink, Places
 from cnnstrategies.placed.hidden import hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
-from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
+from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached, on_device_of
 from cnnstrategies.strategies.hybrid_pipeline.contract import compile_backend_of
 from cnnstrategies.strategies.hybrid_pipeline.hooks import EndTogether
@@ -39,14 +38,13 @@ from cnnstrategies.strategies.hybrid_pipeline.layout import (
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
 from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
 from cnnstrategies.strategies.hybrid_pipeline.steps import after_the_lost_rank
-from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
 from cnnstrategies.strategies.whole_step.example import example_inputs
 from cnnstrategies.strategies.whole_step.facts import differences, usual_samples, weight_of_batch
 from cnnstrategies.strategies.whole_step.loader_messages import end_together
 from cnnstrategies.strategies.whole_step.loading import PlacedLoader, PlacedPredictionLoader
 from cnnstrategies.strategies.whole_step.logs import PlacedLogs
-from cnnstrategies.strategies.whole_step.metric_values import share_metrics
 from cnnstrategies.strategies.whole_step.measuring import callbacks_for_cuts, measure_waits
+from cnnstrategies.strategies.whole_step.metric_values import share_metrics
 from cnnstrategies.strategies.whole_step.metrics import metrics_of_one_process
 from cnnstrategies.strategies.whole_step.network import DividedForward, find_network, module_at
 from cnnstrategies.strategies.whole_step.placing import PlacedModule
@@ -54,14 +52,14 @@ from cnnstrategies.strategies.whole_step.predictions import predictions_on_rank_
 from cnnstrategies.strategies.whole_step.random_states import random_states, set_random_states
 
 
-class WholeStepStrategy(HybridPipelineStrategy):
+class WholeStepStrategy(PipelineStrategy):
     """Pipeline training in which every rank runs the module's steps, hooks and callbacks as one device does.
 
     The module keeps its own network on every rank. Parameters and buffers of other stages are foreign tensors, see
     :mod:`cnnstrategies.placed`. A call of the network runs the stages for all microbatches of the batch, and its result
     is in the last stage. Whatever the module computes from the result follows the rules for placed tensors.
 
-    The arguments are those of :class:`HybridPipelineStrategy`. The schedule is always ``gpipe``.
+    The arguments are those of :class:`.PipelineStrategy`. The schedule is always ``gpipe``.
 
     Attributes:
         places: The rules of this rank; None outside of a run.
@@ -230,20 +228,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
             return PlacedPredictionLoader(*arguments, has_rows=self.is_global_zero)
         return PlacedLoader(*arguments)
 
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        return FailingTogetherDDPStrategy.batch_to_device(self, batch, device, dataloader_idx)
-
     # Steps
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        pass
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        yield
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -306,10 +291,6 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self.post_backward(closure_loss)
         return closure_loss
 
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        return FailingTogetherDDPStrategy.optimizer_step(self, *args, **kwargs)
-
     # Collectives
 
     @override
@@ -348,10 +329,6 @@ class WholeStepStrategy(HybridPipelineStrategy):
         return self.lightning_module.state_dict() if self._placed is None else self._placed.state_on_rank_zero()
 
     @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        FailingTogetherDDPStrategy.load_model_state_dict(self, checkpoint, strict)
-
-    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state, on rank 0 with the values of all ranks. All ranks must call this."""
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Lightning may have wrapped the optimizer.
@@ -367,7 +344,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         if self._placed is not None:
             # Callbacks may have added values of their own, such as averaged weights.
             checkpoint = self._placed.on_rank_zero(checkpoint)
-        FailingTogetherDDPStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # Facts
 
@@ -390,7 +367,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     @property
     @override
-    def pipeline(self) -> MeasuredPipeline | None:  # type: ignore[override]
+    def pipeline(self) -> MeasuredPipeline | None:
         """The times of this rank's stage; None outside of a run."""
         return None if self._forward is None else self._network.runner.times
 
@@ -425,7 +402,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
             self._transport().close()
         self._entered.close()
         self._connections = self._forward = self._placed = self._logs = None
-        FailingTogetherDDPStrategy.teardown(self)
+        super().teardown()
 
 
 def _remove(callbacks: list[Any], *kinds: type[Any]) -> None:
