@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from cnnstrategies.callbacks.step_parts import TOTAL, StepMeter
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies.protocol import facts_of
 
 
 class StepProfile(Callback):
@@ -173,7 +174,7 @@ class StepProfile(Callback):
         names = [name for name in meter.parts.explained if name in times or name != "communication"]
         names += [name for name in ("communication_total",) if name in times]
         mine = torch.tensor([1000 * times.get(name, 0.0) for name in names], device=trainer.strategy.root_device)
-        return names, trainer.strategy.all_gather(mine).reshape(-1, len(names)).cpu()
+        return names, facts_of(trainer.strategy).gather_from_ranks(mine).cpu()
 
     def _table(self, meter: StepMeter, names: Sequence[str], times: Tensor) -> Table:
         """Return the table to print, with a row for each part.

@@ -1,12 +1,13 @@
 """Facts about a run: differences from one device, the weight of a batch, and the usual number of samples."""
 
 from lightning.pytorch import Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.strategies.differences import RANDOM_DRAWS
-from cnnstrategies.strategies.hybrid_pipeline.layout import differences_of_pipeline
+from cnnstrategies.strategies.hybrid_pipeline.layout import differences_of_pipeline, warn_of_small_microbatches
 
 OWN_DRAWS = "random draws of the network (as in dropout) are each microbatch's own"
 
@@ -23,6 +24,14 @@ def differences(placed: PlacedNetwork, placement: Placement, batch_size: int | N
         return []
     lines = differences_of_pipeline(placed.division.network, placement, batch_size)
     return [OWN_DRAWS if line == RANDOM_DRAWS else line for line in lines]
+
+
+def warn_after_first_batch(placed: PlacedNetwork) -> None:
+    """Warn if the first training batch was one microbatch, or if BatchNorm has few images in a microbatch."""
+    if placed.one_microbatch is not None:
+        rank_zero_warn(placed.one_microbatch)
+    else:
+        warn_of_small_microbatches(placed.division.network, placed.runner.sizes)
 
 
 def weight_of_batch(trainer: Trainer) -> float:

@@ -18,10 +18,8 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
-from cnnstrategies.pipeline.stage import check_cuts
 from cnnstrategies.pipeline.task_times import MeasuredPipeline
-from cnnstrategies.pipeline.timetable import check_layout
-from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
+from cnnstrategies.pipeline.tracing import trace_open
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.placed import GlooLink, Places
 from cnnstrategies.placed.hidden import hide_foreign_gradients
@@ -29,17 +27,22 @@ from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached, on_device_of
 from cnnstrategies.strategies.hybrid_pipeline.contract import compile_backend_of
-from cnnstrategies.strategies.hybrid_pipeline.hooks import EndTogether
+from cnnstrategies.strategies.hybrid_pipeline.hooks import EndTogether, summarise_whole
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
     ChosenLayout,
     describe_pipeline,
-    warn_of_small_microbatches,
 )
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
 from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
 from cnnstrategies.strategies.hybrid_pipeline.steps import after_the_lost_rank
+from cnnstrategies.strategies.whole_step.checks import check_layout_of, check_state
 from cnnstrategies.strategies.whole_step.example import example_inputs
-from cnnstrategies.strategies.whole_step.facts import differences, usual_samples, weight_of_batch
+from cnnstrategies.strategies.whole_step.facts import (
+    differences,
+    usual_samples,
+    warn_after_first_batch,
+    weight_of_batch,
+)
 from cnnstrategies.strategies.whole_step.loader_messages import end_together
 from cnnstrategies.strategies.whole_step.loading import PlacedLoader, PlacedPredictionLoader
 from cnnstrategies.strategies.whole_step.logs import PlacedLogs
@@ -103,24 +106,18 @@ class WholeStepStrategy(PipelineStrategy):
                 "compile_backend: WholeStepStrategy does not compile stages yet; leave it out, or use strategy "
                 "hybrid_pipeline"
             )
+        if self.root_device.type == "cuda" and self.process_group_backend == "gloo":
+            raise ConfigurationError(
+                "process_group_backend=gloo: gloo sends no messages from one GPU to another; leave it out for NCCL"
+            )
         devices = self.num_nodes * self.num_processes
-        network = module_at(module, find_network(module, self.submodule))
+        path = find_network(module, self.submodule)
+        check_state(module, path)
+        network = module_at(module, path)
         if before_setup and not is_attached(module) and not any(True for _ in network.parameters()):
             return
-        placement = self.request.placement_on(devices, self.request.microbatches_on(devices, network))
-        check_layout(self.request.stage_count - 1, placement, devices)
-        if not decide_by_shapes(network, self._example):
-            return  # The ranks, which have the data, check again.
-        traced = trace_open(network)
-        number = len(cut_positions(traced))
-        if number < self.request.stage_count - 1:
-            raise ConfigurationError(
-                f"stages={self.request.stage_count}: {type(network).__name__} has {number} places to cut; use at most "
-                f"{number + 1} stages"
-            )
-        if self.request.cuts is not None:
-            check_cuts(traced, self.request.cuts)
-        self._checked = module
+        if check_layout_of(self.request, network, devices, self._example):
+            self._checked = module  # Otherwise the ranks, which have the data, check again.
 
     def _example(self, size: int) -> Images | None:
         """Return example inputs of the network; None if they are not known, as before the module has a trainer."""
@@ -164,6 +161,7 @@ class WholeStepStrategy(PipelineStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             # The optimizers are created with the whole network, because their groups are those of a checkpoint.
             self.setup_optimizers(trainer)
+            summarise_whole(trainer, module, trainer.callbacks)  # type: ignore[attr-defined]  # set outside the class
         network = module_at(module, path)
         if self._layout is None or self._layout[0] is not network:
             self._layout = (network, self._layout_of(trainer, path))
@@ -238,7 +236,7 @@ class WholeStepStrategy(PipelineStrategy):
             self._network.runner.usual = usual_samples(self.lightning_module.trainer, self.placement)
         result = self._step("training_step", self.precision_plugin.train_step_context(), args, kwargs)
         if is_first:
-            warn_of_small_microbatches(self._network.division.network, self._network.runner.sizes)
+            warn_after_first_batch(self._network)
         return result
 
     @override
@@ -295,8 +293,25 @@ class WholeStepStrategy(PipelineStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return a value that all ranks have: each rank has counted the whole batch, so nothing is combined."""
-        return self._rules.everywhere(tensor.detach(), "reduce") if isinstance(tensor, Tensor) else tensor
+        """Return a value that all ranks have: each rank has counted the whole batch, so nothing is combined.
+
+        Only the largest or the smallest value is combined, because such values, as of a signal, may differ between
+        ranks.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        value = self._rules.everywhere(tensor.detach(), "reduce")
+        how = str(reduce_op).lower().rpartition(".")[2]
+        return getattr(self.gather_from_ranks(value), f"a{how}")(0) if how in ("max", "min") else value
+
+    @override
+    def gather_from_ranks(self, values: Tensor) -> Tensor:
+        """Return tensors of all ranks, whose values may differ. All ranks must call this."""
+        with self._rules.local():
+            own = values.detach().cpu().contiguous()
+            rows = [torch.empty_like(own) for _ in range(self.world_size)]
+            dist.all_gather(rows, own, group=self._transport().control)
+            return torch.stack(rows).to(values.device)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -326,6 +341,11 @@ class WholeStepStrategy(PipelineStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state dict, on rank 0 with the values of all ranks. All ranks must call this."""
         assert self.lightning_module is not None
+        if self._in_parts:
+            raise RuntimeError(
+                "the run has failed, and each rank has the weights of its own stage alone: there is nothing whole to "
+                "save; continue from the last checkpoint"
+            )
         return self.lightning_module.state_dict() if self._placed is None else self._placed.state_on_rank_zero()
 
     @override
@@ -383,7 +403,7 @@ class WholeStepStrategy(PipelineStrategy):
 
     @override
     def check_job(self, module: LightningModule, processes: int) -> None:
-        pass
+        check_layout_of(self.request, module_at(module, find_network(module, self.submodule)), processes, self._example)
 
     # The end
 
@@ -394,6 +414,8 @@ class WholeStepStrategy(PipelineStrategy):
         # If the set-up has failed, there is nothing to bring back, and the other ranks may have ended.
         self._replaced.close()
         self._in_parts = self._placed is not None and self._failed
+        if self._in_parts:
+            self._checked = None
         if self._placed is not None and not self._failed:
             self._placed.restore(self.optimizers)
             assert places is not None
