@@ -25,8 +25,8 @@ class StepProfile(Callback):
     not count.
 
     Under a pipeline the table has a column for each stage, and ``profile/stage_<s>/<part>_ms`` is logged for stage
-    ``<s>``. The pipeline's schedule runs within ``training_step``, so the time of ``training_step`` is divided among
-    the pipeline's tasks: ``receive``, ``forward``, ``backward``, ``send`` and ``reduce``. Under a parameter server the
+    ``<s>``. The pipeline runs within ``training_step`` and ``backward``, so their time is divided among the pipeline's
+    tasks: ``receive``, ``forward``, ``backward``, ``send`` and ``reduce``. Under a parameter server the
     worker waits for parameters during the forward pass. This wait is a separate part of the step and does not count as
     ``forward``.
 
