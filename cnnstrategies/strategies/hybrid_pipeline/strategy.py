@@ -45,7 +45,7 @@ from cnnstrategies.strategies.hybrid_pipeline.contract import (
     compile_backend_of,
 )
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
-from cnnstrategies.strategies.hybrid_pipeline.hooks import EndTogether, summarise_whole
+from cnnstrategies.strategies.hybrid_pipeline.epoch_ends import EndTogether, summarise_whole
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
     ChosenLayout,
     describe_pipeline,
@@ -64,7 +64,8 @@ from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
     values_alone_to_cpu,
 )
 from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
-from cnnstrategies.strategies.hybrid_pipeline.steps import Steps, after_the_lost_rank, clip_by_joint_norm, clip_by_value
+from cnnstrategies.strategies.hybrid_pipeline.steps import Steps, clip_by_joint_norm, clip_by_value
+from cnnstrategies.strategies.lost_rank import after_the_lost_rank
 
 
 class HybridPipelineStrategy(PipelineStrategy):

@@ -28,14 +28,14 @@ from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached, on_device_of
 from cnnstrategies.strategies.hybrid_pipeline.contract import compile_backend_of
-from cnnstrategies.strategies.hybrid_pipeline.hooks import EndTogether, summarise_whole
+from cnnstrategies.strategies.hybrid_pipeline.epoch_ends import EndTogether, summarise_whole
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
     ChosenLayout,
     describe_pipeline,
 )
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
 from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
-from cnnstrategies.strategies.hybrid_pipeline.steps import after_the_lost_rank
+from cnnstrategies.strategies.lost_rank import after_the_lost_rank
 from cnnstrategies.strategies.whole_step.checks import check_layout_of, check_state
 from cnnstrategies.strategies.whole_step.example import example_inputs
 from cnnstrategies.strategies.whole_step.facts import (
