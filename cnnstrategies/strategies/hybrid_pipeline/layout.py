@@ -42,7 +42,7 @@ from cnnstrategies.planning.predict import choose_layout
 from cnnstrategies.planning.recut import Recut, recut
 from cnnstrategies.shares import check_count, check_initial, deal
 from cnnstrategies.strategies.differences import RANDOM_DRAWS
-from cnnstrategies.strategies.hybrid_pipeline.comparison import on_device_of
+from cnnstrategies.strategies.hybrid_pipeline.first_samples import on_device_of
 
 DEFAULT_STAGES = 2
 USUAL_SAMPLES = 8  # of a batch in each replica of the first stage, for a profile where they are not known

@@ -36,7 +36,6 @@ from cnnstrategies.strategies.hybrid_pipeline.comparison import (
     compare_on_rank_zero,
     example_images,
     example_on_device,
-    is_attached,
 )
 from cnnstrategies.strategies.hybrid_pipeline.contract import (
     check_callbacks,
@@ -46,6 +45,7 @@ from cnnstrategies.strategies.hybrid_pipeline.contract import (
 )
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
 from cnnstrategies.strategies.hybrid_pipeline.epoch_ends import EndTogether, summarise_whole
+from cnnstrategies.strategies.hybrid_pipeline.first_samples import is_attached
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
     ChosenLayout,
     describe_pipeline,

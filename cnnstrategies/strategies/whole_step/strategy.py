@@ -26,9 +26,9 @@ from cnnstrategies.placed import GlooLink, Places
 from cnnstrategies.placed.hidden import hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
-from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached, on_device_of
 from cnnstrategies.strategies.hybrid_pipeline.contract import compile_backend_of
 from cnnstrategies.strategies.hybrid_pipeline.epoch_ends import EndTogether, summarise_whole
+from cnnstrategies.strategies.hybrid_pipeline.first_samples import is_attached, on_device_of
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
     ChosenLayout,
     describe_pipeline,
