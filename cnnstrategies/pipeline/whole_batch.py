@@ -11,10 +11,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cnnstrategies._torch_private import without_tensor_hooks, writes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.channels import TensorHeader, TensorSpec, memory_format_of, pack
+from cnnstrategies.pipeline.combining import StoredValues
+from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of
 from cnnstrategies.pipeline.random_draws import Draws
 from cnnstrategies.pipeline.second_forward import SecondForwards
-from cnnstrategies.pipeline.combining import StoredValues
 from cnnstrategies.pipeline.stored_terms import CallTerms
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ class WholeBatch:
         kind = runner.transport.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         unused = [0] * (runner.placement.microbatches - parts)
-        self.sizes = [samples // parts + (index < samples % parts) for index in range(parts)] + unused
+        usual = runner.usual if needs_gradient else None
+        self.sizes = [*Split((samples,), (0,) * parts, usual).sizes, *unused]
         self.parameters = runner.parameters
         is_one_microbatch = sum(size > 0 for size in self.sizes) == 1
         self.draws = Draws(runner.transport, in_order and is_one_microbatch, runner.unseen_draws)
@@ -115,7 +117,7 @@ class WholeBatch:
             runner.run_tasks("forward", self.sizes, self._key, self._forward)
             if self.terms is not None:
                 self.terms.finish()
-            with runner.transport.collective("combining the buffers of the stage"):
+            with runner.times.timed("reduce"), runner.transport.collective("combining the buffers of the stage"):
                 runner.buffers.finish()
         except BaseException:
             runner.buffers.abandon()
@@ -175,23 +177,25 @@ class WholeBatch:
             if runner.last:
                 received = [None if whole is None else self._rows(whole, microbatch) for whole in gradients]
             else:
-                parts = runner.channels.receive_backward(microbatch)
+                with runner.times.timed("receive", microbatch):
+                    parts = runner.channels.receive_backward(microbatch)
                 received = [gradient for part in parts.values() for gradient in part]
-            second: StoredValues | None = None
-            if microbatch in self._kept:
-                leaves = self._kept[microbatch].leaves
-                roots, second = self.run_again(microbatch, self._kept[microbatch].checked_arguments())
-            else:
-                leaves, roots = self._leaves[microbatch], self._roots[microbatch]
-            part = self._parts.get(microbatch)
-            if not keep:
-                for held in (self._leaves, self._roots, self._parts, self._kept):
-                    held.pop(microbatch, None)
-            if self.terms is not None:
-                stored, starts = self.terms.roots(microbatch, of_stored, keep, second)
-                roots, received = [*roots, *stored], [*received, *starts]
+            part, kept = self._parts.get(microbatch), self._kept.get(microbatch)
+            leaves = self._leaves[microbatch] if kept is None else kept.leaves
             inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], tensors_in(part)
-            results = gradients_of(roots, received, [*parameters, *inputs, *images], keep)
+            second: StoredValues | None = None
+            with runner.times.timed("backward", microbatch, trains=True):
+                if kept is None:
+                    roots = self._roots[microbatch]
+                else:
+                    roots, second = self.run_again(microbatch, kept.checked_arguments())
+                if not keep:
+                    for held in (self._leaves, self._roots, self._parts, self._kept):
+                        held.pop(microbatch, None)
+                if self.terms is not None:
+                    stored, starts = self.terms.roots(microbatch, of_stored, keep, second)
+                    roots, received = [*roots, *stored], [*received, *starts]
+                results = gradients_of(roots, received, [*parameters, *inputs, *images], keep and kept is None)
             add_gradients(sums, results[: len(parameters)], summed)
             for tensor, gradient in zip(inputs, results[len(parameters) :], strict=False):
                 tensor.grad = gradient
@@ -257,12 +261,14 @@ class WholeBatch:
         channels, key = runner.channels, self._key(microbatch)
         runs_again = microbatch in self._runs_again
         with torch.set_grad_enabled(self._needs_gradient):
-            values, leaves = channels.receive_forward(microbatch, key)
+            with runner.times.timed("receive", microbatch):
+                values, leaves = channels.receive_forward(microbatch, key)
             images = None
             if runner.stage == 0:
                 images = tree_map(lambda rows: self._part(rows, microbatch), self._images)
                 self._parts[microbatch] = images
-            with runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
+            timed = runner.times.timed("forward", microbatch, trains=self._needs_gradient)
+            with timed, runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
                 arguments = channels.inputs(values, images)
                 kept = KeptInputs.of(arguments, leaves, runner.changes_inputs) if runs_again else None
                 if self.terms is None:

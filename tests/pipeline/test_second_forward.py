@@ -234,7 +234,11 @@ def run_unusual() -> tuple[list[str], list[Tensor]]:
 
 def test_a_forward_that_cannot_be_repeated_is_refused() -> None:
     ((messages, gradients),) = run_ranks(1, run_unusual)
-    starts = ("the parameter 1.conv.weight was changed", "the images were changed", "a forward of stage 0 has given other")
+    starts = (
+        "the parameter 1.conv.weight was changed",
+        "the images were changed",
+        "a forward of stage 0 has given other",
+    )
     assert len(messages) == len(starts), messages
     for message, start in zip(messages, starts, strict=True):
         assert message.startswith(start)
