@@ -39,9 +39,9 @@ class StageRunner:
         usual: Number of samples of a training batch of the usual size; 0 if it is not known. A smaller batch is divided
             into fewer microbatches, because BatchNorm needs several samples in each microbatch.
         microbatches: Number of microbatches into which batches are divided, at most the placement's number.
-        activation_checkpointing: Which of this rank's forwards run again for the backward, so that only their inputs are
-            kept: none (``never``), all except the last (``except_last``), or all (``always``). All ranks have the same
-            value.
+        activation_checkpointing: Which of this rank's forwards run again for the backward, so that only their inputs
+            are kept: none (``never``), all except the last (``except_last``), or all (``always``). All ranks have the
+            same value.
         changes_inputs: Whether the stage changes its arguments in place, so that forwards that run again need copies.
         compared_forms: Forms of batches for which the results of first and second forwards have been compared.
         unseen_draws: Number of calls in which this rank has drawn random numbers, but the generators have not advanced

@@ -2,69 +2,24 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cnnstrategies._torch_private import without_tensor_hooks, writes
+from cnnstrategies._torch_private import without_tensor_hooks
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.channels import TensorHeader, TensorSpec, memory_format_of, pack
 from cnnstrategies.pipeline.combining import StoredValues
 from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of
 from cnnstrategies.pipeline.random_draws import Draws
-from cnnstrategies.pipeline.second_forward import SecondForwards
+from cnnstrategies.pipeline.second_forward import KeptInputs, SecondForwards
 from cnnstrategies.pipeline.stored_terms import CallTerms
 
 if TYPE_CHECKING:
     from cnnstrategies.pipeline.stage_runner import StageRunner
-
-
-class KeptInputs(NamedTuple):
-    """What is kept of a microbatch's forward if the forward runs again for the backward.
-
-    Attributes:
-        arguments: The stage's arguments.
-        versions: For each tensor in the arguments, how often it had been changed in place.
-        leaves: For each stage that has sent arguments, those whose gradients are sent back.
-    """
-
-    arguments: tuple[Any, ...]
-    versions: list[int]
-    leaves: dict[int, list[Tensor]]
-
-    @classmethod
-    def of(cls, arguments: tuple[Any, ...], leaves: dict[int, list[Tensor]], copied: bool) -> Self:
-        """Return what is kept of a forward that has not run yet.
-
-        Args:
-            arguments: The stage's arguments.
-            leaves: See above.
-            copied: Whether to keep copies of the arguments, because the forward changes them in place.
-        """
-        if copied:
-            arguments = tree_map(_copy_unless_leaf, arguments)
-        return cls(arguments, _versions(arguments), leaves)
-
-    @property
-    def have_changed(self) -> bool:
-        """Whether the arguments have been changed in place."""
-        return _versions(self.arguments) != self.versions
-
-    def checked_arguments(self) -> tuple[Any, ...]:
-        """Return the arguments.
-
-        Raises:
-            ConfigurationError: They have been changed in place.
-        """
-        if self.have_changed:
-            raise ConfigurationError(
-                "the images were changed in place after the network's forward and before the backward, in which the "
-                "forward has to run again: change a copy of the images, or set activation_checkpointing to never"
-            )
-        return self.arguments
 
 
 class WholeBatch:
@@ -216,8 +171,8 @@ class WholeBatch:
 
         Args:
             microbatch: The microbatch.
-            arguments: The arguments of the microbatch's first forward. Tensors whose gradients are needed must be leaves
-                of the graph.
+            arguments: The arguments of the microbatch's first forward. Tensors whose gradients are needed must be
+                leaves of the graph.
 
         Returns:
             The tensors in the stage's result, in the order of the gradients that the microbatch's backward gets, and
@@ -342,15 +297,6 @@ class WholeBatch:
             return tensor
         start = sum(self.sizes[:microbatch])
         return tensor[start : start + self.sizes[microbatch]]
-
-
-def _versions(arguments: tuple[Any, ...]) -> list[int]:
-    return [writes(tensor) for tensor in tensors_in(arguments)]
-
-
-def _copy_unless_leaf(value: Any) -> Any:
-    """Return a copy of a tensor. A tensor with a gradient cannot be changed in place, and must remain a leaf."""
-    return value.clone() if isinstance(value, Tensor) and not value.requires_grad else value
 
 
 def tensors_in(value: Any) -> list[Tensor]:
