@@ -1,10 +1,11 @@
 """Run forwards of microbatches again: they compute what the first forwards have computed, and leave no trace."""
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies._torch_private import writes
 from cnnstrategies.errors import ConfigurationError
@@ -16,6 +17,51 @@ if TYPE_CHECKING:
     from cnnstrategies.pipeline.stage_runner import StageRunner
 
 _COMPARED = 64  # Largest number of elements of a tensor that are compared.
+
+
+class KeptInputs(NamedTuple):
+    """What is kept of a microbatch's forward if the forward runs again for the backward.
+
+    Attributes:
+        arguments: The stage's arguments.
+        versions: For each tensor in the arguments, how often it had been changed in place.
+        leaves: For each stage that has sent arguments, those whose gradients are sent back.
+    """
+
+    arguments: tuple[Any, ...]
+    versions: list[int]
+    leaves: dict[int, list[Tensor]]
+
+    @classmethod
+    def of(cls, arguments: tuple[Any, ...], leaves: dict[int, list[Tensor]], copied: bool) -> Self:
+        """Return what is kept of a forward that has not run yet.
+
+        Args:
+            arguments: The stage's arguments.
+            leaves: See above.
+            copied: Whether to keep copies of the arguments, because the forward changes them in place.
+        """
+        if copied:
+            arguments = tree_map(_copy_unless_leaf, arguments)
+        return cls(arguments, _versions(arguments), leaves)
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether the arguments have been changed in place."""
+        return _versions(self.arguments) != self.versions
+
+    def checked_arguments(self) -> tuple[Any, ...]:
+        """Return the arguments.
+
+        Raises:
+            ConfigurationError: They have been changed in place.
+        """
+        if self.have_changed:
+            raise ConfigurationError(
+                "the images were changed in place after the network's forward and before the backward, in which the "
+                "forward has to run again: change a copy of the images, or set activation_checkpointing to never"
+            )
+        return self.arguments
 
 
 class SecondForwards:
@@ -31,8 +77,8 @@ class SecondForwards:
     - It runs under the autocast of the call.
 
     Hooks of modules run in both forwards, as under `torch.utils.checkpoint`. What they keep in modules, in objects and
-    lists that modules refer to, or in their own variables is that of the first forward. Other effects happen twice, such
-    as printing or writing to a file.
+    lists that modules refer to, or in their own variables is that of the first forward. Other effects, such as printing
+    or writing to a file, happen twice.
 
     In the first call with a form, the results of both forwards are compared. A difference means that the forward uses a
     state that this class does not know, such as a random number generator of the user.
@@ -121,3 +167,12 @@ def _some_elements(tensor: Tensor) -> Tensor:
     """Return copies of some elements of a tensor."""
     elements = tensor.detach().flatten()
     return elements[:: max(1, len(elements) // _COMPARED)].clone()
+
+
+def _versions(arguments: tuple[Any, ...]) -> list[int]:
+    return [writes(leaf) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+
+
+def _copy_unless_leaf(value: Any) -> Any:
+    """Return a copy of a tensor. A tensor with a gradient cannot be changed in place, and must remain a leaf."""
+    return value.clone() if isinstance(value, Tensor) and not value.requires_grad else value

@@ -14,6 +14,7 @@ from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults, Interle
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage import StageGraph, put_module_at
 from cnnstrategies.pipeline.stored_terms import StoredTerms
+from cnnstrategies.pipeline.task_times import TaskTimes
 from cnnstrategies.pipeline.timetable import (
     SCHEDULES,
     Checkpointing,
@@ -41,10 +42,14 @@ class StageRunner:
 
     Attributes:
         replicas: The replicas of the stage.
+        times: Measures the spans of this rank's stage.
+        sizes: Number of samples of each microbatch of the last batch.
+        usual: Number of samples of a training batch of the usual size; 0 if it is not known. A smaller batch is divided
+            into fewer microbatches, because BatchNorm needs several samples in each microbatch.
         microbatches: Number of microbatches into which batches are divided, at most the placement's number.
-        activation_checkpointing: Which of this rank's forwards run again for the backward, so that only their inputs are
-            kept: none (``never``), all except the last (``except_last``), or all (``always``). All ranks have the same
-            value.
+        activation_checkpointing: Which of this rank's forwards run again for the backward, so that only their inputs
+            are kept: none (``never``), all except the last (``except_last``), or all (``always``). All ranks have the
+            same value.
         changes_inputs: Whether the stage changes its arguments in place, so that forwards that run again need copies.
         compared_forms: Forms of batches for which the results of first and second forwards have been compared.
         unseen_draws: Number of calls in which this rank has drawn random numbers, but the generators have not advanced
@@ -64,6 +69,9 @@ class StageRunner:
         self.compared_forms: set[Hashable] = set()
         self.unseen_draws = 0
         self.replicas = replicas or StageReplicas(transport)
+        self.times = TaskTimes(transport)
+        self.sizes: Sequence[int] = ()
+        self.usual = 0
         graph = division.graphs()[self.stage]
         self._turns = {order: turns(placement.replicas, placement.microbatches, order) for order in SCHEDULES}
         self.channels = Channels(graph, self._turns["gpipe"], transport, ask_for_all=True)
@@ -151,7 +159,9 @@ class StageRunner:
             NeedsOneMicrobatchError: A stage needs the batch as one microbatch. All ranks raise this error.
         """
         self._refresh_graph()
-        return WholeBatch(self, images, samples, needs_gradient, form, in_order, 1 if whole else self.microbatches)
+        batch = WholeBatch(self, images, samples, needs_gradient, form, in_order, 1 if whole else self.microbatches)
+        self.sizes = batch.sizes
+        return batch
 
     def begin_interleaved(
         self, images: Any, samples: int, form: Hashable, gradients: GradientsOfResults
@@ -168,7 +178,9 @@ class StageRunner:
             NeedsOneMicrobatchError: See :meth:`begin`.
         """
         self._refresh_graph()
-        return InterleavedBatch(self, images, samples, form, gradients)
+        batch = InterleavedBatch(self, images, samples, form, gradients)
+        self.sizes = batch.sizes
+        return batch
 
     def _refresh_graph(self) -> None:
         graph = self.division.graphs()[self.stage]
@@ -206,11 +218,13 @@ class StageRunner:
         for index, task in enumerate(tasks):
             try:
                 run(task)
-                self.channels.exchange(times[index + 1], times[index + 1 + self.ahead])
+                with self.times.timed("send", task.microbatch):
+                    self.channels.exchange(times[index + 1], times[index + 1 + self.ahead])
             except Exception as error:
                 error.add_note(f"in {self.transport.me}: {task.kind} of microbatch {task.microbatch}")
                 raise
-        self.channels.finish()
+        with self.times.timed("send"):
+            self.channels.finish()
 
 
 def _modules_of(division: Division, graph: StageGraph) -> tuple[nn.Module, Counter[str]]:

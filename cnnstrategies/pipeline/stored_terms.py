@@ -155,7 +155,7 @@ class CallTerms:
         return self._terms.watch.outside_network()
 
     def drop_graph(self, microbatch: int) -> None:
-        """Drop the graph of what a microbatch has stored, because the stage runs again for the microbatch's backward."""
+        """Drop the graph of what a microbatch has stored. Its forward then has to run again for the backward."""
         self._stored[microbatch] = self._stored[microbatch].detached().attached(self._device)
         self._without_graph.add(microbatch)
 

@@ -3,69 +3,25 @@
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cnnstrategies._torch_private import without_tensor_hooks, writes
+from cnnstrategies._torch_private import without_tensor_hooks
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.channels import TensorHeader, TensorSpec, memory_format_of, pack
+from cnnstrategies.pipeline.combining import StoredValues
+from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of
 from cnnstrategies.pipeline.random_draws import Draws
-from cnnstrategies.pipeline.second_forward import SecondForwards
-from cnnstrategies.pipeline.combining import StoredValues
+from cnnstrategies.pipeline.second_forward import KeptInputs, SecondForwards
 from cnnstrategies.pipeline.stored_terms import CallTerms
 from cnnstrategies.pipeline.timetable import Task
 
 if TYPE_CHECKING:
     from cnnstrategies.pipeline.stage_runner import StageRunner
-
-
-class KeptInputs(NamedTuple):
-    """What is kept of a microbatch's forward if the forward runs again for the backward.
-
-    Attributes:
-        arguments: The stage's arguments.
-        versions: For each tensor in the arguments, how often it had been changed in place.
-        leaves: For each stage that has sent arguments, those whose gradients are sent back.
-    """
-
-    arguments: tuple[Any, ...]
-    versions: list[int]
-    leaves: dict[int, list[Tensor]]
-
-    @classmethod
-    def of(cls, arguments: tuple[Any, ...], leaves: dict[int, list[Tensor]], copied: bool) -> Self:
-        """Return what is kept of a forward that has not run yet.
-
-        Args:
-            arguments: The stage's arguments.
-            leaves: See above.
-            copied: Whether to keep copies of the arguments, because the forward changes them in place.
-        """
-        if copied:
-            arguments = tree_map(_copy_unless_leaf, arguments)
-        return cls(arguments, _versions(arguments), leaves)
-
-    @property
-    def have_changed(self) -> bool:
-        """Whether the arguments have been changed in place."""
-        return _versions(self.arguments) != self.versions
-
-    def checked_arguments(self) -> tuple[Any, ...]:
-        """Return the arguments.
-
-        Raises:
-            ConfigurationError: They have been changed in place.
-        """
-        if self.have_changed:
-            raise ConfigurationError(
-                "the images were changed in place after the network's forward and before the backward, in which the "
-                "forward has to run again: change a copy of the images, or set activation_checkpointing to never"
-            )
-        return self.arguments
 
 
 class WholeBatch:
@@ -100,7 +56,8 @@ class WholeBatch:
         kind = runner.transport.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         unused = [0] * (runner.placement.microbatches - parts)
-        self.sizes = [samples // parts + (index < samples % parts) for index in range(parts)] + unused
+        usual = runner.usual if needs_gradient else None
+        self.sizes = [*Split((samples,), (0,) * parts, usual).sizes, *unused]
         self.microbatches = [m for m in runner.placement.microbatches_of(runner.transport.rank) if self.sizes[m]]
         self.parameters = runner.parameters
         is_one_microbatch = sum(size > 0 for size in self.sizes) == 1
@@ -190,8 +147,9 @@ class WholeBatch:
         self._runner.run_tasks(("forward",), "gpipe", self.sizes, self._key, lambda task: self._forward(task.microbatch))
 
     def _finish_buffers(self) -> None:
-        with self._runner.transport.collective("combining the buffers of the stage"):
-            self._runner.buffers.finish()
+        runner = self._runner
+        with runner.times.timed("reduce"), runner.transport.collective("combining the buffers of the stage"):
+            runner.buffers.finish()
 
     def _begin_backward(self) -> None:
         self._sums: list[Tensor | None] = [None] * len(self.parameters)
@@ -216,24 +174,29 @@ class WholeBatch:
         """
         runner, parameters = self._runner, self.parameters
         if not runner.last:
-            parts = runner.channels.receive_backward(microbatch)
+            with runner.times.timed("receive", microbatch):
+                parts = runner.channels.receive_backward(microbatch)
             received = [gradient for part in parts.values() for gradient in part]
-        second: StoredValues | None = None
-        if microbatch in self._kept:
-            leaves = self._kept[microbatch].leaves
-            roots, second = self.run_again(microbatch, self._kept[microbatch].checked_arguments())
-        else:
-            leaves, roots = self._leaves[microbatch], self._roots[microbatch]
-        part = self._parts.get(microbatch)
-        if not keep:
-            for held in (self._leaves, self._roots, self._parts, self._kept):
-                held.pop(microbatch, None)
-        if self.terms is not None and of_stored is not None:
-            stored, starts = self.terms.roots(microbatch, of_stored, keep, second)
-            roots, received = [*roots, *stored], [*received, *starts]
+        part, kept = self._parts.get(microbatch), self._kept.get(microbatch)
+        leaves = self._leaves[microbatch] if kept is None else kept.leaves
         inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], tensors_in(part)
-        with torch.autocast(runner.transport.device.type, enabled=False), without_tensor_hooks(parameters):
-            results = gradients_of(roots, received, [*parameters, *inputs, *images], keep)
+        second: StoredValues | None = None
+        with (
+            runner.times.timed("backward", microbatch, trains=True),
+            torch.autocast(runner.transport.device.type, enabled=False),
+            without_tensor_hooks(parameters),
+        ):
+            if kept is None:
+                roots = self._roots[microbatch]
+            else:
+                roots, second = self.run_again(microbatch, kept.checked_arguments())
+            if not keep:
+                for held in (self._leaves, self._roots, self._parts, self._kept):
+                    held.pop(microbatch, None)
+            if self.terms is not None and of_stored is not None:
+                stored, starts = self.terms.roots(microbatch, of_stored, keep, second)
+                roots, received = [*roots, *stored], [*received, *starts]
+            results = gradients_of(roots, received, [*parameters, *inputs, *images], keep and kept is None)
         add_gradients(self._sums, results[: len(parameters)], self._summed)
         for tensor, gradient in zip(inputs, results[len(parameters) :], strict=False):
             tensor.grad = gradient
@@ -250,8 +213,8 @@ class WholeBatch:
 
         Args:
             microbatch: The microbatch.
-            arguments: The arguments of the microbatch's first forward. Tensors whose gradients are needed must be leaves
-                of the graph.
+            arguments: The arguments of the microbatch's first forward. Tensors whose gradients are needed must be
+                leaves of the graph.
 
         Returns:
             The tensors in the stage's result, in the order of the gradients that the microbatch's backward gets, and
@@ -300,12 +263,14 @@ class WholeBatch:
         channels, key = runner.channels, self._key(microbatch)
         runs_again = microbatch in self._runs_again
         with torch.set_grad_enabled(self._needs_gradient):
-            values, leaves = channels.receive_forward(microbatch, key)
+            with runner.times.timed("receive", microbatch):
+                values, leaves = channels.receive_forward(microbatch, key)
             images = None
             if runner.stage == 0:
                 images = tree_map(lambda rows: self._part(rows, microbatch), self._images)
                 self._parts[microbatch] = images
-            with runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
+            timed = runner.times.timed("forward", microbatch, trains=self._needs_gradient)
+            with timed, runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
                 arguments = channels.inputs(values, images)
                 kept = KeptInputs.of(arguments, leaves, runner.changes_inputs) if runs_again else None
                 if self.terms is None:
@@ -378,15 +343,6 @@ class WholeBatch:
             return tensor
         start = sum(self.sizes[:microbatch])
         return tensor[start : start + self.sizes[microbatch]]
-
-
-def _versions(arguments: tuple[Any, ...]) -> list[int]:
-    return [writes(tensor) for tensor in tensors_in(arguments)]
-
-
-def _copy_unless_leaf(value: Any) -> Any:
-    """Return a copy of a tensor. A tensor with a gradient cannot be changed in place, and must remain a leaf."""
-    return value.clone() if isinstance(value, Tensor) and not value.requires_grad else value
 
 
 def tensors_in(value: Any) -> list[Tensor]:

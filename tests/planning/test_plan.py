@@ -81,11 +81,15 @@ def test_activations_are_recomputed_where_they_do_not_fit(schedule: str, limit: 
     assert candidate.predictor.job.activation_checkpointing == expected
     assert candidate.memory == limit
     text = " ".join(summary(chosen, layout, chosen.simulate(layout, False)).split())
-    assert text.endswith("with 4 microbatches" + ("" if expected == "never" else f", activation_checkpointing: {expected}"))
+    assert text.endswith(
+        "with 4 microbatches" + ("" if expected == "never" else f", activation_checkpointing: {expected}")
+    )
     if expected != "never":
         with pytest.raises(ConfigurationError, match=r"set activation_checkpointing='always'"):
             choose_layout(replace(made.job, activation_checkpointing="never"))
-        with pytest.raises(ConfigurationError, match=r"needs \d+ bytes; raise the limit, use more stages or microbatches$"):
+        with pytest.raises(
+            ConfigurationError, match=r"needs \d+ bytes; raise the limit, use more stages or microbatches$"
+        ):
             choose_layout(replace(made.job, memory_limit=100))
 
 

@@ -25,9 +25,9 @@ from cnnstrategies.planning.cluster import Cluster, read_cluster
 from cnnstrategies.planning.costs import Link, Profile
 from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of
 from cnnstrategies.planning.measure_links import measure_local_link
+from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.contract import find_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
-from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
 
 
 def job_from_configuration(options: PlanOptions, arguments: Sequence[str]) -> Job:
@@ -154,17 +154,19 @@ def _request(strategy: Any) -> LayoutRequest | None:
             return None
         entry = StrategyRegistry[strategy]
         kind = entry["strategy"]
-        defaults = {name: value.default for name, value in inspect.signature(kind).parameters.items()}
+        # A subclass may pass its keyword arguments on to the class that has the options.
+        constructors = [vars(base)["__init__"] for base in reversed(kind.__mro__) if "__init__" in vars(base)]
+        signatures = [inspect.signature(constructor).parameters for constructor in constructors]
+        defaults = {name: value.default for parameters in signatures for name, value in parameters.items()}
         arguments = {**defaults, **entry["init_params"]}
     else:
         arguments = dict(getattr(strategy, "init_args", None) or {})
         path = str(getattr(strategy, "class_path", ""))
         kind = pkgutil.resolve_name(path) if "." in path else None
-    names = {field.name for field in fields(LayoutRequest)}
-    if not names <= set(arguments):
+    if not {field.name for field in fields(LayoutRequest)} <= set(arguments):
         return None
-    is_pipeline = isinstance(kind, type) and issubclass(kind, HybridPipelineStrategy)
-    return kind.layout_request(arguments) if is_pipeline else HybridPipelineStrategy.layout_request(arguments)
+    is_pipeline = isinstance(kind, type) and issubclass(kind, PipelineStrategy)
+    return kind.layout_request(arguments) if is_pipeline else PipelineStrategy.layout_request(arguments)
 
 
 def _device_count(devices: Any) -> int:
