@@ -130,7 +130,8 @@ class DeclaredLoss:
         elif before is None:
             self.news = f"{calls} in the order gpipe: {known}", False
         else:
-            self.news = f"{calls} in the order gpipe from now on, and the forwards of this step ran twice: {known}", True
+            text = f"{calls} in the order gpipe from now on, and the forwards of this step have run twice: {known}"
+            self.news = text, True
 
     @property
     def reason(self) -> str | None:

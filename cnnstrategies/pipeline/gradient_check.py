@@ -1,7 +1,8 @@
 """Compare the gradients that arrive at a network's results with those of the declared loss.
 
-A call that has run in the order 1F1B has computed the gradients of its parameters from the declared loss. They are right
-if the step's own gradients of the results are those of the declared loss, times a factor. Two facts show this:
+A call that has run in the order 1F1B has computed the gradients of its parameters from the declared loss. These
+gradients are right if the step's own gradients of the results are those of the declared loss, times a factor. Two facts
+show this:
 
 - All of the gradient has come through the step's call of the loss. The gradient of each result must be equal, in every
   bit, to what has come through this call, so that no other term is overlooked, however small it is.

@@ -1,8 +1,8 @@
 """A call of a divided network in the order 1F1B: the backwards of microbatches run between the forwards.
 
-The gradients of the network's results are computed for each microbatch, before the user's code has computed a loss of the
-batch. The sums of the parameters' gradients are kept until the backward of the batch. If they are not the right ones then,
-the whole call can run again.
+The gradients of the network's results are computed for each microbatch, before the user's code has computed a loss of
+the batch. The sums of the parameters' gradients are kept until the backward of the batch. If the backward needs other
+gradients, the whole call can run again.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence

@@ -144,7 +144,10 @@ class WholeBatch:
         self._is_done = not keep
 
     def _run_forwards(self) -> None:
-        self._runner.run_tasks(("forward",), "gpipe", self.sizes, self._key, lambda task: self._forward(task.microbatch))
+        def run(task: Task) -> None:
+            self._forward(task.microbatch)
+
+        self._runner.run_tasks(("forward",), "gpipe", self.sizes, self._key, run)
 
     def _finish_buffers(self) -> None:
         runner = self._runner
