@@ -12,6 +12,7 @@ times a factor. :mod:`.gradient_check` compares them in every backward.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -224,13 +225,13 @@ class LossOfCall:
         self._through = [None] * len(views)
         for index, view in enumerate(views):
             if view.requires_grad:
-                view.register_hook(lambda gradient, index=index: self._note_gradient(index, gradient))
+                view.register_hook(partial(self._note_gradient, index))  # type: ignore[no-untyped-call]
         args, kwargs = used.fill(views, self._batch)
         loss = function(*args, **kwargs)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             self._reason = "loss() does not return a tensor with one number that has a gradient"
             return loss
-        loss.register_hook(self._note_loss)
+        loss.register_hook(self._note_loss)  # type: ignore[no-untyped-call]
         self._used, self._reason = used, None
         return loss
 

@@ -74,7 +74,7 @@ def compare(
     ratio = of_loss.double() / scale
     numbers = [ratio.reshape(())]
     for total, part in present:
-        numbers += [total.isfinite().all(), (total == part).all()]
+        numbers += [total.isfinite().all(), total.eq(part).all()]
     limits = []
     for rows, sums in pairs():
         if (rows is None) != (sums is None):

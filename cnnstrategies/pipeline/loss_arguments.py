@@ -17,20 +17,20 @@ class Output(NamedTuple):
     """A tensor of the network's result.
 
     Attributes:
-        index: Index of the tensor in the result.
+        number: Index of the tensor in the result.
     """
 
-    index: int
+    number: int
 
 
 class InBatch(NamedTuple):
     """A tensor of the step's batch.
 
     Attributes:
-        index: Index of the tensor among the leaves of the step's arguments.
+        number: Index of the tensor among the leaves of the step's arguments.
     """
 
-    index: int
+    number: int
 
 
 class LossArguments(NamedTuple):
@@ -88,7 +88,7 @@ class LossArguments(NamedTuple):
     @property
     def in_batch(self) -> list[int]:
         """Indices of the batch's tensors among the arguments."""
-        return sorted({leaf.index for leaf in self.leaves if isinstance(leaf, InBatch)})
+        return sorted({leaf.number for leaf in self.leaves if isinstance(leaf, InBatch)})
 
     def are_in(self, batch: Sequence[Any], samples: int) -> bool:
         """Whether a batch has all tensors that are arguments, with one row for each sample.
@@ -112,8 +112,8 @@ class LossArguments(NamedTuple):
 
         def value(leaf: Any) -> Any:
             if isinstance(leaf, Output):
-                return outputs[leaf.index]
-            return batch[leaf.index] if isinstance(leaf, InBatch) else leaf
+                return outputs[leaf.number]
+            return batch[leaf.number] if isinstance(leaf, InBatch) else leaf
 
         args, kwargs = tree_unflatten([value(leaf) for leaf in self.leaves], self.tree)
         return args, kwargs
@@ -124,5 +124,5 @@ class LossArguments(NamedTuple):
         Args:
             batch: Tensors of the batch, by index.
         """
-        args, kwargs = self.fill({leaf.index: None for leaf in self.leaves if isinstance(leaf, Output)}, batch)
+        args, kwargs = self.fill({leaf.number: None for leaf in self.leaves if isinstance(leaf, Output)}, batch)
         return args[1] if len(args) > 1 else kwargs["targets"]

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +44,10 @@ def judge(
         with places.local():
             started = batch.started if isinstance(batch, InterleavedBatch) else _started(loss, batch, outputs)
             verdict = loss.compare(of_outputs, has_stored, lambda: _pairs(batch, of_outputs, started))
-        verdicts = places.exchange(tuple(verdict), last, "the declared loss")
-        verdict = combine([Verdict(*values) for values in verdicts])
+        received: list[Any] = places.exchange(
+            tuple(verdict), last, "the declared loss"
+        )  # The codec sends plain tuples.
+        verdict = combine([Verdict(*values) for values in received])
     return Verdict(*places.tell(last, lambda: tuple(verdict or ()), "the declared loss"))
 
 

@@ -134,7 +134,8 @@ class PlacedCall:
         of_outputs = [g if g is None else brought.get(id(g), g) for g in gradients[:count]]
         of_stored = batch.terms.own_gradients(gradients[count:])
         sums, of_images = self._run_backward(of_outputs, of_stored, any(g is not None for g in gradients[count:]))
-        batch = self._batch
+        batch = self._batch  # It may be another one, which has run again.
+        assert batch is not None
         of_parameters = {id(parameter): gradient for parameter, gradient in zip(batch.parameters, sums, strict=True)}
         # Image gradients exist in the first stage only, in the order of the images. Parameters have names.
         computed: dict[int | str, Tensor | None] = dict(enumerate(of_images))

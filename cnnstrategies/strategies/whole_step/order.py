@@ -29,7 +29,7 @@ def declare_loss(placed: PlacedNetwork, module: LightningModule, logs: PlacedLog
     def scale() -> Tensor | float:
         scaler = getattr(module.trainer.precision_plugin, "scaler", None)
         device = placed.runner.transport.device
-        return 1.0 if scaler is None else scaler.scale(torch.ones((), device=device))  # type: ignore[no-any-return]
+        return 1.0 if scaler is None else scaler.scale(torch.ones((), device=device))
 
     weight: Any = module.loss_weight if has_mean_loss(module) else None
     placed.declared = DeclaredLoss(module, placed.places, placed.ranks[-1], weight, logs.silent, scale)
