@@ -10,10 +10,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies._torch_private import without_tensor_hooks
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.channels import TensorHeader, TensorSpec, memory_format_of, pack
 from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of
 from cnnstrategies.pipeline.random_draws import Draws
 from cnnstrategies.pipeline.stored_terms import CallTerms
+from cnnstrategies.placed.partial import PartialTensor
 
 if TYPE_CHECKING:
     from cnnstrategies.pipeline.stage_runner import StageRunner
@@ -23,6 +25,7 @@ class WholeBatch:
     """One call of a divided network with a whole batch.
 
     Attributes:
+        rows: The rows of the batch that each microbatch contains.
         sizes: Number of samples of each microbatch.
         parameters: Trainable parameters of the stage.
         draws: Random draws of this rank's forwards.
@@ -44,11 +47,13 @@ class WholeBatch:
         self._runner, self._images, self._needs_gradient, self._form = runner, images, needs_gradient, form
         kind = runner.transport.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        unused = [0] * (runner.placement.microbatches - parts)
-        self.sizes = [samples // parts + (index < samples % parts) for index in range(parts)] + unused
+        self._placement = runner.placement
+        self.rows = BatchRows.of(samples, runner.placement, parts)
+        self.sizes = self.rows.sizes
+        if runner.stage == 0:
+            self._images = tree_map(self._available, images)
         self.parameters = runner.parameters
-        is_one_microbatch = sum(size > 0 for size in self.sizes) == 1
-        self.draws = Draws(runner.transport, in_order and is_one_microbatch, runner.unseen_draws)
+        self.draws = Draws(runner.transport, in_order and self.rows.is_one_microbatch, runner.unseen_draws)
         self.header: TensorHeader | None = None
         self._parts: dict[int, Any] = {}
         self._leaves: dict[int, dict[int, list[Tensor]]] = {}
@@ -58,7 +63,7 @@ class WholeBatch:
         runner.buffers.begin(len(self.sizes), form)
         self.terms: CallTerms | None = None
         if runner.terms is not None:
-            self.terms = runner.terms.begin(self.sizes, needs_gradient, runner.transport.device, form)
+            self.terms = runner.terms.begin(self.rows, needs_gradient, runner.transport.device, form)
         try:
             runner.run_tasks("forward", self.sizes, self._key, self._forward)
             if self.terms is not None:
@@ -83,10 +88,10 @@ class WholeBatch:
         tensors = [spec.empty(self._runner.transport.device) for spec in header.tensors]
         for microbatch, parts in self._results.items():
             for tensor, part in zip(tensors, parts, strict=True):
-                self._rows(tensor, microbatch).copy_(part.detach())
+                self._slot(tensor, microbatch).copy_(part.detach())
         self._results.clear()
         self._runner.replicas.share_rows(tensors, self.sizes)
-        return tensors
+        return [self.rows.in_order(tensor) for tensor in tensors]
 
     def backward(
         self, gradients: Sequence[Tensor | None], keep: bool = False, of_stored: Sequence[Tensor | None] = ()
@@ -103,8 +108,8 @@ class WholeBatch:
 
         Returns:
             The gradients of ``parameters``, and in the first stage the gradients of the tensors in the images,
-            in which the rows of microbatches that other replicas have run are 0. A gradient is None if no microbatch of
-            this rank gives the tensor a gradient.
+            with the rows of one microbatch after the other, see `BatchRows.in_order`. The rows of microbatches that
+            other replicas have run are 0. A gradient is None if no microbatch of this rank gives the tensor a gradient.
 
         Raises:
             RuntimeError: This method was called before without ``keep``.
@@ -121,7 +126,9 @@ class WholeBatch:
 
         def run(microbatch: int) -> None:
             if runner.last:
-                received = [None if whole is None else self._rows(whole, microbatch) for whole in gradients]
+                received = [
+                    None if whole is None else self.rows.of_microbatch(whole, microbatch) for whole in gradients
+                ]
             else:
                 parts = runner.channels.receive_backward(microbatch)
                 received = [gradient for part in parts.values() for gradient in part]
@@ -133,7 +140,8 @@ class WholeBatch:
                 stored, starts = self.terms.roots(microbatch, of_stored, keep)
                 roots, received = [*roots, *stored], [*received, *starts]
             inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], tensors_in(part)
-            results = gradients_of(roots, received, [*parameters, *inputs, *images], keep)
+            with runner.clocked("backward", runs=True):
+                results = gradients_of(roots, received, [*parameters, *inputs, *images], keep)
             add_gradients(sums, results[: len(parameters)], summed)
             for tensor, gradient in zip(inputs, results[len(parameters) :], strict=False):
                 tensor.grad = gradient
@@ -142,15 +150,21 @@ class WholeBatch:
                     whole = of_images[index]
                     if whole is None:
                         whole = of_images[index] = self._zeros_like_images(index)
-                    self._rows(whole, microbatch).copy_(gradient)
+                    self._slot(whole, microbatch).copy_(gradient)
             runner.channels.send_backward(microbatch, leaves)
 
-        with torch.autocast(runner.transport.device.type, enabled=False), without_tensor_hooks(parameters):
+        with (
+            torch.autocast(runner.transport.device.type, enabled=False),
+            without_tensor_hooks(parameters),
+            runner.under(self._placement),
+        ):
             runner.run_tasks("backward", self.sizes, self._key, run)
         return sums, of_images
 
     def image_gradients(self, local: Mapping[Any, Tensor | None], indices: Sequence[int]) -> list[Tensor]:
-        """Return the gradients of tensors in the images, with all rows. All replicas of the first stage must call this.
+        """Return the gradients of tensors in the images, with all rows in the order of the batch.
+
+        All replicas of the first stage must call this.
 
         Args:
             local: By index, gradients as :meth:`backward` returns them on this rank.
@@ -158,8 +172,9 @@ class WholeBatch:
         """
         present = {index: gradient for index, gradient in local.items() if gradient is not None}
         gradients = [present[index] if index in present else self._zeros_like_images(index) for index in indices]
-        self._runner.replicas.share_rows(gradients, self.sizes)
-        return gradients
+        with self._runner.under(self._placement):
+            self._runner.replicas.share_rows(gradients, self.sizes)
+        return [self.rows.in_order(gradient) for gradient in gradients]
 
     def _zeros_like_images(self, index: int) -> Tensor:
         like = tensors_in(self._images)[index]
@@ -175,9 +190,13 @@ class WholeBatch:
             values, leaves = channels.receive_forward(microbatch, key)
             images = None
             if runner.stage == 0:
-                images = tree_map(lambda rows: self._part(rows, microbatch), self._images)
+                images = tree_map(lambda image: self._part(image, microbatch), self._images)
                 self._parts[microbatch] = images
-            with runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
+            with (
+                runner.clocked("forward", runs=self._needs_gradient),
+                runner.buffers.microbatch(microbatch),
+                self.draws.microbatch(microbatch),
+            ):
                 arguments = channels.inputs(values, images)
                 if self.terms is None:
                     result = runner.division.run(runner.stage, *arguments)
@@ -227,15 +246,24 @@ class WholeBatch:
         self.terms.reason = reason
         return []
 
-    def _part(self, rows: Any, microbatch: int) -> Any:
-        """Return the rows of a microbatch, as a leaf of a graph of its own."""
-        if not isinstance(rows, Tensor):
-            return rows
-        part = self._rows(rows, microbatch).detach()
-        return part.requires_grad_(self._needs_gradient and rows.requires_grad)
+    def _available(self, image: Any) -> Any:
+        """Return a tensor in the images with the rows of this rank's microbatches; other values as they are."""
+        if not isinstance(image, PartialTensor) or self.rows.has_all(image):
+            return image
+        return image.made_whole().detach().requires_grad_(image.requires_grad)
 
-    def _rows(self, tensor: Tensor, microbatch: int) -> Tensor:
-        """Return a microbatch's rows of a tensor. If the batch is one microbatch, results need not have rows."""
+    def _part(self, image: Any, microbatch: int) -> Any:
+        """Return the rows of a microbatch, as a leaf of a graph of its own."""
+        if not isinstance(image, Tensor):
+            return image
+        part = self.rows.of_image(image, microbatch).detach()
+        return part.requires_grad_(self._needs_gradient and image.requires_grad)
+
+    def _slot(self, tensor: Tensor, microbatch: int) -> Tensor:
+        """Return the part of a tensor for a microbatch, if the microbatches' rows are one after the other in it.
+
+        If the batch is one microbatch, results need not have rows.
+        """
         if self.sizes[microbatch] == sum(self.sizes):
             return tensor
         start = sum(self.sizes[:microbatch])

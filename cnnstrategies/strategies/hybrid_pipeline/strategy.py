@@ -45,7 +45,7 @@ from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.exact_means import widened
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
-from cnnstrategies.strategies.hybrid_pipeline.balancing import begin_dealing
+from cnnstrategies.strategies.hybrid_pipeline.balancing import TimedStages, begin_dealing
 from cnnstrategies.strategies.hybrid_pipeline.batches import NoBatch, PredictionLoader, StageLoader
 from cnnstrategies.strategies.hybrid_pipeline.comparison import (
     compare_on_rank_zero,
@@ -251,12 +251,18 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         ranks = self._loading_ranks(dataloader)
         if trainer.state.fn == TrainerFn.PREDICTING:
             return PredictionLoader(dataloader, ranks, self._most, has_rows=self.is_global_zero)
+        return StageLoader(self._by_shares(dataloader, ranks), ranks, self._most)
+
+    def _by_shares(self, loader: Any, ranks: LoadingRanks) -> Any:
+        """Return a training loader whose batches the replicas of the first stage divide by their shares."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
         if self._deals is not None and self.placement.replicas[0] > 1:
             if not ranks.all_load:
-                dataloader = by_shares(dataloader, trainer, self._deals)
-            elif trainer.training:
-                warn_of_shares(dataloader)
-        return StageLoader(dataloader, ranks, self._most)
+                return by_shares(loader, trainer, self._deals)
+            if trainer.training:
+                warn_of_shares(loader)
+        return loader
 
     @override
     def keeps_sampler(self, loader: DataLoader[Any]) -> bool:
@@ -419,6 +425,11 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.root_device)
         return layout
+
+    @property
+    def timed_stages(self) -> TimedStages:
+        """The stages, whose microbatches can be timed."""
+        return self._pipeline
 
     @property
     def steps(self) -> Steps:

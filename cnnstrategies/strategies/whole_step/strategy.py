@@ -27,6 +27,7 @@ from cnnstrategies.placed import GlooLink, Places
 from cnnstrategies.placed.hidden import hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
+from cnnstrategies.strategies.hybrid_pipeline.balancing import TimedStages
 from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached, on_device_of
 from cnnstrategies.strategies.hybrid_pipeline.contract import compile_backend_of
 from cnnstrategies.strategies.hybrid_pipeline.hooks import EndTogether
@@ -38,6 +39,7 @@ from cnnstrategies.strategies.hybrid_pipeline.layout import (
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
 from cnnstrategies.strategies.hybrid_pipeline.steps import after_the_lost_rank
 from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
+from cnnstrategies.strategies.whole_step.dealing import use_shares, weigh_batch
 from cnnstrategies.strategies.whole_step.example import example_inputs
 from cnnstrategies.strategies.whole_step.loader_messages import end_together
 from cnnstrategies.strategies.whole_step.loading import PlacedLoader, PlacedPredictionLoader
@@ -68,7 +70,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        for name, default in (("shares", "equal"), ("activation_checkpointing", "never"), ("run_ahead", None)):
+        for name, default in (("activation_checkpointing", "never"), ("run_ahead", None)):
             if (value := getattr(self.request, name)) != default:
                 raise ConfigurationError(
                     f"{name}={value!r}: WholeStepStrategy does not have this option yet; leave it out, or use strategy "
@@ -189,6 +191,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
         """Divide the network, and give all parameters and buffers of the module their places."""
         assert self.lightning_module is not None
         placement = self.request.placement_on(self.world_size, layout.microbatches)
+        if self._deals is not None:
+            placement = replace(placement, shares=self._deals.shares)
         assert self.places is not None
         self._connections = transport = Transport(placement, self.time_limit, self.root_device)
         ahead = AHEAD if transport.has_tags else 0
@@ -216,13 +220,16 @@ class WholeStepStrategy(HybridPipelineStrategy):
     def process_dataloader(self, dataloader: object) -> Any:
         assert self.lightning_module is not None
         trainer, ranks = self.lightning_module.trainer, self._loading_ranks(dataloader)
-        arguments = dataloader, ranks, self._rules, self.placement, self._most
+        common = ranks, self._rules, self.placement, self._most
         if trainer.state.fn == TrainerFn.PREDICTING:
-            return PlacedPredictionLoader(*arguments, has_rows=self.is_global_zero)
-        return PlacedLoader(*arguments)
+            return PlacedPredictionLoader(dataloader, *common, has_rows=self.is_global_zero)
+        return PlacedLoader(self._by_shares(dataloader, ranks), *common)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        assert self.lightning_module is not None
+        if self._connections is not None:
+            use_shares(self.lightning_module.trainer, self._connections, self._deals)
         return FailingTogetherDDPStrategy.batch_to_device(self, batch, device, dataloader_idx)
 
     # Steps
@@ -279,6 +286,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         """Run the backward, and bring each gradient to the place of its parameter."""
         module = self.lightning_module
         assert module is not None
+        weigh_batch(module.trainer, closure_loss)
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         with self._one_process():
@@ -352,6 +360,11 @@ class WholeStepStrategy(HybridPipelineStrategy):
         FailingTogetherDDPStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     # Facts
+
+    @property
+    @override
+    def timed_stages(self) -> TimedStages:
+        return self._network.runner
 
     @property
     def _network(self) -> PlacedNetwork:
