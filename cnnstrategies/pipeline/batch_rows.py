@@ -29,19 +29,22 @@ class BatchRows:
     split: Split | None = None
 
     @classmethod
-    def of(cls, samples: int, placement: Placement, parts: int) -> "BatchRows":
+    def of(cls, samples: int, placement: Placement, parts: int, usual: int = 0) -> "BatchRows":
         """Divide a batch among microbatches.
 
         Args:
             samples: Number of samples of the batch.
             placement: Placement of the ranks.
             parts: Number of microbatches that may get samples.
+            usual: Number of samples of a batch of the usual size; 0 if it is not known. A smaller batch is divided into
+                fewer microbatches.
         """
-        if placement.replicas[0] > 1 and parts == placement.microbatches > 1:
-            split = Split(deal(samples, placement.loads), placement.runs[0])
+        replicas = placement.replicas[0]
+        if replicas > 1 and parts == placement.microbatches > 1:
+            split = Split(deal(samples, placement.loads), placement.runs[0], usual // replicas)
             return cls(split.sizes, split)
-        unused = [0] * (placement.microbatches - parts)
-        return cls(tuple([samples // parts + (index < samples % parts) for index in range(parts)] + unused))
+        unused = (0,) * (placement.microbatches - parts)
+        return cls((*Split((samples,), (0,) * parts, usual).sizes, *unused))
 
     @property
     def samples(self) -> int:

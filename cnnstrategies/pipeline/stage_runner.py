@@ -14,8 +14,9 @@ from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage import StageGraph, connections, put_module_at
 from cnnstrategies.pipeline.stored_terms import StoredTerms
+from cnnstrategies.pipeline.task_times import TaskTimes
 from cnnstrategies.pipeline.timeline import Clock
-from cnnstrategies.pipeline.timetable import Kind, Placement, Schedule, Task, tasks_of, turns
+from cnnstrategies.pipeline.timetable import Placement, Schedule, Task, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed import Places
@@ -37,9 +38,11 @@ class StageRunner:
         schedule: Order of the tasks.
         run_ahead: Whether stages hold one additional microbatch.
         replicas: The replicas of the stage.
+        times: Measures the spans of this rank's stage.
+        sizes: Number of samples of each microbatch of the last batch.
+        usual: Number of samples of a training batch of the usual size; 0 if it is not known. A smaller batch is divided
+            into fewer microbatches, because BatchNorm needs several samples in each microbatch.
         microbatches: Number of microbatches into which batches are divided, at most the placement's number.
-        clocks: Stopwatches of the computation of a microbatch, without waits. Keys are kinds of tasks. The stopwatches
-            run in calls whose backward follows.
         unseen_draws: Number of calls in which this rank has drawn random numbers, but the generators have not advanced
             on all ranks. It enters the seeds, so that the next call does not draw the same numbers.
     """
@@ -57,7 +60,9 @@ class StageRunner:
         self.microbatches = placement.microbatches
         self.unseen_draws = 0
         self.replicas = replicas or StageReplicas(transport)
-        self.clocks: dict[str, list[Clock]] = {}
+        self.times = TaskTimes(transport)
+        self.sizes: Sequence[int] = ()
+        self.usual = 0
         self._placed_tasks = placement, tasks_of(placement, transport.rank, SCHEDULE)
         graph = division.graphs()[self.stage]
         self._turn = turns(placement.replicas, placement.microbatches, SCHEDULE)
@@ -70,6 +75,11 @@ class StageRunner:
     def placement(self) -> Placement:
         """Numbering of the ranks."""
         return self.transport.placement
+
+    @property
+    def clocks(self) -> dict[str, list[Clock]]:
+        """Stopwatches of the computation of a microbatch, without waits. Keys are kinds of tasks."""
+        return self.times.clocks
 
     @property
     def tasks(self) -> list[Task]:
@@ -91,21 +101,6 @@ class StageRunner:
             yield
         finally:
             self.transport.placement = current
-
-    @contextmanager
-    def clocked(self, kind: Kind, runs: bool) -> Iterator[None]:
-        """Return a context in which the stopwatches of a kind of task run.
-
-        Args:
-            kind: Kind of the task.
-            runs: Whether the stopwatches run.
-        """
-        clocks = self.clocks.get(kind, []) if runs else []
-        for clock in clocks:
-            clock.begin()
-        yield
-        for clock in clocks:
-            clock.end()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -180,7 +175,9 @@ class StageRunner:
             self.channels.forget_headers()
         if self.terms is not None:
             self.terms.first_ranks = self._first_ranks()
-        return WholeBatch(self, images, samples, needs_gradient, form, in_order, 1 if whole else self.microbatches)
+        batch = WholeBatch(self, images, samples, needs_gradient, form, in_order, 1 if whole else self.microbatches)
+        self.sizes = batch.sizes
+        return batch
 
     def run_tasks(self, kind: Any, sizes: Sequence[int], key: Callable[[int], Hashable], run: Any) -> None:
         """Run all forwards or all backwards of the microbatches that have samples.
@@ -198,11 +195,13 @@ class StageRunner:
         for index, task in enumerate(tasks):
             try:
                 run(task.microbatch)
-                self.channels.exchange(times[index + 1], times[index + 1 + self.ahead])
+                with self.times.timed("send", task.microbatch):
+                    self.channels.exchange(times[index + 1], times[index + 1 + self.ahead])
             except Exception as error:
                 error.add_note(f"in {self.transport.me}: {kind} of microbatch {task.microbatch}")
                 raise
-        self.channels.finish()
+        with self.times.timed("send"):
+            self.channels.finish()
 
 
 def _modules_of(division: Division, graph: StageGraph) -> tuple[nn.Module, Counter[str]]:

@@ -48,7 +48,7 @@ class WholeBatch:
         kind = runner.transport.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self._placement = runner.placement
-        self.rows = BatchRows.of(samples, runner.placement, parts)
+        self.rows = BatchRows.of(samples, runner.placement, parts, runner.usual if needs_gradient else 0)
         self.sizes = self.rows.sizes
         if runner.stage == 0:
             self._images = tree_map(self._available, images)
@@ -68,7 +68,7 @@ class WholeBatch:
             runner.run_tasks("forward", self.sizes, self._key, self._forward)
             if self.terms is not None:
                 self.terms.finish()
-            with runner.transport.collective("combining the buffers of the stage"):
+            with runner.times.timed("reduce"), runner.transport.collective("combining the buffers of the stage"):
                 runner.buffers.finish()
         except BaseException:
             runner.buffers.abandon()
@@ -126,11 +126,11 @@ class WholeBatch:
 
         def run(microbatch: int) -> None:
             if runner.last:
-                received = [
-                    None if whole is None else self.rows.of_microbatch(whole, microbatch) for whole in gradients
-                ]
+                rows_of = self.rows.of_microbatch
+                received = [None if whole is None else rows_of(whole, microbatch) for whole in gradients]
             else:
-                parts = runner.channels.receive_backward(microbatch)
+                with runner.times.timed("receive", microbatch):
+                    parts = runner.channels.receive_backward(microbatch)
                 received = [gradient for part in parts.values() for gradient in part]
             leaves, roots, part = self._leaves[microbatch], self._roots[microbatch], self._parts.get(microbatch)
             if not keep:
@@ -140,7 +140,7 @@ class WholeBatch:
                 stored, starts = self.terms.roots(microbatch, of_stored, keep)
                 roots, received = [*roots, *stored], [*received, *starts]
             inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], tensors_in(part)
-            with runner.clocked("backward", runs=True):
+            with runner.times.timed("backward", microbatch, trains=True):
                 results = gradients_of(roots, received, [*parameters, *inputs, *images], keep)
             add_gradients(sums, results[: len(parameters)], summed)
             for tensor, gradient in zip(inputs, results[len(parameters) :], strict=False):
@@ -187,16 +187,14 @@ class WholeBatch:
         runner = self._runner
         channels, key = runner.channels, self._key(microbatch)
         with torch.set_grad_enabled(self._needs_gradient):
-            values, leaves = channels.receive_forward(microbatch, key)
+            with runner.times.timed("receive", microbatch):
+                values, leaves = channels.receive_forward(microbatch, key)
             images = None
             if runner.stage == 0:
                 images = tree_map(lambda image: self._part(image, microbatch), self._images)
                 self._parts[microbatch] = images
-            with (
-                runner.clocked("forward", runs=self._needs_gradient),
-                runner.buffers.microbatch(microbatch),
-                self.draws.microbatch(microbatch),
-            ):
+            timed = runner.times.timed("forward", microbatch, trains=self._needs_gradient)
+            with timed, runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
                 arguments = channels.inputs(values, images)
                 if self.terms is None:
                     result = runner.division.run(runner.stage, *arguments)

@@ -2,7 +2,9 @@
 
 import hashlib
 import struct
+import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -57,11 +59,14 @@ class Messages:
     Attributes:
         rank: This rank.
         counts: Number of messages that this rank has sent, by the first word of the subject.
+        note_wait: Function that is called after each wait for a message, with the message's subject and the times at
+            which the wait began and ended; None if nothing measures the waits.
     """
 
     def __init__(self, rank: int, world_size: int, link: MessageLink) -> None:
         self.rank = rank
         self.counts: Counter[str] = Counter()
+        self.note_wait: Callable[[str, float, float], None] | None = None
         self._link = link
         self._sent, self._received = [0] * world_size, [0] * world_size
 
@@ -88,6 +93,7 @@ class Messages:
         Raises:
             DivergedError: The message has another subject, or does not arrive.
         """
+        start = time.time()
         try:
             message = self._link.receive(source)
         except LinkError as error:
@@ -95,6 +101,8 @@ class Messages:
                 f"rank {self.rank} waits for rank {source}, which should send {subject}: {error}. All ranks must run "
                 "this line, and none of them may have ended"
             ) from error
+        if self.note_wait is not None:
+            self.note_wait(subject, start, time.time())
         number, sent_digest, length = _HEADER.unpack_from(message)
         text = message[_HEADER.size : _HEADER.size + length]
         if number != self._received[source] or sent_digest != digest(subject.encode()):
