@@ -15,9 +15,7 @@ from cnnstrategies.strategies.whole_step.network import WHOLE, DividedForward, f
 pytestmark = pytest.mark.light
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("shares", "auto"), ("activation_checkpointing", "always"), ("run_ahead", True)]
-)
+@pytest.mark.parametrize(("name", "value"), [("activation_checkpointing", "always"), ("run_ahead", True)])
 def test_options_without_effect_are_refused(name: str, value: object) -> None:
     with pytest.raises(ConfigurationError, match=f"{name}={value!r}.*or use strategy hybrid_pipeline"):
         WholeStepStrategy(stages=2, **{name: value})

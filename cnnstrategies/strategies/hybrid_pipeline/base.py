@@ -22,8 +22,8 @@ from cnnstrategies.quantities import Duration, Size, as_timedelta, size_in_bytes
 from cnnstrategies.runtime.processes import end_group_at_exit, failed_before, leave_group_at_exit
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.balancing import gather_rows
-from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.dealt_loader import by_shares
+from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.hybrid_pipeline.balancing import TimedStages, begin_dealing
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks, warn_of_shares
