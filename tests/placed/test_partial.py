@@ -85,7 +85,7 @@ OTHERS: dict[str, Callable[[Tensor], Any]] = {
     "gradient": gradient,
     "values": lambda x: (x.tolist(), np.asarray(x).sum(), x[0, 0, 0, 0].item(), x.max() > 1),
     "copies": lambda x: (copy.deepcopy({"x": x})["x"], copy.copy(x)),
-    "foreach": lambda x: getattr(torch, "_foreach_mul")([x, x], 2),
+    "foreach": lambda x: torch.nn.utils.get_total_norm([x, x]),
 }
 
 

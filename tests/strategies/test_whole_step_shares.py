@@ -1,9 +1,9 @@
 """Unequal and changing shares under the whole step: the module trains as on one device."""
 
 import os
-import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from digit_runs import assert_same_run, logged, train
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import run_apart, run_ranks
+from test_balanced import SlowRank
 from test_pipeline_shares import SlowReplica
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -71,7 +72,7 @@ class Images(LightningModule):
 
 
 def placement_of(strategy: Any) -> Any:
-    return strategy._transport().placement.runs if isinstance(strategy, WholeStepStrategy) else None
+    return strategy.timed_stages.placement.runs if isinstance(strategy, WholeStepStrategy) else None
 
 
 class NewShares(Callback):
@@ -141,11 +142,8 @@ class SlowStage(SlowReplica):
     """A callback that makes one replica of the first stage slow, for each microbatch of the whole step."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        super().on_train_start(trainer, pl_module)
-        first = "0" if trainer.global_rank < 2 else "3"
-        pl_module.network.get_submodule(first).register_forward_pre_hook(
-            lambda network, inputs: self.compute(trainer, len(inputs[0]))
-        )
+        first = pl_module.network[0 if trainer.global_rank < 2 else 3]
+        SlowRank.on_train_start(self, trainer, SimpleNamespace(network=first))
 
 
 @pytest.mark.cluster
@@ -172,6 +170,5 @@ def test_a_slow_replica_gets_fewer_microbatches_until_it_is_fast_again(tmp_path:
 
 
 def test_shares_that_do_not_fit_are_refused() -> None:
-    random.seed(0)
     with pytest.raises(ConfigurationError, match="initial_shares"):
         WholeStepStrategy(stages=2, shares=[1, 2], initial_shares=[1, 2])
