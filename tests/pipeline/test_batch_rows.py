@@ -23,8 +23,8 @@ def test_each_microbatch_has_rows_that_its_replica_loads(samples: int, shares: t
     ]
     runs = [replica for replica, size in zip(placement.runs[0], rows.sizes, strict=True) if size]
     for replica in range(2):
-        own = [row for part, run in zip(of_microbatches, runs, strict=True) for row in part if run == replica]
-        assert own == loaded[replica]
+        rows_of = [row for part, run in zip(of_microbatches, runs, strict=True) for row in part if run == replica]
+        assert rows_of == loaded[replica]
     assert [len(part) for part in of_microbatches] == [size for size in rows.sizes if size]
     joined = torch.cat([torch.tensor(part) for part in of_microbatches])
     assert torch.equal(rows.in_order(joined), whole)
