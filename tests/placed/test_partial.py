@@ -71,7 +71,6 @@ BY_ROW: dict[str, Callable[[Tensor], Any]] = {
 OTHERS: dict[str, Callable[[Tensor], Any]] = {
     "mean": lambda x: x.mean(),
     "rows": lambda x: (x[1], x[2:5, 0], x[torch.tensor([4, 0])], list(x)[6]),
-    "mixed": lambda x: 0.3 * x + 0.7 * x[torch.randperm(7)],
     "noise": lambda x: x + torch.randn_like(x),
     "one for each sample": lambda x: x * torch.arange(7).view(7, 1, 1, 1),
     "another number of dimensions": lambda x: x + torch.ones(1, 7, 1, 1, 1),
@@ -82,10 +81,15 @@ OTHERS: dict[str, Callable[[Tensor], Any]] = {
     "view in place": view_and_write,
     "reshaped": changed(lambda x: x.unsqueeze_(1)),
     "data": changed(put_data),
-    "gradient": gradient,
     "values": lambda x: (x.tolist(), np.asarray(x).sum(), x[0, 0, 0, 0].item(), x.max() > 1),
     "copies": lambda x: (copy.deepcopy({"x": x})["x"], copy.copy(x)),
     "foreach": lambda x: torch.nn.utils.get_total_norm([x, x]),
+}
+
+
+SEVERAL: dict[str, Callable[[Tensor], Any]] = {
+    "mixed": lambda x: 0.3 * x + 0.7 * x[torch.randperm(7)],
+    "gradient": gradient,
 }
 
 
@@ -128,6 +132,11 @@ def test_other_operations_bring_all_rows_once(name: str) -> None:
     check(OTHERS[name], exchanges=1)
 
 
+@pytest.mark.parametrize("name", SEVERAL)
+def test_programs_may_use_all_rows_of_several_tensors(name: str) -> None:
+    check(SEVERAL[name], exchanges=None)
+
+
 def test_an_operation_with_rows_of_two_divisions_brings_all_rows() -> None:
     def on_rank(places: Places) -> None:
         x, y = partial(places, images()), partial(places, images(), (1, 5, 1))
@@ -136,12 +145,21 @@ def test_an_operation_with_rows_of_two_divisions_brings_all_rows() -> None:
     on_ranks(4, on_rank)
 
 
+READS: list[Callable[[Any], Any]] = [
+    lambda x: x.mean(),
+    lambda x: x.tolist(),
+    lambda x: x.untyped_storage(),
+    lambda x: x.data_ptr(),
+    copy.deepcopy,
+]
+
+
 def test_code_that_other_ranks_do_not_run_gets_an_error_in_place_of_missing_rows() -> None:
     def on_rank(places: Places) -> None:
         x = partial(places, images())
         with places.local():
             assert isinstance(x.exp(), ForeignTensor)
-            for read in (torch.Tensor.mean, copy.deepcopy, torch.Tensor.tolist, lambda x: x.untyped_storage()):
+            for read in READS if places.rank in PLACE else ():
                 with pytest.raises(RefusedError, match=r"images.*size=\(7, 2, 4, 4\)"):
                     read(x)
         assert repr(x) == "tensor(images, size=(7, 2, 4, 4), dtype=torch.float64, on ranks [0, 1, 2])"
