@@ -20,13 +20,11 @@ if TYPE_CHECKING:
 
 
 class TimedStages(Protocol):
-    """Stages of a pipeline, with the times of their microbatches.
+    """Stages of a pipeline, whose microbatches can be timed."""
 
-    Attributes:
-        clocks: Stopwatches of the computation of a microbatch, without waits. Keys are kinds of tasks.
-    """
-
-    clocks: dict[str, list[Clock]]
+    @property
+    def clocks(self) -> dict[str, list[Clock]]:
+        """Stopwatches of the computation of a microbatch, without waits. Keys are kinds of tasks."""
 
     @property
     def placement(self) -> Placement:
