@@ -204,6 +204,7 @@ class WholeStepStrategy(PipelineStrategy):
         placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead, self.lightning_module)
         self._forward = DividedForward(placed)
         self._replaced.callback(self._forward.remove)
+        self.places.messages.describe = placement.describe
         measure_waits(self.places, placed.runner.times)
         self._placed = PlacedModule(self.lightning_module, placed, self.places)
         self._logs = PlacedLogs(self.lightning_module, self.places)
