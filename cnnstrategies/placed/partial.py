@@ -151,9 +151,11 @@ def _is_by_row(runner: "OperationRunner", func: Any, partial: Sequence[PartialTe
     if not operation.is_plain or any(t.rows is None or t.counts != first.counts for t in partial):
         return False
     for tensor in tensors_in(args, kwargs):
-        has_rows = tensor.dim() >= first.dim() and tensor.shape[0] != 1
+        if tensor.dim() > first.dim():
+            return False
+        has_rows = tensor.dim() == first.dim() and tensor.shape[0] != 1
         if type(tensor) is PartialTensor:
-            if tensor.dim() != first.dim():
+            if tensor.dim() < first.dim():
                 return False
         elif has_rows or runner.places.place_of(tensor) is not None:
             return False
@@ -174,7 +176,8 @@ def _follow(tensor: PartialTensor) -> None:
     whole = tensor.whole
     assert whole is not None
     if (tensor.shape, tensor.stride()) != (whole.shape, whole.stride()):
-        tensor.data = tensor_without_storage(PartialTensor, whole.shape, whole.stride(), whole.dtype, whole.device)
+        shape, stride, place = whole.shape, whole.stride(), tensor.place
+        tensor.data = ForeignTensor.create(tensor.interpreter, shape, stride, whole.dtype, whole.device, place)
 
 
 @lru_cache(maxsize=64)

@@ -267,8 +267,8 @@ class Places:
             parts = self._told(place, partial(self._packed, compact, read), self._subject(why, read))
             with without_modes():
                 copies |= {
-                    id(tensor): form.unpack(part, tensor.device)
-                    for tensor, form, part in zip(read, compact, parts, strict=True)
+                    key: form.unpack(part, tensor.device)
+                    for (key, tensor), form, part in zip(placed[place].items(), compact, parts, strict=True)
                 }
         return copies
 

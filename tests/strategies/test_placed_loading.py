@@ -416,8 +416,8 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
         r"batch\[0\] .* have different sizes \(\(1,\) and \(2,\)\)",
     ),
     "large rows": (
-        lambda rank: (torch.ones(99 + rank, 2), torch.ones(99, 9)),
-        r"batch\[1\] .* differ, .* each of 99 and 100 samples",
+        lambda rank: {"x": torch.ones(99 + rank, 2), "y": torch.ones(99, 9)},
+        r"batch\['y'\] .* differ, .* each of 99 and 100 samples",
     ),
     "large dtypes": (
         lambda rank: torch.ones(99, 2, dtype=[torch.half, torch.int8][rank]),

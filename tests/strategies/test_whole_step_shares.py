@@ -1,7 +1,7 @@
 """Unequal and changing shares under the whole step: the module trains as on one device."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,17 +15,15 @@ from digit_runs import assert_same_run, logged, train
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import run_apart, run_ranks
-from test_balanced import SlowRank
-from test_pipeline_shares import SlowReplica
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from whole_step_cases.base import Block
 from whole_step_cases.running import differences
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.placed import ForeignTensor
 from cnnstrategies.placed.partial import PartialTensor
-from cnnstrategies.strategies import WholeStepStrategy
+from cnnstrategies.strategies import WholeStepStrategy, stopwatch
 
 BATCH, SAMPLES = 12, 45  # The last batch has 9 samples.
 
@@ -84,24 +82,27 @@ class NewShares(Callback):
             shares.change(0, 2, (1.0, 4.0, 1.5))
 
 
-def loader(count: int, size: int, shuffle: bool) -> DataLoader[Any]:
+def loader(count: int, size: int, replicas: int, rank: int) -> DataLoader[Any]:
+    """Return the loader of one of the first stage's replicas, in order. Other ranks load nothing."""
     generator = torch.Generator().manual_seed(3)
     images = torch.rand(count, 3, 32, 32, dtype=torch.float64, generator=generator)
-    return DataLoader(TensorDataset(images, torch.randint(5, (count,), generator=generator)), size, shuffle)
+    data = TensorDataset(images, torch.randint(5, (count,), generator=generator))
+    sampler: Any = DistributedSampler(data, replicas, rank % replicas, shuffle=False)
+    return DataLoader(data, size // replicas, sampler=sampler)
 
 
 def fit(replicas: Sequence[int], options: dict[str, Any], trainer_options: dict[str, Any]) -> dict[str, Any]:
     """Train on one device, or on the ranks of a pipeline if there are replicas."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    module, strategy, devices = Images(), "auto", 1
+    module, strategy, devices, rank = Images(), "auto", 1, 0
     if replicas:
-        devices = sum(replicas)
-        os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": str(devices)}
+        devices, rank = sum(replicas), dist.get_rank()
+        os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(devices)}
         strategy = WholeStepStrategy(replicas=list(replicas), cuts=["2"], timeout=30.0, **options)
     loading = replicas[0] if replicas else 1
     trainer = quiet_trainer(strategy, devices, max_epochs=2, callbacks=[NewShares()], **trainer_options)
-    trainer.fit(module, loader(SAMPLES, BATCH // loading, False), loader(14, 8 // loading, False))
+    trainer.fit(module, loader(SAMPLES, BATCH, loading, rank), loader(14, 8, loading, rank))
     result = {name: value.detach().clone() for name, value in module.state_dict().items()}
     result |= {name: value.detach().clone() for name, value in trainer.callback_metrics.items()}
     return {"tensors": {**result, "history": torch.tensor(module.history)}, "runs": module.runs}
@@ -138,22 +139,49 @@ def test_any_shares_train_as_on_one_device(
     assert len(set(runs[2:])) == 1
 
 
-class SlowStage(SlowReplica):
-    """A callback that makes one replica of the first stage slow, for each microbatch of the whole step."""
+class SlowStage(Callback):
+    """A callback that makes one replica of the first stage slow, on a simulated clock.
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        first = pl_module.network[0 if trainer.global_rank < 2 else 3]
-        SlowRank.on_train_start(self, trainer, SimpleNamespace(network=first))
+    Args:
+        slow: Function of the step that says whether rank 1 is slow.
+    """
+
+    def __init__(self, slow: Callable[[int], bool]) -> None:
+        self.slow, self.now, self.trainer = slow, 0.0, None
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        self.now, self.trainer = 0.0, trainer
+        stopwatch.time = SimpleNamespace(perf_counter=lambda: self.now)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        clocks = trainer.strategy.timed_stages.clocks["forward"]
+        if self not in clocks:
+            clocks.append(self)  # After the clock that measures.
+
+    def begin(self) -> None:
+        trainer: Any = self.trainer
+        slow = trainer.global_rank == 1 and self.slow(trainer.global_step)
+        self.now += 0.1 if trainer.global_rank == 2 else 4.0 if slow else 1.0
+
+    def end(self) -> None:
+        pass
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now = torch.tensor(self.now, dtype=torch.float64)
+        dist.all_reduce(now, op=dist.ReduceOp.MAX)
+        self.now = now.item()  # All ranks wait for the slowest rank.
 
 
 @pytest.mark.cluster
-def test_a_slow_replica_gets_fewer_microbatches_until_it_is_fast_again(tmp_path: Path) -> None:
+def test_a_slow_replica_gets_fewer_microbatches_until_it_is_fast_again() -> None:
     data = {"global_batch_size": 20, "num_workers": 1}  # A loading worker loads ahead.
     common: dict[str, Any] = {"data": data, "max_epochs": 3, "limit_train_batches": 17, "limit_val_batches": 0}
     common["network"] = lambda: PlainCNN().double()
 
     def run(name: str, *more: Any, **options: Any) -> Any:
-        slow = SlowStage(tmp_path, lambda step: step < 17)
+        slow = SlowStage(lambda step: step < 17)
         strategy = WholeStepStrategy(
             replicas=[2, 1], cuts=["2"], microbatches=9, shares="auto", start_method="fork", timeout=60.0
         )

@@ -21,15 +21,15 @@ class DividedRows(NamedTuple):
     Attributes:
         shape: Shape of the rows of a part, or of the whole batch.
         dtype: Dtype of the tensor.
-        number: Number of the tensor in each part.
+        key: Text that is the same in all parts, and different for each tensor of a part.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    number: int
+    key: str
 
 
-def keep_rows(part: Any, samples: int, largest: int) -> tuple[Any, list[Tensor]]:
+def keep_rows(part: Any, samples: int, largest: int) -> tuple[Any, dict[str, Tensor]]:
     """Replace large tensors with a row for each sample by their metadata.
 
     Args:
@@ -38,25 +38,24 @@ def keep_rows(part: Any, samples: int, largest: int) -> tuple[Any, list[Tensor]]
         largest: Largest number of bytes of a tensor that is not replaced.
 
     Returns:
-        The part, and all its tensors with a row for each sample, by their numbers. In all parts of a batch, the same
-        tensors have the same numbers.
+        The part, and all its tensors with a row for each sample, by the keys of :class:`DividedRows`.
     """
-    tensors: list[Tensor] = []
+    tensors: dict[str, Tensor] = {}
 
-    def kept(value: Any) -> Any:
+    def kept(value: Any, path: str) -> Any:
         if isinstance(value, Tensor) and value.ndim and len(value) == samples:
-            tensors.append(value)
-            is_large = value.nbytes > largest
-            return DividedRows(tuple(value.shape), value.dtype, len(tensors) - 1) if is_large else value
+            tensors[path] = value
+            return DividedRows(tuple(value.shape), value.dtype, path) if value.nbytes > largest else value
         if isinstance(value, dict):
-            return {key: kept(item) for key, item in value.items()}
+            return {key: kept(item, f"{path}[{key!r}]") for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            if hasattr(value, "_fields"):
-                return type(value)(*map(kept, value))
-            return value if _has_items([value], [samples]) else type(value)(map(kept, value))
+            if not hasattr(value, "_fields") and _has_items([value], [samples]):
+                return value
+            items = [kept(item, f"{path}.{index}") for index, item in enumerate(value)]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         return value
 
-    return kept(part), tensors
+    return kept(part, ""), tensors
 
 
 def count_samples(part: Any) -> int:

@@ -185,7 +185,7 @@ class PlacedBatches(Iterator[Any]):
         self._loader, self._places, self._sources = loader, loader.places, loader.sources
         self._first, self._is_first = self._sources[0], self._places.rank == self._sources[0]
         self._index = 0  # Index of the next batch.
-        self._rows: list[Tensor] = []  # Tensors of this rank's part of the batch with a row for each sample.
+        self._rows: dict[str, Tensor] = {}  # Tensors of this rank's part of a batch; see `keep_rows`.
         self._counts: list[int] = []  # Number of samples that each replica of the first stage has loaded.
         # A loader may draw random numbers when its iterator is created, so this must not happen later than on one
         # device, and therefore not in a generator.
@@ -220,12 +220,11 @@ class PlacedBatches(Iterator[Any]):
             loader.note(self._index)
             self._index += 1
             batch = put_together(batches[0], self._placed)
-            self._rows = []
+            self._rows = {}
             return batch
 
     def _message(self, position: tuple[int, int], part: Any, states: dict[str, Any]) -> LoaderMessage:
         """Return the message with this rank's part of a batch. If there are several parts, large rows stay here."""
-        self._rows = []
         if part is None or isinstance(part, NoneBatch):
             return LoaderMessage(position, [] if part is None else [part], states)
         samples = count_samples(part)
@@ -290,7 +289,7 @@ class PlacedBatches(Iterator[Any]):
             form = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="meta")
             return self._places.foreign_like(form, self._sources, LABEL, CPU)
         if self._counts[self._sources.index(self._places.rank)]:
-            rows = self._rows[tensor.number]
+            rows = self._rows[tensor.key]
             rows = rows if self._loader.makes_tensors else rows.clone()
         else:
             rows = torch.empty(0, *tensor.shape[1:], dtype=tensor.dtype)
