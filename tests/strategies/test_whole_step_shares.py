@@ -161,7 +161,7 @@ class SlowStage(Callback):
     def begin(self) -> None:
         trainer: Any = self.trainer
         slow = trainer.global_rank == 1 and self.slow(trainer.global_step)
-        self.now += 0.1 if trainer.global_rank == 2 else 4.0 if slow else 1.0
+        self.now += 0.1 if trainer.global_rank == 2 else 3.0 if slow else 1.0
 
     def end(self) -> None:
         pass
