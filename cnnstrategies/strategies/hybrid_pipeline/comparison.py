@@ -22,8 +22,8 @@ from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.stage import IMAGES, Blueprint, divide
 from cnnstrategies.pipeline.tracing import mode
 from cnnstrategies.pipeline.transport import broadcast_value
-from cnnstrategies.strategies.hybrid_pipeline.batches import as_given
 from cnnstrategies.strategies.hybrid_pipeline.first_samples import (
+    as_given,
     as_loaded,
     first_samples,
     is_attached,
