@@ -104,7 +104,8 @@ class BatchRows:
         """Return the rows of some samples."""
         if len(tensor) == self.samples:
             return _select(tensor, samples)
-        return _select(tensor.unflatten(0, (self.samples, -1)), samples).flatten(0, 1)
+        by_sample = tensor.reshape(self.samples, len(tensor) // self.samples, *tensor.shape[1:])
+        return by_sample.index_select(0, samples).flatten(0, 1)
 
 
 def _select(tensor: Tensor, rows: Tensor) -> Tensor:
