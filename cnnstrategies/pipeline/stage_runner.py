@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -11,15 +12,16 @@ from cnnstrategies.pipeline.buffers import StageBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.replicas import StageReplicas
-from cnnstrategies.pipeline.stage import StageGraph, put_module_at
+from cnnstrategies.pipeline.stage import StageGraph, connections, put_module_at
 from cnnstrategies.pipeline.stored_terms import StoredTerms
 from cnnstrategies.pipeline.task_times import TaskTimes
-from cnnstrategies.pipeline.timetable import KINDS, Checkpointing, Placement, tasks_of, turns
+from cnnstrategies.pipeline.timeline import Clock
+from cnnstrategies.pipeline.timetable import Checkpointing, Placement, Schedule, Task, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed import Places
 
-SCHEDULE = "gpipe"
+SCHEDULE: Schedule = "gpipe"
 
 
 class StageRunner:
@@ -33,6 +35,8 @@ class StageRunner:
         replicas: The replicas of the stage, if the stage of another network has them already.
 
     Attributes:
+        schedule: Order of the tasks.
+        run_ahead: Whether stages hold one additional microbatch.
         replicas: The replicas of the stage.
         times: Measures the spans of this rank's stage.
         sizes: Number of samples of each microbatch of the last batch.
@@ -47,6 +51,9 @@ class StageRunner:
         unseen_draws: Number of calls in which this rank has drawn random numbers, but the generators have not advanced
             on all ranks. It enters the seeds, so that the next call does not draw the same numbers.
     """
+
+    schedule: Schedule = SCHEDULE
+    run_ahead = False
 
     def __init__(
         self, division: Division, transport: Transport, ahead: int, replicas: StageReplicas | None = None
@@ -64,8 +71,7 @@ class StageRunner:
         self.times = TaskTimes(transport)
         self.sizes: Sequence[int] = ()
         self.usual = 0
-        tasks = tasks_of(placement, transport.rank, SCHEDULE)
-        self._tasks = {kind: [task for task in tasks if task.kind == kind] for kind in KINDS}
+        self._placed_tasks = placement, tasks_of(placement, transport.rank, SCHEDULE)
         graph = division.graphs()[self.stage]
         self._turn = turns(placement.replicas, placement.microbatches, SCHEDULE)
         self.channels = Channels(graph, self._turn, transport, ask_for_all=True)
@@ -77,6 +83,32 @@ class StageRunner:
     def placement(self) -> Placement:
         """Numbering of the ranks."""
         return self.transport.placement
+
+    @property
+    def clocks(self) -> dict[str, list[Clock]]:
+        """Stopwatches of the computation of a microbatch, without waits. Keys are kinds of tasks."""
+        return self.times.clocks
+
+    @property
+    def tasks(self) -> list[Task]:
+        """Tasks of this rank for a batch, in order. They change with the shares of the placement."""
+        if self._placed_tasks[0] is not self.placement:
+            self._placed_tasks = self.placement, tasks_of(self.placement, self.transport.rank, SCHEDULE)
+        return self._placed_tasks[1]
+
+    @property
+    def connections(self) -> list[tuple[int, int]]:
+        """Pairs of stages, the first of which sends its outputs to the second."""
+        return connections(self.division.graphs())
+
+    @contextmanager
+    def under(self, placement: Placement) -> Iterator[None]:
+        """Return a context for work with a placement that was current when a batch began."""
+        current, self.transport.placement = self.placement, placement
+        try:
+            yield
+        finally:
+            self.transport.placement = current
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -124,9 +156,12 @@ class StageRunner:
             if node.op == "call_module"
             for path, module in network.get_submodule(str(node.target)).named_modules(prefix=str(node.target))
         }
-        first_ranks = [self.placement.rank_of(stage, 0) for stage in range(self.placement.stages)]
-        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks, first_ranks)
+        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks, self._first_ranks())
         self.buffers.copies_others = False
+
+    def _first_ranks(self) -> list[int]:
+        """Return for each stage the rank that runs the first microbatch."""
+        return [self.placement.rank_of(stage, 0) for stage in range(self.placement.stages)]
 
     def begin(
         self,
@@ -157,6 +192,8 @@ class StageRunner:
             # The state of an opened container has changed, on all ranks. Other values may cross the cuts now.
             self.channels.graph = graph
             self.channels.forget_headers()
+        if self.terms is not None:
+            self.terms.first_ranks = self._first_ranks()
         batch = WholeBatch(self, images, samples, needs_gradient, form, in_order, 1 if whole else self.microbatches)
         self.sizes = batch.sizes
         return batch
@@ -170,7 +207,7 @@ class StageRunner:
             key: Function that returns the size key of a microbatch; see `Channels.plan`.
             run: Function that runs the task of a microbatch.
         """
-        tasks = [task for task in self._tasks[kind] if sizes[task.microbatch]]
+        tasks = [task for task in self.tasks if task.kind == kind and sizes[task.microbatch]]
         self.channels.plan(tasks, key)
         times = [*map(self._turn, tasks), *[math.inf] * (self.ahead + 1)]
         self.channels.exchange(times[0], times[self.ahead])
