@@ -68,7 +68,9 @@ class InterleavedBatch(WholeBatch):
             return
         gradients: Sequence[Tensor | None] = ()
         if self._runner.last and microbatch in self._results:  # If it is missing, the batch runs again as a whole.
-            gradients = self._gradients(self._results[microbatch], partial(self.rows_of, microbatch=microbatch))
+            gradients = self._gradients(
+                self._results[microbatch], partial(self.rows.of_microbatch, microbatch=microbatch)
+            )
             self.started[microbatch] = gradients
             if self.terms is not None:
                 self.terms.undo()
@@ -119,7 +121,7 @@ class InterleavedBatch(WholeBatch):
         runner = self._runner
         salt, runner.unseen_draws = runner.unseen_draws, self._salt
         try:
-            with self.under_autocast(), self.draws.at_start():
+            with self.under_autocast(), self.draws.at_start(), runner.under(self._placement):
                 yield
         finally:
             runner.unseen_draws = salt

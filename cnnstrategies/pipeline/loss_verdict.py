@@ -59,7 +59,9 @@ def _pairs(
     for index, whole in enumerate(of_outputs):
         parts = [started[microbatch][index] for microbatch in batch.microbatches]
         present = [part for part in parts if part is not None]
-        rows = [] if whole is None else [batch.rows_of(whole, microbatch) for microbatch in batch.microbatches]
+        rows = (
+            [] if whole is None else [batch.rows.of_microbatch(whole, microbatch) for microbatch in batch.microbatches]
+        )
         if batch.microbatches and len(present) in (0, len(parts)):
             pairs.append((torch.cat(rows) if rows else None, torch.cat(present) if present else None))
         elif batch.microbatches:
@@ -78,7 +80,7 @@ def _started(loss: LossOfCall, batch: WholeBatch, outputs: Sequence[Tensor]) -> 
     with batch.under_autocast(), _same_statistics(terms.outside_network()):
         terms.begin_watch()
         for microbatch in batch.microbatches:
-            rows_of = partial(batch.rows_of, microbatch=microbatch)
+            rows_of = partial(batch.rows.of_microbatch, microbatch=microbatch)
             started[microbatch] = loss.gradients([*map(rows_of, outputs)], rows_of)
             terms.undo()
     if before.changed(GeneratorStates.current(device)):

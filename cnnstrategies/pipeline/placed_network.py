@@ -6,11 +6,11 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.declared_loss import DeclaredLoss
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.forms import KnownForm, form_of
 from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults
-from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
 from cnnstrategies.pipeline.placed_call import NetworkFunction, PlacedCall
 from cnnstrategies.pipeline.replicas import StageReplicas
@@ -203,8 +203,9 @@ class PlacedNetwork:
 
     def can_interleave(self, form: Hashable, samples: int) -> bool:
         """Whether batches of a form can run in the order 1F1B. It needs several microbatches, and an earlier batch."""
-        split = Split((samples,), (0,) * self.runner.microbatches, self.runner.usual)
-        return form in self.forms and form not in self._whole and sum(map(bool, split.sizes)) > 1
+        runner = self.runner
+        rows = BatchRows.of(samples, runner.placement, runner.microbatches, runner.usual)
+        return form in self.forms and form not in self._whole and not rows.is_one_microbatch
 
     def _place_new_buffers(self) -> None:
         """Mark buffers that a forward has put in the place of others."""

@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -12,11 +13,11 @@ from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults, InterleavedBatch
 from cnnstrategies.pipeline.replicas import StageReplicas
-from cnnstrategies.pipeline.stage import StageGraph, put_module_at
+from cnnstrategies.pipeline.stage import StageGraph, connections, put_module_at
 from cnnstrategies.pipeline.stored_terms import StoredTerms
 from cnnstrategies.pipeline.task_times import TaskTimes
+from cnnstrategies.pipeline.timeline import Clock
 from cnnstrategies.pipeline.timetable import (
-    SCHEDULES,
     Checkpointing,
     Kind,
     Placement,
@@ -28,6 +29,9 @@ from cnnstrategies.pipeline.timetable import (
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed import Places
+
+SCHEDULE: Schedule = "gpipe"
+_SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 
 
 class StageRunner:
@@ -41,6 +45,8 @@ class StageRunner:
         replicas: The replicas of the stage, if the stage of another network has them already.
 
     Attributes:
+        schedule: Order of the tasks.
+        run_ahead: Whether stages hold one additional microbatch.
         replicas: The replicas of the stage.
         times: Measures the spans of this rank's stage.
         sizes: Number of samples of each microbatch of the last batch.
@@ -55,6 +61,9 @@ class StageRunner:
         unseen_draws: Number of calls in which this rank has drawn random numbers, but the generators have not advanced
             on all ranks. It enters the seeds, so that the next call does not draw the same numbers.
     """
+
+    schedule: Schedule = SCHEDULE
+    run_ahead = False
 
     def __init__(
         self, division: Division, transport: Transport, ahead: int, replicas: StageReplicas | None = None
@@ -72,8 +81,9 @@ class StageRunner:
         self.times = TaskTimes(transport)
         self.sizes: Sequence[int] = ()
         self.usual = 0
+        self._placed_tasks = placement, self._tasks_of_schedules()
         graph = division.graphs()[self.stage]
-        self._turns = {order: turns(placement.replicas, placement.microbatches, order) for order in SCHEDULES}
+        self._turns = {order: turns(placement.replicas, placement.microbatches, order) for order in _SCHEDULES}
         self.channels = Channels(graph, self._turns["gpipe"], transport, ask_for_all=True)
         module, calls = _modules_of(division, graph)
         self.buffers = StageBuffers(module, self.replicas.group, calls)
@@ -83,6 +93,38 @@ class StageRunner:
     def placement(self) -> Placement:
         """Numbering of the ranks."""
         return self.transport.placement
+
+    @property
+    def clocks(self) -> dict[str, list[Clock]]:
+        """Stopwatches of the computation of a microbatch, without waits. Keys are kinds of tasks."""
+        return self.times.clocks
+
+    @property
+    def tasks(self) -> list[Task]:
+        """Tasks of this rank for a batch, in order. They change with the shares of the placement."""
+        return self._tasks(self.schedule)
+
+    def _tasks(self, schedule: Schedule) -> list[Task]:
+        if self._placed_tasks[0] is not self.placement:
+            self._placed_tasks = self.placement, self._tasks_of_schedules()
+        return self._placed_tasks[1][schedule]
+
+    def _tasks_of_schedules(self) -> dict[Schedule, list[Task]]:
+        return {schedule: tasks_of(self.placement, self.transport.rank, schedule) for schedule in _SCHEDULES}
+
+    @property
+    def connections(self) -> list[tuple[int, int]]:
+        """Pairs of stages, the first of which sends its outputs to the second."""
+        return connections(self.division.graphs())
+
+    @contextmanager
+    def under(self, placement: Placement) -> Iterator[None]:
+        """Return a context for work with a placement that was current when a batch began."""
+        current, self.transport.placement = self.placement, placement
+        try:
+            yield
+        finally:
+            self.transport.placement = current
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -130,9 +172,12 @@ class StageRunner:
             if node.op == "call_module"
             for path, module in network.get_submodule(str(node.target)).named_modules(prefix=str(node.target))
         }
-        first_ranks = [self.placement.rank_of(stage, 0) for stage in range(self.placement.stages)]
-        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks, first_ranks)
+        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks, self._first_ranks())
         self.buffers.copies_others = False
+
+    def _first_ranks(self) -> list[int]:
+        """Return for each stage the rank that runs the first microbatch."""
+        return [self.placement.rank_of(stage, 0) for stage in range(self.placement.stages)]
 
     def begin(
         self,
@@ -158,7 +203,7 @@ class StageRunner:
         Raises:
             NeedsOneMicrobatchError: A stage needs the batch as one microbatch. All ranks raise this error.
         """
-        self._refresh_graph()
+        self._refresh()
         batch = WholeBatch(self, images, samples, needs_gradient, form, in_order, 1 if whole else self.microbatches)
         self.sizes = batch.sizes
         return batch
@@ -177,17 +222,19 @@ class StageRunner:
         Raises:
             NeedsOneMicrobatchError: See :meth:`begin`.
         """
-        self._refresh_graph()
+        self._refresh()
         batch = InterleavedBatch(self, images, samples, form, gradients)
         self.sizes = batch.sizes
         return batch
 
-    def _refresh_graph(self) -> None:
+    def _refresh(self) -> None:
         graph = self.division.graphs()[self.stage]
         if graph is not self.channels.graph:
             # The state of an opened container has changed, on all ranks. Other values may cross the cuts now.
             self.channels.graph = graph
             self.channels.forget_headers()
+        if self.terms is not None:
+            self.terms.first_ranks = self._first_ranks()
 
     def run_tasks(
         self,
@@ -206,11 +253,7 @@ class StageRunner:
             key: Function that returns the size key of a microbatch; see `Channels.plan`.
             run: Function that runs a task.
         """
-        tasks = [
-            task
-            for task in tasks_of(self.placement, self.transport.rank, schedule)
-            if task.kind in kinds and sizes[task.microbatch]
-        ]
+        tasks = [task for task in self._tasks(schedule) if task.kind in kinds and sizes[task.microbatch]]
         turn = self.channels.turn = self._turns[schedule]
         self.channels.plan(tasks, key)
         times = [*map(turn, tasks), *[math.inf] * (self.ahead + 1)]

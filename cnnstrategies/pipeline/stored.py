@@ -108,7 +108,9 @@ class StoredWatch:
 
     def noted(self) -> NotedState:
         """Return the state that :meth:`begin` has noted."""
-        watched = [value for record in self._records for value in (*record.containers, *record.tensors)]
+        watched: list[Container | WatchedTensor] = []
+        for record in self._records:
+            watched += [*record.containers, *record.tensors]
         return NotedState(watched, self.modules)
 
     def outside_network(self) -> list[nn.Module]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.channels import TensorHeader, pack
 from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, combine, gradient_of_part, is_same
 from cnnstrategies.pipeline.mixing import MixingProbe
@@ -80,17 +81,17 @@ class StoredTerms:
         self.known: dict[Hashable, tuple[StoredValues, list[CombiningRule]]] = {}
         self.reports: dict[int, _Report] = {}
 
-    def begin(self, sizes: Sequence[int], needs_gradient: bool, device: torch.device, form: Hashable) -> "CallTerms":
+    def begin(self, rows: BatchRows, needs_gradient: bool, device: torch.device, form: Hashable) -> "CallTerms":
         """Begin a call of the network.
 
         Args:
-            sizes: Number of samples of each microbatch, also of those that run on other replicas.
+            rows: The rows of the batch that each microbatch contains, also of microbatches of other replicas.
             needs_gradient: Whether the forwards run with autograd.
             device: Device of this rank.
             form: Key that is equal for batches of the same form.
         """
         self.watch.begin()
-        return CallTerms(self, sizes, needs_gradient, device, (form, tuple(sizes)))
+        return CallTerms(self, rows, needs_gradient, device, (form, rows.sizes))
 
 
 class CallTerms:
@@ -101,9 +102,10 @@ class CallTerms:
     """
 
     def __init__(
-        self, terms: StoredTerms, sizes: Sequence[int], needs_gradient: bool, device: torch.device, form: Hashable
+        self, terms: StoredTerms, rows: BatchRows, needs_gradient: bool, device: torch.device, form: Hashable
     ) -> None:
-        self._terms, self._sizes, self._needs_gradient, self._device = terms, sizes, needs_gradient, device
+        self._terms, self._rows, self._needs_gradient, self._device = terms, rows, needs_gradient, device
+        self._sizes = rows.sizes
         self._form = form
         self.reason: str | None = None
         self._arguments: dict[int, tuple[Any, ...]] = {}
@@ -269,7 +271,7 @@ class CallTerms:
         for index, gradient in zip(self._with_gradient, gradients, strict=True):
             if gradient is not None:
                 tensors.append(leaves[index])
-                starts.append(gradient_of_part(self._rules[index], gradient, self._sizes, microbatch))
+                starts.append(gradient_of_part(self._rules[index], gradient, self._rows, microbatch))
         return tensors, starts
 
     def _find_rules(self) -> str | None:
@@ -355,6 +357,7 @@ class CallTerms:
         with torch.no_grad():
             for rule, column, old in zip(self._rules, columns, before, strict=True):
                 leaf = combine(rule, column, samples, old)
+                leaf = self._rows.in_order(leaf) if rule.kind == "rows" else leaf
                 needs.append(any(isinstance(part, Tensor) and part.requires_grad for part in column))
                 # A tensor with a storage of its own can have a place of its own.
                 leaves.append(leaf.clone().requires_grad_(needs[-1]) if isinstance(leaf, Tensor) else leaf)

@@ -11,14 +11,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies._torch_private import without_tensor_hooks
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.channels import TensorHeader, TensorSpec, memory_format_of, pack
 from cnnstrategies.pipeline.combining import StoredValues
-from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of
 from cnnstrategies.pipeline.random_draws import Draws
 from cnnstrategies.pipeline.second_forward import KeptInputs, SecondForwards
 from cnnstrategies.pipeline.stored_terms import CallTerms
 from cnnstrategies.pipeline.timetable import Task
+from cnnstrategies.placed.partial import PartialTensor
 
 if TYPE_CHECKING:
     from cnnstrategies.pipeline.stage_runner import StageRunner
@@ -30,6 +31,7 @@ class WholeBatch:
     The arguments are those of `StageRunner.begin`, and the largest number of microbatches.
 
     Attributes:
+        rows: The rows of the batch that each microbatch contains.
         sizes: Number of samples of each microbatch.
         microbatches: This rank's microbatches that have samples.
         parameters: Trainable parameters of the stage.
@@ -55,13 +57,14 @@ class WholeBatch:
         self._runner, self._images, self._needs_gradient, self._form = runner, images, needs_gradient, form
         kind = runner.transport.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        unused = [0] * (runner.placement.microbatches - parts)
-        usual = runner.usual if needs_gradient else None
-        self.sizes = [*Split((samples,), (0,) * parts, usual).sizes, *unused]
+        self._placement = runner.placement
+        self.rows = BatchRows.of(samples, runner.placement, parts, runner.usual if needs_gradient else 0)
+        self.sizes = self.rows.sizes
+        if runner.stage == 0:
+            self._images = tree_map(self._available, images)
         self.microbatches = [m for m in runner.placement.microbatches_of(runner.transport.rank) if self.sizes[m]]
         self.parameters = runner.parameters
-        is_one_microbatch = sum(size > 0 for size in self.sizes) == 1
-        self.draws = Draws(runner.transport, in_order and is_one_microbatch, runner.unseen_draws)
+        self.draws = Draws(runner.transport, in_order and self.rows.is_one_microbatch, runner.unseen_draws)
         self.header: TensorHeader | None = None
         self._parts: dict[int, Any] = {}
         self._leaves: dict[int, dict[int, list[Tensor]]] = {}
@@ -72,7 +75,7 @@ class WholeBatch:
         runner.buffers.begin(len(self.sizes), form)
         self.terms: CallTerms | None = None
         if runner.terms is not None:
-            self.terms = runner.terms.begin(self.sizes, needs_gradient, runner.transport.device, form)
+            self.terms = runner.terms.begin(self.rows, needs_gradient, runner.transport.device, form)
         self._runs_again = runner.microbatches_again(self.sizes) if needs_gradient else frozenset()
         self._second: SecondForwards | None = None
         if self._runs_again:
@@ -100,10 +103,10 @@ class WholeBatch:
         tensors = [spec.empty(self._runner.transport.device) for spec in header.tensors]
         for microbatch, parts in self._results.items():
             for tensor, part in zip(tensors, parts, strict=True):
-                self.rows_of(tensor, microbatch).copy_(part)
+                self._slot(tensor, microbatch).copy_(part)
         self._results.clear()
         self._runner.replicas.share_rows(tensors, self.sizes)
-        return tensors
+        return [self.rows.in_order(tensor) for tensor in tensors]
 
     def backward(
         self, gradients: Sequence[Tensor | None], keep: bool = False, of_stored: Sequence[Tensor | None] = ()
@@ -120,8 +123,8 @@ class WholeBatch:
 
         Returns:
             The gradients of ``parameters``, and in the first stage the gradients of the tensors in the images,
-            in which the rows of microbatches that other replicas have run are 0. A gradient is None if no microbatch of
-            this rank gives the tensor a gradient.
+            with the rows of one microbatch after the other, see `BatchRows.in_order`. The rows of microbatches that
+            other replicas have run are 0. A gradient is None if no microbatch of this rank gives the tensor a gradient.
 
         Raises:
             RuntimeError: This method was called before without ``keep``.
@@ -130,10 +133,12 @@ class WholeBatch:
         self._begin_backward()
 
         def run(task: Task) -> None:
-            rows = [None if whole is None else self.rows_of(whole, task.microbatch) for whole in gradients]
+            rows_of = self.rows.of_microbatch
+            rows = [None if whole is None else rows_of(whole, task.microbatch) for whole in gradients]
             self._backward(task.microbatch, rows, keep, of_stored)
 
-        self._runner.run_tasks(("backward",), "gpipe", self.sizes, self._key, run)
+        with self._runner.under(self._placement):
+            self._runner.run_tasks(("backward",), "gpipe", self.sizes, self._key, run)
         return self._sums, self._of_images
 
     def _use_graph(self, keep: bool) -> None:
@@ -208,7 +213,7 @@ class WholeBatch:
                 whole = self._of_images[index]
                 if whole is None:
                     whole = self._of_images[index] = self._zeros_like_images(index)
-                self.rows_of(whole, microbatch).copy_(gradient)
+                self._slot(whole, microbatch).copy_(gradient)
         runner.channels.send_backward(microbatch, leaves)
 
     def run_again(self, microbatch: int, arguments: tuple[Any, ...]) -> tuple[list[Tensor], StoredValues]:
@@ -243,7 +248,9 @@ class WholeBatch:
         return torch.autocast(self._runner.transport.device.type, dtype, enabled=enabled)
 
     def image_gradients(self, local: Mapping[Any, Tensor | None], indices: Sequence[int]) -> list[Tensor]:
-        """Return the gradients of tensors in the images, with all rows. All replicas of the first stage must call this.
+        """Return the gradients of tensors in the images, with all rows in the order of the batch.
+
+        All replicas of the first stage must call this.
 
         Args:
             local: By index, gradients as :meth:`backward` returns them on this rank.
@@ -251,8 +258,9 @@ class WholeBatch:
         """
         present = {index: gradient for index, gradient in local.items() if gradient is not None}
         gradients = [present[index] if index in present else self._zeros_like_images(index) for index in indices]
-        self._runner.replicas.share_rows(gradients, self.sizes)
-        return gradients
+        with self._runner.under(self._placement):
+            self._runner.replicas.share_rows(gradients, self.sizes)
+        return [self.rows.in_order(gradient) for gradient in gradients]
 
     def _zeros_like_images(self, index: int) -> Tensor:
         like = tensors_in(self._images)[index]
@@ -270,7 +278,7 @@ class WholeBatch:
                 values, leaves = channels.receive_forward(microbatch, key)
             images = None
             if runner.stage == 0:
-                images = tree_map(lambda rows: self._part(rows, microbatch), self._images)
+                images = tree_map(lambda image: self._part(image, microbatch), self._images)
                 self._parts[microbatch] = images
             timed = runner.times.timed("forward", microbatch, trains=self._needs_gradient)
             with timed, runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
@@ -333,15 +341,24 @@ class WholeBatch:
         self.terms.reason = reason
         return []
 
-    def _part(self, rows: Any, microbatch: int) -> Any:
-        """Return the rows of a microbatch, as a leaf of a graph of its own."""
-        if not isinstance(rows, Tensor):
-            return rows
-        part = self.rows_of(rows, microbatch).detach()
-        return part.requires_grad_(self._needs_gradient and rows.requires_grad)
+    def _available(self, image: Any) -> Any:
+        """Return a tensor in the images with the rows of this rank's microbatches; other values as they are."""
+        if not isinstance(image, PartialTensor) or self.rows.has_all(image):
+            return image
+        return image.made_whole().detach().requires_grad_(image.requires_grad)
 
-    def rows_of(self, tensor: Tensor, microbatch: int) -> Tensor:
-        """Return a microbatch's rows of a tensor. If the batch is one microbatch, results need not have rows."""
+    def _part(self, image: Any, microbatch: int) -> Any:
+        """Return the rows of a microbatch, as a leaf of a graph of its own."""
+        if not isinstance(image, Tensor):
+            return image
+        part = self.rows.of_image(image, microbatch).detach()
+        return part.requires_grad_(self._needs_gradient and image.requires_grad)
+
+    def _slot(self, tensor: Tensor, microbatch: int) -> Tensor:
+        """Return the part of a tensor for a microbatch, if the microbatches' rows are one after the other in it.
+
+        If the batch is one microbatch, results need not have rows.
+        """
         if self.sizes[microbatch] == sum(self.sizes):
             return tensor
         start = sum(self.sizes[:microbatch])

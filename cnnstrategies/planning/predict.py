@@ -169,8 +169,9 @@ def choose_layout(job: Job) -> tuple[Layout, Predictor]:
     """
     for checkpointing in job.checkpointings:
         predictor = Predictor(replace(job, activation_checkpointing=checkpointing))
-        layout = predictor.fixed_layout() or predictor.search()
-        assert layout is not None, "the network has enough cut positions"
+        possible = predictor.fixed_layout() or predictor.search()
+        assert possible is not None, "the network has enough cut positions"
+        layout = possible
         if predictor.time(layout) < float("inf"):
             return layout, predictor
     advice = "raise the limit, use more stages or microbatches"

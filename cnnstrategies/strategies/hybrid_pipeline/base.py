@@ -22,10 +22,11 @@ from cnnstrategies.quantities import Duration, Size, as_timedelta, size_in_bytes
 from cnnstrategies.runtime.processes import end_group_at_exit, failed_before, leave_group_at_exit
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.balancing import gather_rows
+from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
-from cnnstrategies.strategies.hybrid_pipeline.balancing import begin_dealing
+from cnnstrategies.strategies.hybrid_pipeline.balancing import TimedStages, begin_dealing
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
-from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
+from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks, warn_of_shares
 from cnnstrategies.strategies.protocol import GradientWeighting, StepKind, StrategyFacts
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
 
@@ -169,6 +170,17 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
             self._examined = loader, ranks
         return self._examined[1]
 
+    def _by_shares(self, loader: Any, ranks: LoadingRanks) -> Any:
+        """Return a training loader whose batches the replicas of the first stage divide by their shares."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self._deals is not None and self.placement.replicas[0] > 1:
+            if not ranks.all_load:
+                return by_shares(loader, trainer, self._deals)
+            if trainer.training:
+                warn_of_shares(loader)
+        return loader
+
     @property
     @override
     def batch_shares(self) -> Deals | None:
@@ -226,6 +238,11 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         """
         with cpu_group(self.time_limit) as group:
             return gather_rows(row, group)
+
+    @property
+    def timed_stages(self) -> TimedStages:
+        """The stages, whose microbatches can be timed, after the set-up."""
+        raise NotImplementedError
 
     def _transport(self) -> Transport:
         """Return the connections of this rank, after the set-up."""

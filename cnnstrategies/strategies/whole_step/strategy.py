@@ -26,6 +26,7 @@ from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.placed import GlooLink, Places
 from cnnstrategies.placed.hidden import hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
+from cnnstrategies.strategies.hybrid_pipeline.balancing import TimedStages
 from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.contract import compile_backend_of
 from cnnstrategies.strategies.hybrid_pipeline.epoch_ends import EndTogether, summarise_whole
@@ -39,6 +40,7 @@ from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
 from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
 from cnnstrategies.strategies.lost_rank import after_the_lost_rank
 from cnnstrategies.strategies.whole_step.checks import check_layout_of, check_state
+from cnnstrategies.strategies.whole_step.dealing import use_shares
 from cnnstrategies.strategies.whole_step.example import example_inputs
 from cnnstrategies.strategies.whole_step.facts import (
     differences,
@@ -80,11 +82,6 @@ class WholeStepStrategy(PipelineStrategy):
         super().__init__(**kwargs)
         # The first step, and steps of modules that do not declare their loss, run in the order of GPipe.
         self._schedule: Schedule = kwargs.get("schedule", "1f1b")
-        if (shares := self.request.shares) != "equal":
-            raise ConfigurationError(
-                f"shares={shares!r}: WholeStepStrategy does not have this option yet; leave it out, or use strategy "
-                "hybrid_pipeline"
-            )
         if self.request.run_ahead:
             raise ConfigurationError(
                 "run_ahead=True: WholeStepStrategy runs all forwards of a step before the first backward, so a stage "
@@ -209,6 +206,8 @@ class WholeStepStrategy(PipelineStrategy):
         """Divide the network, and give all parameters and buffers of the module their places."""
         assert self.lightning_module is not None
         placement = self.request.placement_on(self.world_size, layout.microbatches)
+        if self._deals is not None:
+            placement = replace(placement, shares=self._deals.shares)
         assert self.places is not None
         self._connections = transport = Transport(placement, self.time_limit, self.root_device)
         ahead = AHEAD if transport.has_tags else 0
@@ -240,10 +239,17 @@ class WholeStepStrategy(PipelineStrategy):
     def process_dataloader(self, dataloader: object) -> Any:
         assert self.lightning_module is not None
         trainer, ranks = self.lightning_module.trainer, self._loading_ranks(dataloader)
-        arguments = dataloader, ranks, self._rules, self.placement, self._most
+        common = ranks, self._rules, self.placement, self._most
         if trainer.state.fn == TrainerFn.PREDICTING:
-            return PlacedPredictionLoader(*arguments, has_rows=self.is_global_zero)
-        return PlacedLoader(*arguments)
+            return PlacedPredictionLoader(dataloader, *common, has_rows=self.is_global_zero)
+        return PlacedLoader(self._by_shares(dataloader, ranks), *common)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        assert self.lightning_module is not None
+        if self._connections is not None:
+            use_shares(self.lightning_module.trainer, self._connections, self._deals)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     # Steps
 
@@ -389,6 +395,11 @@ class WholeStepStrategy(PipelineStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # Facts
+
+    @property
+    @override
+    def timed_stages(self) -> TimedStages:
+        return self._network.runner
 
     @property
     def _network(self) -> PlacedNetwork:
