@@ -68,7 +68,8 @@ def compare(
     """
     if any((total is None) != (part is None) for total, part in zip(arrived, through, strict=True)):
         return different(OTHER_TERM)
-    present = [(total, part) for total, part in zip(arrived, through, strict=True) if total is not None]
+    pairs_of_results = zip(arrived, through, strict=True)
+    present = [(total, part) for total, part in pairs_of_results if total is not None and part is not None]
     if any(isinstance(tensor, ForeignTensor) for pair in (*present, (of_loss,)) for tensor in pair):
         return different("the step computes with the loss on ranks of other stages")
     ratio = of_loss.double() / scale
