@@ -18,7 +18,7 @@ pytestmark = pytest.mark.light
 
 
 def test_options_without_effect_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="run_ahead=True: .*; leave run_ahead out"):
+    with pytest.raises(ConfigurationError, match=r"run_ahead=True: .*; leave run_ahead out"):
         WholeStepStrategy(stages=2, run_ahead=True)
     assert WholeStepStrategy(stages=2, run_ahead=False).request.run_ahead is False
 
