@@ -44,6 +44,7 @@ from cnnstrategies.strategies.whole_step.facts import (
     warn_after_first_batch,
     weight_of_batch,
 )
+from cnnstrategies.strategies.whole_step.kept_values import bring_kept_values
 from cnnstrategies.strategies.whole_step.loader_messages import end_together
 from cnnstrategies.strategies.whole_step.loading import PlacedLoader, PlacedPredictionLoader
 from cnnstrategies.strategies.whole_step.logs import PlacedLogs
@@ -421,6 +422,8 @@ class WholeStepStrategy(PipelineStrategy):
         if self._placed is not None and not self._failed:
             self._placed.restore(self.optimizers)
             assert places is not None
+            assert self.lightning_module is not None
+            bring_kept_values(places, [self.lightning_module, *self.lightning_module.trainer.callbacks])
             self._entered.close()
             places.messages.close()
             self._transport().close()
