@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from cnnstrategies._lightning_private import allow_skipped_steps
+from cnnstrategies._lightning_private import allow_skipped_steps, asks_of_sigterm
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.engine import AHEAD
@@ -179,7 +179,7 @@ class WholeStepStrategy(PipelineStrategy):
         self._same_random_numbers()
         self._replaced.enter_context(metrics_of_one_process())
         if trainer.state.fn == TrainerFn.FITTING:
-            callbacks.insert(0, EndTogether(partial(end_together, self.places, self.placement.ranks(0))))
+            callbacks.insert(0, EndTogether(self._end_together))
             callbacks += callbacks_for_cuts(self.places, self._network.runner.times, self._layout[1], self._gather)
             self._layout = network, replace(self._layout[1], planned=False, recut=None)  # One comparison is enough.
             self._replaced.callback(_remove, callbacks, EndTogether, StageTimes)
@@ -255,6 +255,14 @@ class WholeStepStrategy(PipelineStrategy):
         result = self._step("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
         # Predictions are read after the run, by the caller of `Trainer.predict`.
         return predictions_on_rank_zero(self._rules, result)
+
+    def _end_together(self) -> None:
+        assert self.lightning_module is not None
+        if self.world_size > 1 and asks_of_sigterm(self.lightning_module.trainer):
+            # Before each batch, Lightning broadcasts whether rank 0 has got a signal. A rank that continues waits here.
+            with self._rules.local():
+                dist.broadcast(torch.zeros(1, dtype=torch.int64, device=self.root_device), 0)
+        end_together(self._rules, self.placement.ranks(0))
 
     @after_the_lost_rank
     def _step(self, name: str, context: AbstractContextManager[Any], args: Sequence[Any], kwargs: Any) -> Any:
