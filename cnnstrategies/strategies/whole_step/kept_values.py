@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cnnstrategies._torch_private import swap_contents
 from cnnstrategies.placed import ForeignTensor, Places
+from cnnstrategies.strategies.whole_step.network import tensors_of
 
 DEPTH = 8  # Largest number of objects and containers around a tensor.
 LONG = 10_000  # A longer list is only searched if it begins with a tensor.
@@ -21,7 +22,7 @@ NOT_SEARCHED = (str, bytes, int, float, type(None), type, Dataset, DataLoader, L
 NOT_SEARCHED += (nn.parameter.UninitializedTensorMixin,)
 
 
-def bring_kept_values(places: Places, holders: Iterable[Any]) -> None:
+def bring_kept_values(places: Places, module: nn.Module, callbacks: Iterable[Any]) -> None:
     """Give all ranks the values of tensors in attributes of a module and of callbacks. All ranks must call this.
 
     The tensors may be in lists, tuples, dictionaries and objects of the user's own classes. If the ranks have kept
@@ -29,10 +30,11 @@ def bring_kept_values(places: Places, holders: Iterable[Any]) -> None:
 
     Args:
         places: The rules of this rank.
-        holders: The module and the callbacks.
+        module: The module, whose parameters and buffers already have their values on all ranks.
+        callbacks: The trainer's callbacks.
     """
-    seen: set[int] = set()
-    kept = [tensor for holder in holders for tensor in _tensors_in(holder, seen, 0) if places.place_of(tensor)]
+    seen = {id(tensor) for _, tensor in tensors_of(module)}
+    kept = [tensor for holder in (module, *callbacks) for tensor in _tensors_in(holder, seen, 0) if places.place_of(tensor)]
     forms = [(tuple(tensor.shape), str(tensor.dtype), places.place_of(tensor)) for tensor in kept]
     everyone = places.exchange(forms, range(places.world_size), "kept values")
     if any(other != forms for other in everyone):

@@ -311,14 +311,16 @@ class WholeStepStrategy(PipelineStrategy):
         """
         if not isinstance(tensor, Tensor):
             return tensor
-        value = self._rules.everywhere(tensor.detach(), "reduce")
+        value = tensor.detach() if self.places is None else self.places.everywhere(tensor.detach(), "reduce")
         how = str(reduce_op).lower().rpartition(".")[2]
         return getattr(self.gather_from_ranks(value), f"a{how}")(0) if how in ("max", "min") else value
 
     @override
     def gather_from_ranks(self, values: Tensor) -> Tensor:
         """Return tensors of all ranks, whose values may differ. All ranks must call this."""
-        with self._rules.local():
+        if self.places is None:  # After the end of a run.
+            return FailingTogetherDDPStrategy.all_gather(self, values).reshape(self.world_size, *values.shape)
+        with self.places.local():
             own = values.detach().cpu().contiguous()
             rows = [torch.empty_like(own) for _ in range(self.world_size)]
             dist.all_gather(rows, own, group=self._transport().control)
@@ -431,7 +433,7 @@ class WholeStepStrategy(PipelineStrategy):
             self._placed.restore(self.optimizers)
             assert places is not None
             assert self.lightning_module is not None
-            bring_kept_values(places, [self.lightning_module, *self.lightning_module.trainer.callbacks])
+            bring_kept_values(places, self.lightning_module, self.lightning_module.trainer.callbacks)
             self._entered.close()
             places.messages.close()
             self._transport().close()
