@@ -216,7 +216,7 @@ def test_a_replica_that_waits_for_the_others_gradients_reduces():
     first, last = stages_of([2, 1], Slow(0, forward=0.0, backward=0.1), nn.Tanh())
     # These are means over a replica that takes 200 ms for its two backwards and a replica that waits for it.
     assert first["backward"] >= 100
-    assert first["reduce"] + first["gather"] > 50, "it waits for the gradients, or for the news which gradients there are"
+    assert first["reduce"] + first["gather"] > 50, "it waits for gradients, or for their names"
     assert last["reduce"] < 50
     assert last["gather"] + last["other"] > 50, "it waits for outputs of all ranks, or for a callback's broadcast"
 

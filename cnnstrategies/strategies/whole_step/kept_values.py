@@ -34,7 +34,8 @@ def bring_kept_values(places: Places, module: nn.Module, callbacks: Iterable[Any
         callbacks: The trainer's callbacks.
     """
     seen = {id(tensor) for _, tensor in tensors_of(module)}
-    kept = [tensor for holder in (module, *callbacks) for tensor in _tensors_in(holder, seen, 0) if places.place_of(tensor)]
+    tensors = [tensor for holder in (module, *callbacks) for tensor in _tensors_in(holder, seen, 0)]
+    kept = [tensor for tensor in tensors if places.place_of(tensor) is not None]
     forms = [(tuple(tensor.shape), str(tensor.dtype), places.place_of(tensor)) for tensor in kept]
     everyone = places.exchange(forms, range(places.world_size), "kept values")
     if any(other != forms for other in everyone):
