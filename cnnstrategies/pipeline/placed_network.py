@@ -114,6 +114,7 @@ class PlacedNetwork:
                 self.runner.replicas,  # A process group cannot be created during a step.
             )
         copied.runner.microbatches, copied.runner.usual = self.runner.microbatches, self.runner.usual
+        copied.runner.activation_checkpointing = self.runner.activation_checkpointing
         copied.runner.times = self.runner.times
         return copied
 

@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -11,15 +12,16 @@ from cnnstrategies.pipeline.buffers import StageBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.replicas import StageReplicas
-from cnnstrategies.pipeline.stage import StageGraph, put_module_at
+from cnnstrategies.pipeline.stage import StageGraph, connections, put_module_at
 from cnnstrategies.pipeline.stored_terms import StoredTerms
 from cnnstrategies.pipeline.task_times import TaskTimes
-from cnnstrategies.pipeline.timetable import KINDS, Placement, tasks_of, turns
+from cnnstrategies.pipeline.timeline import Clock
+from cnnstrategies.pipeline.timetable import Checkpointing, Placement, Schedule, Task, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed import Places
 
-SCHEDULE = "gpipe"
+SCHEDULE: Schedule = "gpipe"
 
 
 class StageRunner:
@@ -33,15 +35,25 @@ class StageRunner:
         replicas: The replicas of the stage, if the stage of another network has them already.
 
     Attributes:
+        schedule: Order of the tasks.
+        run_ahead: Whether stages hold one additional microbatch.
         replicas: The replicas of the stage.
         times: Measures the spans of this rank's stage.
         sizes: Number of samples of each microbatch of the last batch.
         usual: Number of samples of a training batch of the usual size; 0 if it is not known. A smaller batch is divided
             into fewer microbatches, because BatchNorm needs several samples in each microbatch.
         microbatches: Number of microbatches into which batches are divided, at most the placement's number.
+        activation_checkpointing: Which of this rank's forwards run again for the backward, so that only their inputs
+            are kept: none (``never``), all except the last (``except_last``), or all (``always``). All ranks have the
+            same value.
+        changes_inputs: Whether the stage changes its arguments in place, so that forwards that run again need copies.
+        compared_forms: Forms of batches for which the results of first and second forwards have been compared.
         unseen_draws: Number of calls in which this rank has drawn random numbers, but the generators have not advanced
             on all ranks. It enters the seeds, so that the next call does not draw the same numbers.
     """
+
+    schedule: Schedule = SCHEDULE
+    run_ahead = False
 
     def __init__(
         self, division: Division, transport: Transport, ahead: int, replicas: StageReplicas | None = None
@@ -51,13 +63,15 @@ class StageRunner:
         self.stage = transport.place.stage
         self.last = self.stage == placement.stages - 1
         self.microbatches = placement.microbatches
+        self.activation_checkpointing: Checkpointing = "never"
+        self.changes_inputs = False
+        self.compared_forms: set[Hashable] = set()
         self.unseen_draws = 0
         self.replicas = replicas or StageReplicas(transport)
         self.times = TaskTimes(transport)
         self.sizes: Sequence[int] = ()
         self.usual = 0
-        tasks = tasks_of(placement, transport.rank, SCHEDULE)
-        self._tasks = {kind: [task for task in tasks if task.kind == kind] for kind in KINDS}
+        self._placed_tasks = placement, tasks_of(placement, transport.rank, SCHEDULE)
         graph = division.graphs()[self.stage]
         self._turn = turns(placement.replicas, placement.microbatches, SCHEDULE)
         self.channels = Channels(graph, self._turn, transport, ask_for_all=True)
@@ -71,6 +85,32 @@ class StageRunner:
         return self.transport.placement
 
     @property
+    def clocks(self) -> dict[str, list[Clock]]:
+        """Stopwatches of the computation of a microbatch, without waits. Keys are kinds of tasks."""
+        return self.times.clocks
+
+    @property
+    def tasks(self) -> list[Task]:
+        """Tasks of this rank for a batch, in order. They change with the shares of the placement."""
+        if self._placed_tasks[0] is not self.placement:
+            self._placed_tasks = self.placement, tasks_of(self.placement, self.transport.rank, SCHEDULE)
+        return self._placed_tasks[1]
+
+    @property
+    def connections(self) -> list[tuple[int, int]]:
+        """Pairs of stages, the first of which sends its outputs to the second."""
+        return connections(self.division.graphs())
+
+    @contextmanager
+    def under(self, placement: Placement) -> Iterator[None]:
+        """Return a context for work with a placement that was current when a batch began."""
+        current, self.transport.placement = self.placement, placement
+        try:
+            yield
+        finally:
+            self.transport.placement = current
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """Trainable parameters of this stage that the network uses, in the order of the network."""
         return [
@@ -81,6 +121,17 @@ class StageRunner:
             and tensor.requires_grad
             and name in self.division.used
         ]
+
+    def microbatches_again(self, sizes: Sequence[int]) -> frozenset[int]:
+        """Return this rank's microbatches whose forwards run again for the backward.
+
+        Args:
+            sizes: Number of samples of each microbatch.
+        """
+        if self.activation_checkpointing == "never":
+            return frozenset()
+        own = [m for m in self.placement.microbatches_of(self.transport.rank) if sizes[m]]
+        return frozenset(own[:-1] if self.activation_checkpointing == "except_last" else own)
 
     def watch(self, owner: nn.Module, places: Places, ranks: Sequence[tuple[int, ...]]) -> None:
         """Take care of what forwards store on modules from now on.
@@ -105,9 +156,12 @@ class StageRunner:
             if node.op == "call_module"
             for path, module in network.get_submodule(str(node.target)).named_modules(prefix=str(node.target))
         }
-        first_ranks = [self.placement.rank_of(stage, 0) for stage in range(self.placement.stages)]
-        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks, first_ranks)
+        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks, self._first_ranks())
         self.buffers.copies_others = False
+
+    def _first_ranks(self) -> list[int]:
+        """Return for each stage the rank that runs the first microbatch."""
+        return [self.placement.rank_of(stage, 0) for stage in range(self.placement.stages)]
 
     def begin(
         self,
@@ -138,6 +192,8 @@ class StageRunner:
             # The state of an opened container has changed, on all ranks. Other values may cross the cuts now.
             self.channels.graph = graph
             self.channels.forget_headers()
+        if self.terms is not None:
+            self.terms.first_ranks = self._first_ranks()
         batch = WholeBatch(self, images, samples, needs_gradient, form, in_order, 1 if whole else self.microbatches)
         self.sizes = batch.sizes
         return batch
@@ -151,7 +207,7 @@ class StageRunner:
             key: Function that returns the size key of a microbatch; see `Channels.plan`.
             run: Function that runs the task of a microbatch.
         """
-        tasks = [task for task in self._tasks[kind] if sizes[task.microbatch]]
+        tasks = [task for task in self.tasks if task.kind == kind and sizes[task.microbatch]]
         self.channels.plan(tasks, key)
         times = [*map(self._turn, tasks), *[math.inf] * (self.ahead + 1)]
         self.channels.exchange(times[0], times[self.ahead])

@@ -10,11 +10,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies._torch_private import without_tensor_hooks
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.channels import TensorHeader, TensorSpec, memory_format_of, pack
-from cnnstrategies.pipeline.microbatches import Split
+from cnnstrategies.pipeline.combining import StoredValues
 from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of
 from cnnstrategies.pipeline.random_draws import Draws
+from cnnstrategies.pipeline.second_forward import KeptInputs, SecondForwards
 from cnnstrategies.pipeline.stored_terms import CallTerms
+from cnnstrategies.placed.partial import PartialTensor
 
 if TYPE_CHECKING:
     from cnnstrategies.pipeline.stage_runner import StageRunner
@@ -24,6 +27,7 @@ class WholeBatch:
     """One call of a divided network with a whole batch.
 
     Attributes:
+        rows: The rows of the batch that each microbatch contains.
         sizes: Number of samples of each microbatch.
         parameters: Trainable parameters of the stage.
         draws: Random draws of this rank's forwards.
@@ -45,22 +49,28 @@ class WholeBatch:
         self._runner, self._images, self._needs_gradient, self._form = runner, images, needs_gradient, form
         kind = runner.transport.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        unused = [0] * (runner.placement.microbatches - parts)
-        usual = runner.usual if needs_gradient else None
-        self.sizes = [*Split((samples,), (0,) * parts, usual).sizes, *unused]
+        self._placement = runner.placement
+        self.rows = BatchRows.of(samples, runner.placement, parts, runner.usual if needs_gradient else 0)
+        self.sizes = self.rows.sizes
+        if runner.stage == 0:
+            self._images = tree_map(self._available, images)
         self.parameters = runner.parameters
-        is_one_microbatch = sum(size > 0 for size in self.sizes) == 1
-        self.draws = Draws(runner.transport, in_order and is_one_microbatch, runner.unseen_draws)
+        self.draws = Draws(runner.transport, in_order and self.rows.is_one_microbatch, runner.unseen_draws)
         self.header: TensorHeader | None = None
         self._parts: dict[int, Any] = {}
         self._leaves: dict[int, dict[int, list[Tensor]]] = {}
         self._roots: dict[int, list[Tensor]] = {}
         self._results: dict[int, list[Tensor]] = {}
+        self._kept: dict[int, KeptInputs] = {}
         self._is_done = False
         runner.buffers.begin(len(self.sizes), form)
         self.terms: CallTerms | None = None
         if runner.terms is not None:
-            self.terms = runner.terms.begin(self.sizes, needs_gradient, runner.transport.device, form)
+            self.terms = runner.terms.begin(self.rows, needs_gradient, runner.transport.device, form)
+        self._runs_again = runner.microbatches_again(self.sizes) if needs_gradient else frozenset()
+        self._second: SecondForwards | None = None
+        if self._runs_again:
+            self._second = SecondForwards(runner, self.draws, self.terms, self._autocast, form)
         try:
             runner.run_tasks("forward", self.sizes, self._key, self._forward)
             if self.terms is not None:
@@ -85,10 +95,10 @@ class WholeBatch:
         tensors = [spec.empty(self._runner.transport.device) for spec in header.tensors]
         for microbatch, parts in self._results.items():
             for tensor, part in zip(tensors, parts, strict=True):
-                self._rows(tensor, microbatch).copy_(part.detach())
+                self._slot(tensor, microbatch).copy_(part)
         self._results.clear()
         self._runner.replicas.share_rows(tensors, self.sizes)
-        return tensors
+        return [self.rows.in_order(tensor) for tensor in tensors]
 
     def backward(
         self, gradients: Sequence[Tensor | None], keep: bool = False, of_stored: Sequence[Tensor | None] = ()
@@ -105,8 +115,8 @@ class WholeBatch:
 
         Returns:
             The gradients of ``parameters``, and in the first stage the gradients of the tensors in the images,
-            in which the rows of microbatches that other replicas have run are 0. A gradient is None if no microbatch of
-            this rank gives the tensor a gradient.
+            with the rows of one microbatch after the other, see `BatchRows.in_order`. The rows of microbatches that
+            other replicas have run are 0. A gradient is None if no microbatch of this rank gives the tensor a gradient.
 
         Raises:
             RuntimeError: This method was called before without ``keep``.
@@ -123,21 +133,28 @@ class WholeBatch:
 
         def run(microbatch: int) -> None:
             if runner.last:
-                received = [None if whole is None else self._rows(whole, microbatch) for whole in gradients]
+                rows_of = self.rows.of_microbatch
+                received = [None if whole is None else rows_of(whole, microbatch) for whole in gradients]
             else:
                 with runner.times.timed("receive", microbatch):
                     parts = runner.channels.receive_backward(microbatch)
                 received = [gradient for part in parts.values() for gradient in part]
-            leaves, roots, part = self._leaves[microbatch], self._roots[microbatch], self._parts.get(microbatch)
-            if not keep:
-                for held in (self._leaves, self._roots, self._parts):
-                    held.pop(microbatch, None)
-            if self.terms is not None:
-                stored, starts = self.terms.roots(microbatch, of_stored, keep)
-                roots, received = [*roots, *stored], [*received, *starts]
+            part, kept = self._parts.get(microbatch), self._kept.get(microbatch)
+            leaves = self._leaves[microbatch] if kept is None else kept.leaves
             inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], tensors_in(part)
+            second: StoredValues | None = None
             with runner.times.timed("backward", microbatch, trains=True):
-                results = gradients_of(roots, received, [*parameters, *inputs, *images], keep)
+                if kept is None:
+                    roots = self._roots[microbatch]
+                else:
+                    roots, second = self.run_again(microbatch, kept.checked_arguments())
+                if not keep:
+                    for held in (self._leaves, self._roots, self._parts, self._kept):
+                        held.pop(microbatch, None)
+                if self.terms is not None:
+                    stored, starts = self.terms.roots(microbatch, of_stored, keep, second)
+                    roots, received = [*roots, *stored], [*received, *starts]
+                results = gradients_of(roots, received, [*parameters, *inputs, *images], keep and kept is None)
             add_gradients(sums, results[: len(parameters)], summed)
             for tensor, gradient in zip(inputs, results[len(parameters) :], strict=False):
                 tensor.grad = gradient
@@ -146,15 +163,47 @@ class WholeBatch:
                     whole = of_images[index]
                     if whole is None:
                         whole = of_images[index] = self._zeros_like_images(index)
-                    self._rows(whole, microbatch).copy_(gradient)
+                    self._slot(whole, microbatch).copy_(gradient)
             runner.channels.send_backward(microbatch, leaves)
 
-        with torch.autocast(runner.transport.device.type, enabled=False), without_tensor_hooks(parameters):
+        with (
+            torch.autocast(runner.transport.device.type, enabled=False),
+            without_tensor_hooks(parameters),
+            runner.under(self._placement),
+        ):
             runner.run_tasks("backward", self.sizes, self._key, run)
         return sums, of_images
 
+    def run_again(self, microbatch: int, arguments: tuple[Any, ...]) -> tuple[list[Tensor], StoredValues]:
+        """Run a microbatch's forward again, as in :class:`SecondForwards`. Nothing is sent.
+
+        Args:
+            microbatch: The microbatch.
+            arguments: The arguments of the microbatch's first forward. Tensors whose gradients are needed must be
+                leaves of the graph.
+
+        Returns:
+            The tensors in the stage's result, in the order of the gradients that the microbatch's backward gets, and
+            what the forward has stored, see `CallTerms.roots`.
+        """
+        assert self._second is not None
+        result, stored = self._second.run(microbatch, arguments)
+        roots = self._roots_of(result)
+        self._second.check(microbatch, roots)
+        return roots, stored
+
+    def _roots_of(self, result: Any) -> list[Tensor]:
+        """Return the tensors in a stage's result whose gradients the backward gets."""
+        channels = self._runner.channels
+        if self._runner.last:
+            return pack((result,), ask_for_all=False)[1]
+        roots = channels.roots(dict(zip(channels.graph.outputs, result, strict=True)))
+        return [tensor for tensors in roots.values() for tensor in tensors]
+
     def image_gradients(self, local: Mapping[Any, Tensor | None], indices: Sequence[int]) -> list[Tensor]:
-        """Return the gradients of tensors in the images, with all rows. All replicas of the first stage must call this.
+        """Return the gradients of tensors in the images, with all rows in the order of the batch.
+
+        All replicas of the first stage must call this.
 
         Args:
             local: By index, gradients as :meth:`backward` returns them on this rank.
@@ -162,8 +211,9 @@ class WholeBatch:
         """
         present = {index: gradient for index, gradient in local.items() if gradient is not None}
         gradients = [present[index] if index in present else self._zeros_like_images(index) for index in indices]
-        self._runner.replicas.share_rows(gradients, self.sizes)
-        return gradients
+        with self._runner.under(self._placement):
+            self._runner.replicas.share_rows(gradients, self.sizes)
+        return [self.rows.in_order(gradient) for gradient in gradients]
 
     def _zeros_like_images(self, index: int) -> Tensor:
         like = tensors_in(self._images)[index]
@@ -175,16 +225,18 @@ class WholeBatch:
     def _forward(self, microbatch: int) -> None:
         runner = self._runner
         channels, key = runner.channels, self._key(microbatch)
+        runs_again = microbatch in self._runs_again
         with torch.set_grad_enabled(self._needs_gradient):
             with runner.times.timed("receive", microbatch):
                 values, leaves = channels.receive_forward(microbatch, key)
             images = None
             if runner.stage == 0:
-                images = tree_map(lambda rows: self._part(rows, microbatch), self._images)
+                images = tree_map(lambda image: self._part(image, microbatch), self._images)
                 self._parts[microbatch] = images
             timed = runner.times.timed("forward", microbatch, trains=self._needs_gradient)
             with timed, runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
                 arguments = channels.inputs(values, images)
+                kept = KeptInputs.of(arguments, leaves, runner.changes_inputs) if runs_again else None
                 if self.terms is None:
                     result = runner.division.run(runner.stage, *arguments)
                 else:
@@ -193,10 +245,20 @@ class WholeBatch:
                 roots = self._hold(microbatch, result)
             else:
                 named = dict(zip(channels.graph.outputs, result, strict=True))
-                sent = channels.send_forward(microbatch, key, named, training=self._needs_gradient)
+                # All backwards come after all forwards, so the receivers do not wait for this rank's gradients.
+                sent = channels.send_forward(microbatch, key, named, training=False)
                 roots = [tensor for tensors in sent.values() for tensor in tensors]
         self.draws.pass_on(microbatch)
-        if self._needs_gradient:
+        if kept is not None and kept.have_changed:
+            # This forward cannot run again, so its graph is kept. For the next forwards, copies are kept.
+            kept, runner.changes_inputs = None, True
+        if kept is not None:
+            assert self._second is not None
+            self._second.note(microbatch, roots)
+            self._kept[microbatch] = kept
+            if self.terms is not None:
+                self.terms.drop_graph(microbatch)
+        elif self._needs_gradient:
             self._leaves[microbatch], self._roots[microbatch] = leaves, roots
 
     def _hold(self, microbatch: int, result: Any) -> list[Tensor]:
@@ -219,7 +281,7 @@ class WholeBatch:
             return self._need_whole(
                 f"the network returns {header.leaves} for one part of the batch, and {self.header.leaves} for another"
             )
-        self._results[microbatch] = tensors
+        self._results[microbatch] = [tensor.detach() for tensor in tensors]
         return tensors
 
     def _need_whole(self, reason: str) -> list[Tensor]:
@@ -233,15 +295,24 @@ class WholeBatch:
         self.terms.reason = reason
         return []
 
-    def _part(self, rows: Any, microbatch: int) -> Any:
-        """Return the rows of a microbatch, as a leaf of a graph of its own."""
-        if not isinstance(rows, Tensor):
-            return rows
-        part = self._rows(rows, microbatch).detach()
-        return part.requires_grad_(self._needs_gradient and rows.requires_grad)
+    def _available(self, image: Any) -> Any:
+        """Return a tensor in the images with the rows of this rank's microbatches; other values as they are."""
+        if not isinstance(image, PartialTensor) or self.rows.has_all(image):
+            return image
+        return image.made_whole().detach().requires_grad_(image.requires_grad)
 
-    def _rows(self, tensor: Tensor, microbatch: int) -> Tensor:
-        """Return a microbatch's rows of a tensor. If the batch is one microbatch, results need not have rows."""
+    def _part(self, image: Any, microbatch: int) -> Any:
+        """Return the rows of a microbatch, as a leaf of a graph of its own."""
+        if not isinstance(image, Tensor):
+            return image
+        part = self.rows.of_image(image, microbatch).detach()
+        return part.requires_grad_(self._needs_gradient and image.requires_grad)
+
+    def _slot(self, tensor: Tensor, microbatch: int) -> Tensor:
+        """Return the part of a tensor for a microbatch, if the microbatches' rows are one after the other in it.
+
+        If the batch is one microbatch, results need not have rows.
+        """
         if self.sizes[microbatch] == sum(self.sizes):
             return tensor
         start = sum(self.sizes[:microbatch])

@@ -25,18 +25,21 @@ from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.placed import GlooLink, Places
 from cnnstrategies.placed.hidden import hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
+from cnnstrategies.strategies.hybrid_pipeline.balancing import TimedStages
 from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.contract import compile_backend_of
 from cnnstrategies.strategies.hybrid_pipeline.epoch_ends import EndTogether, summarise_whole
 from cnnstrategies.strategies.hybrid_pipeline.first_samples import is_attached, on_device_of
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
     ChosenLayout,
+    LayoutRequest,
     describe_pipeline,
 )
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
 from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
 from cnnstrategies.strategies.lost_rank import after_the_lost_rank
 from cnnstrategies.strategies.whole_step.checks import check_layout_of, check_state
+from cnnstrategies.strategies.whole_step.dealing import use_shares
 from cnnstrategies.strategies.whole_step.example import example_inputs
 from cnnstrategies.strategies.whole_step.facts import (
     differences,
@@ -75,13 +78,11 @@ class WholeStepStrategy(PipelineStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        for name, default in (("shares", "equal"), ("activation_checkpointing", "never"), ("run_ahead", None)):
-            if (value := getattr(self.request, name)) != default:
-                raise ConfigurationError(
-                    f"{name}={value!r}: WholeStepStrategy does not have this option yet; leave it out, or use strategy "
-                    "hybrid_pipeline"
-                )
-        self.request = replace(self.request, schedule="gpipe")
+        if self.request.run_ahead:
+            raise ConfigurationError(
+                "run_ahead=True: WholeStepStrategy runs all forwards of a step before the first backward, so a stage "
+                "cannot hold more microbatches than it holds anyway; leave run_ahead out"
+            )
         self._connections: Transport | None = None
         self._forward: DividedForward | None = None
         self._placed: PlacedModule | None = None
@@ -90,6 +91,12 @@ class WholeStepStrategy(PipelineStrategy):
         self._has_trained = False  # Whether a training step has run since the set-up.
         self._replaced = ExitStack()  # Gives objects of the user their own methods back.
         self._entered = ExitStack()  # Turns the rules off.
+
+    @override
+    @classmethod
+    def layout_request(cls, options: Mapping[str, Any]) -> LayoutRequest:
+        """Return the options that say how the network is divided, with the schedule that runs."""
+        return replace(super().layout_request(options), schedule="gpipe")
 
     # Before the processes start
 
@@ -195,10 +202,13 @@ class WholeStepStrategy(PipelineStrategy):
         """Divide the network, and give all parameters and buffers of the module their places."""
         assert self.lightning_module is not None
         placement = self.request.placement_on(self.world_size, layout.microbatches)
+        if self._deals is not None:
+            placement = replace(placement, shares=self._deals.shares)
         assert self.places is not None
         self._connections = transport = Transport(placement, self.time_limit, self.root_device)
         ahead = AHEAD if transport.has_tags else 0
         placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead, self.lightning_module)
+        placed.runner.activation_checkpointing = layout.checkpointing
         self._forward = DividedForward(placed)
         self._replaced.callback(self._forward.remove)
         self.places.messages.describe = placement.describe
@@ -224,10 +234,17 @@ class WholeStepStrategy(PipelineStrategy):
     def process_dataloader(self, dataloader: object) -> Any:
         assert self.lightning_module is not None
         trainer, ranks = self.lightning_module.trainer, self._loading_ranks(dataloader)
-        arguments = dataloader, ranks, self._rules, self.placement, self._most
+        common = ranks, self._rules, self.placement, self._most
         if trainer.state.fn == TrainerFn.PREDICTING:
-            return PlacedPredictionLoader(*arguments, has_rows=self.is_global_zero)
-        return PlacedLoader(*arguments)
+            return PlacedPredictionLoader(dataloader, *common, has_rows=self.is_global_zero)
+        return PlacedLoader(self._by_shares(dataloader, ranks), *common)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        assert self.lightning_module is not None
+        if self._connections is not None:
+            use_shares(self.lightning_module.trainer, self._connections, self._deals)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     # Steps
 
@@ -382,6 +399,11 @@ class WholeStepStrategy(PipelineStrategy):
     # Facts
 
     @property
+    @override
+    def timed_stages(self) -> TimedStages:
+        return self._network.runner
+
+    @property
     def _network(self) -> PlacedNetwork:
         assert self._forward is not None, "the strategy has been set up"
         return self._forward.placed
@@ -392,6 +414,7 @@ class WholeStepStrategy(PipelineStrategy):
         rows = describe_pipeline(
             placement, placed.division.graphs(), self.parameters_per_device, self.request, batch_size
         )
+        rows += self._chosen_layout.panel_rows()
         return rows if placed.one_microbatch is None else [*rows, ("one microbatch", placed.one_microbatch)]
 
     @override
