@@ -18,8 +18,10 @@ BYTES = 1 << 26  # Tensors of about this number of bytes are sent together.
 # First names of the packages whose objects are not searched, except modules and callbacks.
 LIBRARIES = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics", "numpy", "cnnstrategies")
 # Data, and objects that belong to the whole run.
-NOT_SEARCHED = (str, bytes, int, float, type(None), type, Dataset, DataLoader, LightningDataModule, Trainer)
-NOT_SEARCHED += (nn.parameter.UninitializedTensorMixin,)
+NOT_SEARCHED = (
+    *(str, bytes, int, float, type(None), type, Dataset, DataLoader, LightningDataModule, Trainer),
+    *(nn.UninitializedParameter, nn.UninitializedBuffer),
+)
 
 
 def bring_kept_values(places: Places, module: nn.Module, callbacks: Iterable[Any]) -> None:

@@ -456,7 +456,8 @@ class WholeStepStrategy(PipelineStrategy):
             self._placed.restore(self.optimizers)
             assert places is not None
             assert self.lightning_module is not None
-            bring_kept_values(places, self.lightning_module, self.lightning_module.trainer.callbacks)
+            trainer: Any = self.lightning_module.trainer
+            bring_kept_values(places, self.lightning_module, trainer.callbacks)
             self._entered.close()
             places.messages.close()
             self._transport().close()
