@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from cnnstrategies._lightning_private import allow_skipped_steps
+from cnnstrategies._lightning_private import allow_skipped_steps, asks_of_sigterm
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.engine import AHEAD
@@ -48,6 +48,7 @@ from cnnstrategies.strategies.whole_step.facts import (
     warn_after_first_batch,
     weight_of_batch,
 )
+from cnnstrategies.strategies.whole_step.kept_values import bring_kept_values
 from cnnstrategies.strategies.whole_step.loader_messages import end_together
 from cnnstrategies.strategies.whole_step.loading import PlacedLoader, PlacedPredictionLoader
 from cnnstrategies.strategies.whole_step.logs import PlacedLogs
@@ -190,7 +191,7 @@ class WholeStepStrategy(PipelineStrategy):
         self._same_random_numbers()
         self._replaced.enter_context(metrics_of_one_process())
         if trainer.state.fn == TrainerFn.FITTING:
-            callbacks.insert(0, EndTogether(partial(end_together, self.places, self.placement.ranks(0))))
+            callbacks.insert(0, EndTogether(self._end_together))
             callbacks += callbacks_for_cuts(self.places, self._network.runner.times, self._layout[1], self._gather)
             self._layout = network, replace(self._layout[1], planned=False, recut=None)  # One comparison is enough.
             self._replaced.callback(_remove, callbacks, EndTogether, StageTimes)
@@ -278,6 +279,14 @@ class WholeStepStrategy(PipelineStrategy):
         # Predictions are read after the run, by the caller of `Trainer.predict`.
         return predictions_on_rank_zero(self._rules, result)
 
+    def _end_together(self) -> None:
+        assert self.lightning_module is not None
+        if self.world_size > 1 and asks_of_sigterm(self.lightning_module.trainer):
+            # Before each batch, Lightning broadcasts whether rank 0 has got a signal. A rank that continues waits here.
+            with self._rules.local():
+                dist.broadcast(torch.zeros(1, dtype=torch.int64, device=self.root_device), 0)
+        end_together(self._rules, self.placement.ranks(0))
+
     @after_the_lost_rank
     def _step(self, name: str, context: AbstractContextManager[Any], args: Sequence[Any], kwargs: Any) -> Any:
         assert self._logs is not None
@@ -328,14 +337,16 @@ class WholeStepStrategy(PipelineStrategy):
         """
         if not isinstance(tensor, Tensor):
             return tensor
-        value = self._rules.everywhere(tensor.detach(), "reduce")
+        value = tensor.detach() if self.places is None else self.places.everywhere(tensor.detach(), "reduce")
         how = str(reduce_op).lower().rpartition(".")[2]
         return getattr(self.gather_from_ranks(value), f"a{how}")(0) if how in ("max", "min") else value
 
     @override
     def gather_from_ranks(self, values: Tensor) -> Tensor:
         """Return tensors of all ranks, whose values may differ. All ranks must call this."""
-        with self._rules.local():
+        if self.places is None:  # After the end of a run.
+            return super().all_gather(values).reshape(self.world_size, *values.shape)
+        with self.places.local():
             own = values.detach().cpu().contiguous()
             rows = [torch.empty_like(own) for _ in range(self.world_size)]
             dist.all_gather(rows, own, group=self._transport().control)
@@ -455,6 +466,9 @@ class WholeStepStrategy(PipelineStrategy):
         if self._placed is not None and not self._failed:
             self._placed.restore(self.optimizers)
             assert places is not None
+            assert self.lightning_module is not None
+            trainer: Any = self.lightning_module.trainer
+            bring_kept_values(places, self.lightning_module, trainer.callbacks)
             self._entered.close()
             places.messages.close()
             self._transport().close()
