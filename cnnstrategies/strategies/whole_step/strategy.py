@@ -93,6 +93,7 @@ class WholeStepStrategy(PipelineStrategy):
         self._placed: PlacedModule | None = None
         self._logs: PlacedLogs | None = None
         self._alone: dist.ProcessGroup | None = None  # A group of this rank.
+        self._divided_optimizers: list[Optimizer] = []  # Optimizers whose states are divided among the ranks.
         self._has_trained = False  # Whether a training step has run since the set-up.
         self._replaced = ExitStack()  # Gives objects of the user their own methods back.
         self._entered = ExitStack()  # Turns the rules off.
@@ -184,7 +185,9 @@ class WholeStepStrategy(PipelineStrategy):
         # Before the division, because logs change metrics as well, and changes are undone in reverse order.
         self._replaced.callback(share_metrics(self.places, [module, *callbacks]))
         self._divide(network, self._layout[1])
-        for optimizer in self.optimizers:
+        # In a validation after a training, rank 0 has the whole states of the training's optimizers.
+        self._divided_optimizers = self.optimizers if trainer.state.fn == TrainerFn.FITTING else []
+        for optimizer in self._divided_optimizers:
             self._replaced.callback(hide_foreign_gradients(self.places, optimizer).remove)
         self.setup_precision_plugin()
         allow_skipped_steps(trainer)
@@ -391,7 +394,9 @@ class WholeStepStrategy(PipelineStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state, on rank 0 with the values of all ranks. All ranks must call this."""
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Lightning may have wrapped the optimizer.
-        return optimizer.state_dict() if self._placed is None else self._placed.optimizer_state_on_rank_zero(optimizer)
+        if self._placed is None or not self._divided_optimizers:
+            return optimizer.state_dict()
+        return self._placed.optimizer_state_on_rank_zero(optimizer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -464,7 +469,7 @@ class WholeStepStrategy(PipelineStrategy):
         if self._in_parts:
             self._checked = None
         if self._placed is not None and not self._failed:
-            self._placed.restore(self.optimizers)
+            self._placed.restore(self._divided_optimizers)
             assert places is not None
             assert self.lightning_module is not None
             trainer: Any = self.lightning_module.trainer
