@@ -149,6 +149,14 @@ class StageRunner:
         own = [m for m in self.placement.microbatches_of(self.transport.rank) if sizes[m]]
         return frozenset(own[:-1] if self.activation_checkpointing == "except_last" else own)
 
+    def close(self) -> None:
+        """Destroy the process group of the replicas, and drop references to it, so that its threads end.
+
+        All ranks must call this, after the last step.
+        """
+        self.replicas.close()
+        self.buffers.group = None
+
     def watch(self, owner: nn.Module, places: Places, ranks: Sequence[tuple[int, ...]]) -> None:
         """Take care of what forwards store on modules from now on.
 

@@ -93,6 +93,7 @@ class WholeStepStrategy(PipelineStrategy):
         self._placed: PlacedModule | None = None
         self._logs: PlacedLogs | None = None
         self._alone: dist.ProcessGroup | None = None  # A group of this rank.
+        self._groups: list[Any] = []  # Groups that the strategy destroys at the end of a run.
         self._divided_optimizers: list[Optimizer] = []  # Optimizers whose states are divided among the ranks.
         self._has_trained = False  # Whether a training step has run since the set-up.
         self._replaced = ExitStack()  # Gives objects of the user their own methods back.
@@ -159,6 +160,7 @@ class WholeStepStrategy(PipelineStrategy):
         assert group is not None
         groups = [new_group([rank], self.time_limit) for rank in range(self.world_size)]
         self._alone = groups[self.global_rank]
+        self._groups = [group, self._alone]
         self.places = Places(self.global_rank, self.world_size, GlooLink(group, self.global_rank, self.world_size))
 
     @override
@@ -463,6 +465,7 @@ class WholeStepStrategy(PipelineStrategy):
     def teardown(self) -> None:
         """Bring the whole network back to all ranks. After a failure each rank keeps the values that it has."""
         places, self.places = self.places, None
+        runners = [] if self._forward is None else self._forward.runners
         # If the set-up has failed, there is nothing to bring back, and the other ranks may have ended.
         self._replaced.close()
         self._in_parts = self._placed is not None and self._failed
@@ -477,6 +480,12 @@ class WholeStepStrategy(PipelineStrategy):
             self._entered.close()
             places.messages.close()
             self._transport().close()
+            for runner in runners:
+                runner.close()
+            for group in self._groups:
+                dist.destroy_process_group(group)
+        self._alone = None
+        self._groups.clear()  # The threads of a group end when nothing refers to the group.
         self._entered.close()
         self._connections = self._forward = self._placed = self._logs = None
         super().teardown()
