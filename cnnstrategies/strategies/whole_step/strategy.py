@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 import torch
 import torch.distributed as dist
@@ -19,16 +20,12 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
-from cnnstrategies.pipeline.stage import check_cuts
-from cnnstrategies.pipeline.timetable import check_layout
-from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.placed import GlooLink, Places
 from cnnstrategies.placed.hidden import hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
 from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached, on_device_of
-from cnnstrategies.strategies.hybrid_pipeline.contract import compile_backend_of
 from cnnstrategies.strategies.hybrid_pipeline.hooks import EndTogether
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
     ChosenLayout,
@@ -38,6 +35,8 @@ from cnnstrategies.strategies.hybrid_pipeline.layout import (
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
 from cnnstrategies.strategies.hybrid_pipeline.steps import after_the_lost_rank
 from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
+from cnnstrategies.strategies.whole_step.checks import check_division
+from cnnstrategies.strategies.whole_step.compiling import compile_stages, refuse_compiled
 from cnnstrategies.strategies.whole_step.example import example_inputs
 from cnnstrategies.strategies.whole_step.loader_messages import end_together
 from cnnstrategies.strategies.whole_step.loading import PlacedLoader, PlacedPredictionLoader
@@ -45,6 +44,16 @@ from cnnstrategies.strategies.whole_step.logs import PlacedLogs
 from cnnstrategies.strategies.whole_step.metric_values import share_metrics
 from cnnstrategies.strategies.whole_step.metrics import metrics_of_one_process
 from cnnstrategies.strategies.whole_step.network import DividedForward, find_network, module_at
+from cnnstrategies.strategies.whole_step.own_stage import (
+    NetworkPlan,
+    check_plan,
+    meta_tensors_stay,
+    own_stage_alone,
+    plan_network,
+    put_others_away,
+    refuse_meta,
+    share_among_replicas,
+)
 from cnnstrategies.strategies.whole_step.placing import PlacedModule
 from cnnstrategies.strategies.whole_step.predictions import predictions_on_rank_zero
 from cnnstrategies.strategies.whole_step.random_states import random_states, set_random_states
@@ -80,6 +89,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._placed: PlacedModule | None = None
         self._logs: PlacedLogs | None = None
         self._alone: dist.ProcessGroup | None = None  # A group of this rank.
+        self._planned: NetworkPlan | None = None  # The network that `configure_model` will build.
         self._replaced = ExitStack()  # Gives objects of the user their own methods back.
         self._entered = ExitStack()  # Turns the rules off.
 
@@ -95,34 +105,31 @@ class WholeStepStrategy(HybridPipelineStrategy):
                 "sync_batchnorm=True: the stages of a pipeline run different microbatches; set trainer.sync_batchnorm "
                 "to false"
             )
-        if compile_backend_of(module) is not None:
-            raise ConfigurationError(
-                "compile_backend: WholeStepStrategy does not compile stages yet; leave it out, or use strategy "
-                "hybrid_pipeline"
-            )
-        devices = self.num_nodes * self.num_processes
-        network = module_at(module, find_network(module, self.submodule))
+        try:
+            device = self.root_device if is_attached(module) else torch.device("cpu")
+            self._planned = plan_network(module, self.submodule, device)
+        except Exception:
+            if before_setup:
+                return  # The code may need what its setup makes in the ranks, which check again.
+            raise
+        if self._planned is not None:
+            check_plan(self.request, self._start_method)
+            module = self._planned.module
+        path = find_network(module, self.submodule)
+        network = module_at(module, path)
+        if self._planned is None:
+            refuse_meta(module, path)
+        refuse_compiled(module, path)
         if before_setup and not is_attached(module) and not any(True for _ in network.parameters()):
             return
-        placement = self.request.placement_on(devices, self.request.microbatches_on(devices, network))
-        check_layout(self.request.stage_count - 1, placement, devices)
-        if not decide_by_shapes(network, self._example):
+        devices = self.num_nodes * self.num_processes
+        if not check_division(network, self.request, devices, partial(self._example, module)):
             return  # The ranks, which have the data, check again.
-        traced = trace_open(network)
-        number = len(cut_positions(traced))
-        if number < self.request.stage_count - 1:
-            raise ConfigurationError(
-                f"stages={self.request.stage_count}: {type(network).__name__} has {number} places to cut; use at most "
-                f"{number + 1} stages"
-            )
-        if self.request.cuts is not None:
-            check_cuts(traced, self.request.cuts)
-        self._checked = module
+        self._checked = self.lightning_module
 
-    def _example(self, size: int) -> Images | None:
+    def _example(self, module: LightningModule, size: int) -> Images | None:
         """Return example inputs of the network; None if they are not known, as before the module has a trainer."""
-        module = self.lightning_module
-        if module is None or not is_attached(module):
+        if not is_attached(module):
             return None
         path = find_network(module, self.submodule)
         images = example_inputs(module, path, size)
@@ -132,7 +139,18 @@ class WholeStepStrategy(HybridPipelineStrategy):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Return a context in which the module's ``configure_model`` builds the network."""
-        yield
+        assert self.lightning_module is not None
+        self._check()
+        plan, self._planned = self._planned, None
+        if plan is None:
+            yield
+            return
+        with own_stage_alone(plan, self.lightning_module, self._rules, self.placement, self.request) as built:
+            yield
+        if built:
+            self._apart = self.lightning_module
+        else:
+            self._checked = None
 
     # Set-up
 
@@ -155,12 +173,17 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._failed = False
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(module)
-        self.model_to_device()
+        with meta_tensors_stay(module):
+            self.model_to_device()
         path = find_network(module, self.submodule)
-        broadcast_weights(module, self.time_limit)
-        if trainer.state.fn == TrainerFn.FITTING:
-            # The optimizers are created with the whole network, because their groups are those of a checkpoint.
-            self.setup_optimizers(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if not self._is_whole:
+            put_others_away(module, self._rules, self.root_device)
+        else:
+            broadcast_weights(module, self.time_limit)
+            if fitting:
+                # The optimizers are created with the whole network, because automatic cuts need the optimizers.
+                self.setup_optimizers(trainer)
         network = module_at(module, path)
         if self._layout is None or self._layout[0] is not network:
             self._layout = (network, self._layout_of(trainer, path))
@@ -169,13 +192,18 @@ class WholeStepStrategy(HybridPipelineStrategy):
         # Before the division, because logs change metrics as well, and changes are undone in reverse order.
         self._replaced.callback(share_metrics(self.places, [module, *callbacks]))
         self._divide(network, self._layout[1])
+        if not self._is_whole:
+            share_among_replicas(module, self._network.runner.replicas.group)
+            if fitting:
+                with self.places:
+                    self.setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self._replaced.callback(hide_foreign_gradients(self.places, optimizer).remove)
         self.setup_precision_plugin()
         allow_skipped_steps(trainer)
         self._same_random_numbers()
         self._replaced.enter_context(metrics_of_one_process())
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             callbacks.insert(0, EndTogether(partial(end_together, self.places, self.placement.ranks(0))))
             self._replaced.callback(callbacks.remove, callbacks[0])
         self._entered.enter_context(self.places)
@@ -193,9 +221,10 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._connections = transport = Transport(placement, self.time_limit, self.root_device)
         ahead = AHEAD if transport.has_tags else 0
         placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead, self.lightning_module)
+        compile_stages(self.lightning_module, placed.division)
         self._forward = DividedForward(placed)
         self._replaced.callback(self._forward.remove)
-        self._placed = PlacedModule(self.lightning_module, placed, self.places)
+        self._placed = PlacedModule(self.lightning_module, placed, self.places, in_parts=not self._is_whole)
         self._logs = PlacedLogs(self.lightning_module, self.places)
         self._replaced.callback(self._logs.remove)
 
@@ -327,11 +356,21 @@ class WholeStepStrategy(HybridPipelineStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state dict, on rank 0 with the values of all ranks. All ranks must call this."""
         assert self.lightning_module is not None
-        return self.lightning_module.state_dict() if self._placed is None else self._placed.state_on_rank_zero()
+        if self._placed is not None:
+            return self._placed.state_on_rank_zero()
+        if not self._is_whole:
+            raise ConfigurationError(
+                "the run has ended, and each rank has only the weights of its own stage, because configure_model has "
+                "built the network: let ModelCheckpoint save it during fit"
+            )
+        return self.lightning_module.state_dict()
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        FailingTogetherDDPStrategy.load_model_state_dict(self, checkpoint, strict)
+        with catch_warnings():
+            # Before the set-up, parameters of other stages may be on the meta device, where they need no values.
+            filterwarnings("ignore", ".*to a meta parameter", UserWarning)
+            FailingTogetherDDPStrategy.load_model_state_dict(self, checkpoint, strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -401,4 +440,5 @@ class WholeStepStrategy(HybridPipelineStrategy):
             self._transport().close()
         self._entered.close()
         self._connections = self._forward = self._placed = self._logs = None
-        FailingTogetherDDPStrategy.teardown(self)
+        with meta_tensors_stay(self.lightning_module):
+            FailingTogetherDDPStrategy.teardown(self)

@@ -1,0 +1,99 @@
+"""Tests of compiled stages under the whole step: they train what one device trains without compilation."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.compile import from_compiled
+from ranks import run_ranks
+from torch import nn
+from whole_step_cases import CASES, Case
+from whole_step_cases.checking import whole_step
+from whole_step_cases.running import on_one_device, train_all, verdict
+
+from cnnstrategies import ConfigurationError
+from cnnstrategies.strategies.whole_step.compiling import compile_stages, refuse_compiled
+
+# Cases with layers that run in a special way, that store values or count, that are called several times, or whose
+# hooks store values.
+SELECTION = (
+    *("batch_normalisation", "small_unet", "spectral_norm", "byol", "kl_term", "kept_sums", "kept_deviations"),
+    *("hook_penalty", "updated_buffer", "counted_calls", "mean_updated_after", "tensor_hook", "hook_in_epoch"),
+)
+
+
+def compiled(case: Case) -> Case:
+    """Return a case whose module asks for compiled stages on the ranks of a strategy."""
+
+    def module() -> LightningModule:
+        made = case.module()
+        vars(made)["compile_backend"] = "aot_eager" if dist.is_initialized() else None
+        return made
+
+    return replace(case, module=module, epochs=1, samples=20)
+
+
+def train(cases: Sequence[Case], replicas: Sequence[int]) -> Any:
+    """Return the cases' results, and the number of compiled functions of each case."""
+    results, counts = [], []
+    counters: Any = sys.modules["torch._dynamo"].utils.counters  # type: ignore[attr-defined]
+    for case in cases:
+        before = counters["frames"]["ok"]
+        results += train_all([case], whole_step, replicas)
+        counts.append(counters["frames"]["ok"] - before)
+    return results, counts
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("replicas", [[1, 1], [2, 1]], ids=str)
+def test_compiled_stages_train_as_one_device(replicas: list[int]) -> None:
+    importlib.import_module("torch._dynamo")  # Forked ranks inherit the import, which takes seconds.
+    names = [name for name in SELECTION if replicas == [1, 1] or name != "batch_normalisation"]
+    cases = [compiled(CASES[name]) for name in names]
+    expected = on_one_device(cases)
+    by_rank = run_ranks(sum(replicas), train, cases, replicas)
+    results = [[results[index] for results, _ in by_rank] for index in range(len(cases))]
+    verdicts = [verdict(left, right) for left, right in zip(expected, results, strict=True)]
+    assert dict(zip(names, verdicts, strict=True)) == dict.fromkeys(names, "equal")
+    for _, counts in by_rank:
+        assert min(counts) > 0, dict(zip(names, counts, strict=True))
+
+
+@pytest.mark.light
+def test_the_module_or_a_callback_names_the_backend() -> None:
+    options: list[Any] = []
+    division: Any = SimpleNamespace(compile=lambda **given: options.append(given))
+    module = LightningModule()
+    compile_stages(module, division)
+    assert not options
+    vars(module)["compile_backend"] = "inductor"
+    compile_stages(module, division)
+    assert options == [{"backend": "inductor", "dynamic": False}]
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+@pytest.mark.light
+def test_what_is_compiled_as_a_whole_is_refused() -> None:
+    module = Module()
+    module.net[0].compile(backend="eager")
+    refuse_compiled(module, "net")
+    module.net.compile(backend="eager")
+    with pytest.raises(ConfigurationError, match=r"^Module.net is compiled as a whole.*ComputeSettings"):
+        refuse_compiled(module, "net")
+    with pytest.raises(ConfigurationError, match=r"^Module is compiled as a whole"):
+        refuse_compiled(from_compiled(torch.compile(Module(), backend="eager")), "net")
+    vars(module)["compile_backend"] = "cudagraphs"
+    with pytest.raises(ConfigurationError, match="cudagraphs"):
+        refuse_compiled(module, "net")
