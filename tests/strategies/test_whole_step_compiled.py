@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.compile import from_compiled
 from ranks import run_ranks
 from torch import nn
 from whole_step_cases import CASES, Case
@@ -19,6 +18,7 @@ from whole_step_cases.checking import whole_step
 from whole_step_cases.running import on_one_device, train_all, verdict
 
 from cnnstrategies import ConfigurationError
+from cnnstrategies.strategies.whole_step import compiling
 from cnnstrategies.strategies.whole_step.compiling import compile_stages, refuse_compiled
 
 # Cases with layers that run in a special way, that store values or count, that are called several times, or whose
@@ -29,12 +29,15 @@ SELECTION = (
 )
 
 
-def compiled(case: Case) -> Case:
-    """Return a case whose module asks for compiled stages on the ranks of a strategy."""
+def compiled(case: Case, only_layer: bool = False) -> Case:
+    """Return a case whose module asks for compiled stages on the ranks of a strategy, or compiles one layer itself."""
 
     def module() -> LightningModule:
-        made = case.module()
-        vars(made)["compile_backend"] = "aot_eager" if dist.is_initialized() else None
+        made: Any = case.module()
+        if dist.is_initialized() and only_layer:
+            made.net[1].compile(backend="aot_eager")
+        elif dist.is_initialized():
+            made.compile_backend = "aot_eager"
         return made
 
     return replace(case, module=module, epochs=1, samples=20)
@@ -56,7 +59,8 @@ def train(cases: Sequence[Case], replicas: Sequence[int]) -> Any:
 def test_compiled_stages_train_as_one_device(replicas: list[int]) -> None:
     importlib.import_module("torch._dynamo")  # Forked ranks inherit the import, which takes seconds.
     names = [name for name in SELECTION if replicas == [1, 1] or name != "batch_normalisation"]
-    cases = [compiled(CASES[name]) for name in names]
+    cases = [*(compiled(CASES[name]) for name in names), compiled(CASES["plain"], only_layer=True)]
+    names = [*names, "only layer"]
     expected = on_one_device(cases)
     by_rank = run_ranks(sum(replicas), train, cases, replicas)
     results = [[results[index] for results, _ in by_rank] for index in range(len(cases))]
@@ -85,15 +89,16 @@ class Module(LightningModule):
 
 
 @pytest.mark.light
-def test_what_is_compiled_as_a_whole_is_refused() -> None:
+def test_what_is_compiled_as_a_whole_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Module()
-    module.net[0].compile(backend="eager")
     refuse_compiled(module, "net")
-    module.net.compile(backend="eager")
+    # A real compilation would import the compiler, which takes seconds.
+    monkeypatch.setattr(compiling, "is_compiled", lambda child: child is module.net)
     with pytest.raises(ConfigurationError, match=r"^Module.net is compiled as a whole.*ComputeSettings"):
         refuse_compiled(module, "net")
+    monkeypatch.setattr(compiling, "is_compiled_whole", lambda _: True)
     with pytest.raises(ConfigurationError, match=r"^Module is compiled as a whole"):
-        refuse_compiled(from_compiled(torch.compile(Module(), backend="eager")), "net")
+        refuse_compiled(module, "net")
     vars(module)["compile_backend"] = "cudagraphs"
     with pytest.raises(ConfigurationError, match="cudagraphs"):
         refuse_compiled(module, "net")
