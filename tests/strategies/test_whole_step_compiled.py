@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from ranks import run_ranks
@@ -73,7 +72,7 @@ def test_compiled_stages_train_as_one_device(replicas: list[int]) -> None:
 @pytest.mark.light
 def test_the_module_or_a_callback_names_the_backend() -> None:
     options: list[Any] = []
-    division: Any = SimpleNamespace(compile=lambda **given: options.append(given))
+    division: Any = SimpleNamespace(compile=lambda **arguments: options.append(arguments))
     module = LightningModule()
     compile_stages(module, division)
     assert not options
