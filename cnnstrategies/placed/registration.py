@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 
 from cnnstrategies.placed.places import Places
 
@@ -35,13 +36,13 @@ def register_at_places(places: Places, planned: Sequence[PlannedParameter | None
         planned: The parameters in the order in which modules register them.
 
     Yields:
-        The shapes of the parameters that have been registered, in order.
+        The shapes of the parameters that have been registered, in order. The shape of a lazy parameter is empty.
     """
     shapes: list[torch.Size] = []
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         target = planned[len(shapes)] if len(shapes) < len(planned) else None
-        shapes.append(parameter.shape)
+        shapes.append(torch.Size() if is_lazy(parameter) else parameter.shape)
         if target is None or places.place_of(parameter) is not None:
             return
         with places.local():

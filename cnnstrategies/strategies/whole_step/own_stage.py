@@ -55,6 +55,9 @@ def plan_network(module: LightningModule, submodule: str | None, device: torch.d
         module: The module, which does not change.
         submodule: Path of the network; None for the default.
         device: Device whose random numbers stay as they are.
+
+    Raises:
+        ConfigurationError: The network has a lazy parameter.
     """
     if not is_overridden("configure_model", module):
         return None
@@ -67,8 +70,15 @@ def plan_network(module: LightningModule, submodule: str | None, device: torch.d
         return None
     path = find_network(planned, submodule)
     registered = {id(parameter) for parameter in parameters}
-    if not any(id(parameter) in registered for parameter in module_at(planned, path).parameters()):
+    network = dict(module_at(planned, path).named_parameters())
+    if not any(id(parameter) in registered for parameter in network.values()):
         return None
+    for name, parameter in network.items():
+        if is_lazy(parameter):
+            raise ConfigurationError(
+                f"{path}.{name} of {type(module).__name__} is a lazy parameter, and each rank builds only its own stage "
+                "in configure_model: give the layer its size, or build the network in __init__"
+            )
     return NetworkPlan(planned, path, parameters)
 
 
@@ -205,7 +215,8 @@ def own_stage_alone(
         if not shapes:
             return
         network = module_at(module, plan.path)
-        if shapes != [parameter.shape for parameter in plan.parameters] or _shapes(network) != _shapes(planned):
+        expected = [torch.Size() if is_lazy(parameter) else parameter.shape for parameter in plan.parameters]
+        if shapes != expected or _shapes(network) != _shapes(planned):
             raise ConfigurationError(
                 f"{type(module).__name__}.configure_model builds a different network each time it is called: it must "
                 "not depend on what it has built before, on random numbers or on the rank"
