@@ -76,7 +76,7 @@ def plan_network(module: LightningModule, submodule: str | None, device: torch.d
     for name, parameter in network.items():
         if is_lazy(parameter):
             raise ConfigurationError(
-                f"{path}.{name} of {type(module).__name__} is a lazy parameter, and each rank builds only its own stage "
+                f"{path}.{name} of {type(module).__name__} is a lazy parameter, but a rank builds only its own stage "
                 "in configure_model: give the layer its size, or build the network in __init__"
             )
     return NetworkPlan(planned, path, parameters)
