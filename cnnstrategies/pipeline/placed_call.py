@@ -125,13 +125,11 @@ class PlacedCall:
             shared = sorted(key for key in used if isinstance(key, int)) if runner.stage == 0 else []
             computed |= zip(shared, batch.image_gradients(computed, shared), strict=True)
             summed = [name for name in self.parameters if name in used and owner[name] == runner.stage]
-            computed |= zip(
-                summed,
-                runner.replicas.sum_gradients(
+            with runner.times.timed("reduce"):
+                joined = runner.replicas.sum_gradients(
                     [self.parameters[name] for name in summed], [computed[name] for name in summed]
-                ),
-                strict=True,
-            )
+                )
+            computed |= zip(summed, joined, strict=True)
             return [
                 self._at(place, computed.get(key), tensor) if key in used else None for key, place, tensor in targets
             ]

@@ -113,7 +113,8 @@ class PlacedNetwork:
                 self._owner,
                 self.runner.replicas,  # A process group cannot be created during a step.
             )
-        copied.runner.microbatches = self.runner.microbatches
+        copied.runner.microbatches, copied.runner.usual = self.runner.microbatches, self.runner.usual
+        copied.runner.times = self.runner.times
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -13,6 +13,7 @@ from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage import StageGraph, put_module_at
 from cnnstrategies.pipeline.stored_terms import StoredTerms
+from cnnstrategies.pipeline.task_times import TaskTimes
 from cnnstrategies.pipeline.timetable import KINDS, Placement, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import WholeBatch
@@ -33,6 +34,10 @@ class StageRunner:
 
     Attributes:
         replicas: The replicas of the stage.
+        times: Measures the spans of this rank's stage.
+        sizes: Number of samples of each microbatch of the last batch.
+        usual: Number of samples of a training batch of the usual size; 0 if it is not known. A smaller batch is divided
+            into fewer microbatches, because BatchNorm needs several samples in each microbatch.
         microbatches: Number of microbatches into which batches are divided, at most the placement's number.
         unseen_draws: Number of calls in which this rank has drawn random numbers, but the generators have not advanced
             on all ranks. It enters the seeds, so that the next call does not draw the same numbers.
@@ -48,6 +53,9 @@ class StageRunner:
         self.microbatches = placement.microbatches
         self.unseen_draws = 0
         self.replicas = replicas or StageReplicas(transport)
+        self.times = TaskTimes(transport)
+        self.sizes: Sequence[int] = ()
+        self.usual = 0
         tasks = tasks_of(placement, transport.rank, SCHEDULE)
         self._tasks = {kind: [task for task in tasks if task.kind == kind] for kind in KINDS}
         graph = division.graphs()[self.stage]
@@ -130,7 +138,9 @@ class StageRunner:
             # The state of an opened container has changed, on all ranks. Other values may cross the cuts now.
             self.channels.graph = graph
             self.channels.forget_headers()
-        return WholeBatch(self, images, samples, needs_gradient, form, in_order, 1 if whole else self.microbatches)
+        batch = WholeBatch(self, images, samples, needs_gradient, form, in_order, 1 if whole else self.microbatches)
+        self.sizes = batch.sizes
+        return batch
 
     def run_tasks(self, kind: Any, sizes: Sequence[int], key: Callable[[int], Hashable], run: Any) -> None:
         """Run all forwards or all backwards of the microbatches that have samples.
@@ -148,11 +158,13 @@ class StageRunner:
         for index, task in enumerate(tasks):
             try:
                 run(task.microbatch)
-                self.channels.exchange(times[index + 1], times[index + 1 + self.ahead])
+                with self.times.timed("send", task.microbatch):
+                    self.channels.exchange(times[index + 1], times[index + 1 + self.ahead])
             except Exception as error:
                 error.add_note(f"in {self.transport.me}: {kind} of microbatch {task.microbatch}")
                 raise
-        self.channels.finish()
+        with self.times.timed("send"):
+            self.channels.finish()
 
 
 def _modules_of(division: Division, graph: StageGraph) -> tuple[nn.Module, Counter[str]]:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cnnstrategies._torch_private import without_tensor_hooks
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.channels import TensorHeader, TensorSpec, memory_format_of, pack
+from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of
 from cnnstrategies.pipeline.random_draws import Draws
 from cnnstrategies.pipeline.stored_terms import CallTerms
@@ -45,7 +46,8 @@ class WholeBatch:
         kind = runner.transport.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         unused = [0] * (runner.placement.microbatches - parts)
-        self.sizes = [samples // parts + (index < samples % parts) for index in range(parts)] + unused
+        usual = runner.usual if needs_gradient else None
+        self.sizes = [*Split((samples,), (0,) * parts, usual).sizes, *unused]
         self.parameters = runner.parameters
         is_one_microbatch = sum(size > 0 for size in self.sizes) == 1
         self.draws = Draws(runner.transport, in_order and is_one_microbatch, runner.unseen_draws)
@@ -63,7 +65,7 @@ class WholeBatch:
             runner.run_tasks("forward", self.sizes, self._key, self._forward)
             if self.terms is not None:
                 self.terms.finish()
-            with runner.transport.collective("combining the buffers of the stage"):
+            with runner.times.timed("reduce"), runner.transport.collective("combining the buffers of the stage"):
                 runner.buffers.finish()
         except BaseException:
             runner.buffers.abandon()
@@ -123,7 +125,8 @@ class WholeBatch:
             if runner.last:
                 received = [None if whole is None else self._rows(whole, microbatch) for whole in gradients]
             else:
-                parts = runner.channels.receive_backward(microbatch)
+                with runner.times.timed("receive", microbatch):
+                    parts = runner.channels.receive_backward(microbatch)
                 received = [gradient for part in parts.values() for gradient in part]
             leaves, roots, part = self._leaves[microbatch], self._roots[microbatch], self._parts.get(microbatch)
             if not keep:
@@ -133,7 +136,8 @@ class WholeBatch:
                 stored, starts = self.terms.roots(microbatch, of_stored, keep)
                 roots, received = [*roots, *stored], [*received, *starts]
             inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], tensors_in(part)
-            results = gradients_of(roots, received, [*parameters, *inputs, *images], keep)
+            with runner.times.timed("backward", microbatch, trains=True):
+                results = gradients_of(roots, received, [*parameters, *inputs, *images], keep)
             add_gradients(sums, results[: len(parameters)], summed)
             for tensor, gradient in zip(inputs, results[len(parameters) :], strict=False):
                 tensor.grad = gradient
@@ -172,12 +176,14 @@ class WholeBatch:
         runner = self._runner
         channels, key = runner.channels, self._key(microbatch)
         with torch.set_grad_enabled(self._needs_gradient):
-            values, leaves = channels.receive_forward(microbatch, key)
+            with runner.times.timed("receive", microbatch):
+                values, leaves = channels.receive_forward(microbatch, key)
             images = None
             if runner.stage == 0:
                 images = tree_map(lambda rows: self._part(rows, microbatch), self._images)
                 self._parts[microbatch] = images
-            with runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
+            timed = runner.times.timed("forward", microbatch, trains=self._needs_gradient)
+            with timed, runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
                 arguments = channels.inputs(values, images)
                 if self.terms is None:
                     result = runner.division.run(runner.stage, *arguments)

@@ -11,14 +11,11 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from ranks import run_ranks
-from torch import nn
 from whole_step_cases import CASES, Case
 from whole_step_cases.checking import whole_step
 from whole_step_cases.running import on_one_device, train_all, verdict
 
-from cnnstrategies import ConfigurationError
-from cnnstrategies.strategies.whole_step import compiling
-from cnnstrategies.strategies.whole_step.compiling import compile_stages, refuse_compiled
+from cnnstrategies.strategies.whole_step.compiling import compile_stages
 
 # Cases with layers that run in a special way, that store values or count, that are called several times, or whose
 # hooks store values.
@@ -79,25 +76,3 @@ def test_the_module_or_a_callback_names_the_backend() -> None:
     vars(module)["compile_backend"] = "inductor"
     compile_stages(module, division)
     assert options == [{"backend": "inductor", "dynamic": False}]
-
-
-class Module(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-
-
-@pytest.mark.light
-def test_what_is_compiled_as_a_whole_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Module()
-    refuse_compiled(module, "net")
-    # A real compilation would import the compiler, which takes seconds.
-    monkeypatch.setattr(compiling, "is_compiled", lambda child: child is module.net)
-    with pytest.raises(ConfigurationError, match=r"^Module.net is compiled as a whole.*ComputeSettings"):
-        refuse_compiled(module, "net")
-    monkeypatch.setattr(compiling, "is_compiled_whole", lambda _: True)
-    with pytest.raises(ConfigurationError, match=r"^Module is compiled as a whole"):
-        refuse_compiled(module, "net")
-    vars(module)["compile_backend"] = "cudagraphs"
-    with pytest.raises(ConfigurationError, match="cudagraphs"):
-        refuse_compiled(module, "net")

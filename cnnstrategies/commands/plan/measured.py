@@ -151,7 +151,12 @@ def _request(strategy: Any) -> LayoutRequest | None:
         if strategy not in StrategyRegistry:
             return None
         entry = StrategyRegistry[strategy]
-        defaults = {name: value.default for name, value in inspect.signature(entry["strategy"]).parameters.items()}
+        # A subclass may pass its keyword arguments on to the class that has the options.
+        constructors = [
+            vars(kind)["__init__"] for kind in reversed(entry["strategy"].__mro__) if "__init__" in vars(kind)
+        ]
+        signatures = [inspect.signature(constructor).parameters for constructor in constructors]
+        defaults = {name: value.default for parameters in signatures for name, value in parameters.items()}
         arguments = {**defaults, **entry["init_params"]}
     else:
         arguments = dict(getattr(strategy, "init_args", None) or {})

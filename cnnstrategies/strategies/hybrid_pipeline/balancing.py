@@ -16,7 +16,7 @@ from cnnstrategies.strategies.balancing import Balance, GatherRows
 from cnnstrategies.strategies.stopwatch import Measured, Stopwatch
 
 if TYPE_CHECKING:
-    from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
+    from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 
 
 class StageBalance(Balance):
@@ -89,7 +89,7 @@ class StageBalance(Balance):
         return [list(self._placement.ranks(stage)) for stage in range(self._placement.stages)]
 
 
-def begin_dealing(strategy: "HybridPipelineStrategy", trainer: Trainer, gather: GatherRows) -> Deals | None:
+def begin_dealing(strategy: "PipelineStrategy", trainer: Trainer, gather: GatherRows) -> Deals | None:
     """The shares of all ranks in each batch of training, None where they are equal.
 
     Where they are to be found, a callback does that, which is added before Lightning gives callbacks their states of a

@@ -42,7 +42,7 @@ from cnnstrategies.planning.predict import choose_layout
 from cnnstrategies.planning.recut import Recut, recut
 from cnnstrategies.shares import check_count, check_initial, deal
 from cnnstrategies.strategies.differences import RANDOM_DRAWS
-from cnnstrategies.strategies.hybrid_pipeline.comparison import on_device_of
+from cnnstrategies.strategies.hybrid_pipeline.first_samples import on_device_of
 
 DEFAULT_STAGES = 2
 USUAL_SAMPLES = 8  # of a batch in each replica of the first stage, for a profile where they are not known
@@ -163,8 +163,9 @@ class LayoutRequest:
         devices: int,
         device: torch.device,
         example: Callable[[int], Images | None],
+        trace_network: Callable[[nn.Module], fx.GraphModule] = trace,
     ) -> ChosenLayout:
-        """The layout; automatic cuts are chosen by rank 0, which profiles the network. A collective."""
+        """The layout; automatic cuts are chosen by rank 0, which profiles the traced network. A collective."""
         replicas = self.replicas_on(devices)
         samples = _loaded_samples(trainer)
         microbatches = self.microbatches_on(devices, network, samples)
@@ -186,7 +187,7 @@ class LayoutRequest:
             optimizers = trainer.strategy.optimizers
             try:
                 job = Job(
-                    profile=_measured(network, images, max(1, whole // devices), device, trainer),
+                    profile=_measured(network, trace_network, images, max(1, whole // devices), device, trainer),
                     cluster=cluster,
                     samples=whole,
                     microbatches=microbatches,
@@ -208,11 +209,18 @@ class LayoutRequest:
         return ChosenLayout(chosen[0], replicas, microbatches, chosen[1], True, recutter)
 
 
-def _measured(network: nn.Module, images: Images, size: int, device: torch.device, trainer: Trainer) -> Profile:
+def _measured(
+    network: nn.Module,
+    trace_network: Callable[[nn.Module], fx.GraphModule],
+    images: Images,
+    size: int,
+    device: torch.device,
+    trainer: Trainer,
+) -> Profile:
     channels_last = bool(getattr(trainer.lightning_module, "channels_last", False))
     try:
         given = on_device_of(network, images)
-        return measure_profile(trace(network), given, size, device, str(trainer.precision), channels_last)
+        return measure_profile(trace_network(network), given, size, device, str(trainer.precision), channels_last)
     except Exception as error:
         shapes = " and ".join(str(tuple(one.shape[1:])) for one in tree_leaves(images))
         raise ConfigurationError(
@@ -282,13 +290,18 @@ def differences_of_pipeline(network: nn.Module, placement: Placement, batch_size
     return [*lines, RANDOM_DRAWS]
 
 
-def warn_of_small_microbatches(network: nn.Module, split: Split) -> None:
-    """Say it when batch normalisation has few images at a time."""
-    sizes = [size for size in split.sizes if size]
-    if sizes and min(sizes) < NORMALISED_TOGETHER and has_batch_norm(network):
+def warn_of_small_microbatches(network: nn.Module, sizes: Sequence[int]) -> None:
+    """Warn if batch normalisation has few images at a time.
+
+    Args:
+        network: The network.
+        sizes: Number of images of each microbatch.
+    """
+    filled = [size for size in sizes if size]
+    if filled and min(filled) < NORMALISED_TOGETHER and has_batch_norm(network):
         rank_zero_warn(
-            f"BatchNorm normalises over {_range(sizes)}: a batch of {split.samples} is cut into "
-            f"{split.microbatches} microbatches. With fewer than {NORMALISED_TOGETHER} its statistics are poor: lower "
+            f"BatchNorm normalises over {_range(filled)}: a batch of {sum(sizes)} is cut into "
+            f"{len(sizes)} microbatches. With fewer than {NORMALISED_TOGETHER} its statistics are poor: lower "
             "microbatches or raise the batch size"
         )
 

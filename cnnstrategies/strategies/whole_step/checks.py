@@ -1,31 +1,74 @@
-"""Check before training that a network can be divided as the strategy's arguments say."""
+"""Refuse networks and layouts that cannot be divided, before processes are started."""
 
 from collections.abc import Callable
-from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import nn
 
+from cnnstrategies._lightning_private import is_compiled_whole
+from cnnstrategies._torch_private import is_compiled
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.stage import check_cuts
 from cnnstrategies.pipeline.timetable import check_layout
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
+from cnnstrategies.placed import ForeignTensor
+from cnnstrategies.strategies.hybrid_pipeline.contract import compile_backend_of
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
+from cnnstrategies.strategies.whole_step.network import module_at
+
+COMPILE_STAGES = (
+    "strategy hybrid_pipeline cuts the network before it is compiled: leave out torch.compile, and let the callback "
+    "ComputeSettings(compile_backend='inductor') compile each stage, or use strategy ddp"
+)
 
 
-def check_division(network: nn.Module, request: LayoutRequest, devices: int, example: Callable[[int], Any]) -> bool:
-    """Return whether a network can be divided; False if this is only known when there are example images.
+def check_state(module: LightningModule, path: str) -> None:
+    """Refuse a module that is compiled as a whole, or that has lost parameters in an earlier run.
+
+    Parts of the network may be compiled. The module and the network may not, because torch does not compile code that
+    follows the rules for placed tensors, and the user would not notice it.
 
     Args:
-        network: The network.
-        request: The strategy's arguments.
-        devices: Number of ranks.
-        example: See `decide_by_shapes`.
+        module: The module.
+        path: Path of the divided network.
 
     Raises:
-        ConfigurationError: The network cannot be divided so, or the layout does not fit the devices.
+        ConfigurationError: The module cannot be divided, or its ``compile_backend`` does not work for stages.
     """
-    placement = request.placement_on(devices, request.microbatches_on(devices, network))
-    check_layout(request.stage_count - 1, placement, devices)
+    compile_backend_of(module)
+    name = type(module).__name__
+    if is_compiled_whole(module) or is_compiled(module):
+        raise ConfigurationError(f"{name} is compiled: {COMPILE_STAGES}")
+    if is_compiled(module_at(module, path)):
+        raise ConfigurationError(f"{name}.{path} is compiled: {COMPILE_STAGES}")
+    if any(isinstance(tensor, ForeignTensor) for tensor in (*module.parameters(), *module.buffers())):
+        raise ConfigurationError(
+            f"parts of {name}.{path} are gone: an earlier run with strategy hybrid_pipeline has failed and left each "
+            "rank its own stage alone; create the module again, and continue from the last checkpoint"
+        )
+
+
+def check_layout_of(
+    request: LayoutRequest, network: nn.Module, devices: int, example: Callable[[int], Images | None]
+) -> bool:
+    """Check that a network can be cut into the requested stages.
+
+    Args:
+        request: The strategy's options.
+        network: The network.
+        devices: Number of devices.
+        example: Function that returns example images; see `decide_by_shapes`.
+
+    Returns:
+        Whether everything is checked. If not, the network needs example images, and there are none yet.
+
+    Raises:
+        ConfigurationError: The layout does not fit the devices or the network.
+    """
+    check_layout(
+        request.stage_count - 1, request.placement_on(devices, request.microbatches_on(devices, network)), devices
+    )
     if not decide_by_shapes(network, example):
         return False
     traced = trace_open(network)

@@ -4,8 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from warnings import catch_warnings, filterwarnings
+from zipfile import is_zipfile
 
 import torch
 import torch.distributed as dist
@@ -16,31 +18,40 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import allow_skipped_steps
+from cnnstrategies.checkpoints.io import load_mapped
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
+from cnnstrategies.pipeline.task_times import MeasuredPipeline
+from cnnstrategies.pipeline.tracing import trace_open
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.placed import GlooLink, Places
 from cnnstrategies.placed.hidden import hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
-from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
-from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached, on_device_of
-from cnnstrategies.strategies.hybrid_pipeline.hooks import EndTogether
+from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
+from cnnstrategies.strategies.hybrid_pipeline.epoch_ends import EndTogether, summarise_whole
+from cnnstrategies.strategies.hybrid_pipeline.first_samples import is_attached, on_device_of
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
     ChosenLayout,
     describe_pipeline,
-    differences_of_pipeline,
 )
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
-from cnnstrategies.strategies.hybrid_pipeline.steps import after_the_lost_rank
-from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
-from cnnstrategies.strategies.whole_step.checks import check_division
-from cnnstrategies.strategies.whole_step.compiling import compile_stages, refuse_compiled
+from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
+from cnnstrategies.strategies.lost_rank import after_the_lost_rank
+from cnnstrategies.strategies.whole_step.checks import check_layout_of, check_state
+from cnnstrategies.strategies.whole_step.compiling import compile_stages
 from cnnstrategies.strategies.whole_step.example import example_inputs
+from cnnstrategies.strategies.whole_step.facts import (
+    differences,
+    usual_samples,
+    warn_after_first_batch,
+    weight_of_batch,
+)
 from cnnstrategies.strategies.whole_step.loader_messages import end_together
 from cnnstrategies.strategies.whole_step.loading import PlacedLoader, PlacedPredictionLoader
 from cnnstrategies.strategies.whole_step.logs import PlacedLogs
+from cnnstrategies.strategies.whole_step.measuring import callbacks_for_cuts, measure_waits
 from cnnstrategies.strategies.whole_step.metric_values import share_metrics
 from cnnstrategies.strategies.whole_step.metrics import metrics_of_one_process
 from cnnstrategies.strategies.whole_step.network import DividedForward, find_network, module_at
@@ -59,14 +70,14 @@ from cnnstrategies.strategies.whole_step.predictions import predictions_on_rank_
 from cnnstrategies.strategies.whole_step.random_states import random_states, set_random_states
 
 
-class WholeStepStrategy(HybridPipelineStrategy):
+class WholeStepStrategy(PipelineStrategy):
     """Pipeline training in which every rank runs the module's steps, hooks and callbacks as one device does.
 
     The module keeps its own network on every rank. Parameters and buffers of other stages are foreign tensors, see
     :mod:`cnnstrategies.placed`. A call of the network runs the stages for all microbatches of the batch, and its result
     is in the last stage. Whatever the module computes from the result follows the rules for placed tensors.
 
-    The arguments are those of :class:`HybridPipelineStrategy`. The schedule is always ``gpipe``.
+    The arguments are those of :class:`.PipelineStrategy`. The schedule is always ``gpipe``.
 
     Attributes:
         places: The rules of this rank; None outside of a run.
@@ -90,6 +101,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._logs: PlacedLogs | None = None
         self._alone: dist.ProcessGroup | None = None  # A group of this rank.
         self._planned: NetworkPlan | None = None  # The network that `configure_model` will build.
+        self._apart: LightningModule | None = None  # The module, if each rank has built its own stage only.
+        self._has_trained = False  # Whether a training step has run since the set-up.
         self._replaced = ExitStack()  # Gives objects of the user their own methods back.
         self._entered = ExitStack()  # Turns the rules off.
 
@@ -105,6 +118,10 @@ class WholeStepStrategy(HybridPipelineStrategy):
                 "sync_batchnorm=True: the stages of a pipeline run different microbatches; set trainer.sync_batchnorm "
                 "to false"
             )
+        if self.root_device.type == "cuda" and self.process_group_backend == "gloo":
+            raise ConfigurationError(
+                "process_group_backend=gloo: gloo sends no messages from one GPU to another; leave it out for NCCL"
+            )
         try:
             device = self.root_device if is_attached(module) else torch.device("cpu")
             self._planned = plan_network(module, self.submodule, device)
@@ -116,16 +133,15 @@ class WholeStepStrategy(HybridPipelineStrategy):
             check_plan(self.request, self._start_method)
             module = self._planned.module
         path = find_network(module, self.submodule)
+        check_state(module, path)
         network = module_at(module, path)
         if self._planned is None:
             refuse_meta(module, path)
-        refuse_compiled(module, path)
         if before_setup and not is_attached(module) and not any(True for _ in network.parameters()):
             return
         devices = self.num_nodes * self.num_processes
-        if not check_division(network, self.request, devices, partial(self._example, module)):
-            return  # The ranks, which have the data, check again.
-        self._checked = self.lightning_module
+        if check_layout_of(self.request, network, devices, partial(self._example, module)):
+            self._checked = self.lightning_module  # Otherwise the ranks, which have the data, check again.
 
     def _example(self, module: LightningModule, size: int) -> Images | None:
         """Return example inputs of the network; None if they are not known, as before the module has a trainer."""
@@ -152,6 +168,11 @@ class WholeStepStrategy(HybridPipelineStrategy):
         else:
             self._checked = None
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether each rank has built the whole network, and not its own stage only."""
+        return self._apart is None or self._apart is not self.lightning_module
+
     # Set-up
 
     @override
@@ -170,7 +191,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         module = self.lightning_module
         assert module is not None
         self._check()
-        self._failed = False
+        self._failed = self._has_trained = False
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(module)
         with meta_tensors_stay(module):
@@ -184,6 +205,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
             if fitting:
                 # The optimizers are created with the whole network, because automatic cuts need the optimizers.
                 self.setup_optimizers(trainer)
+        if fitting:
+            summarise_whole(trainer, module, trainer.callbacks)  # type: ignore[attr-defined]  # set outside the class
         network = module_at(module, path)
         if self._layout is None or self._layout[0] is not network:
             self._layout = (network, self._layout_of(trainer, path))
@@ -205,13 +228,16 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._replaced.enter_context(metrics_of_one_process())
         if fitting:
             callbacks.insert(0, EndTogether(partial(end_together, self.places, self.placement.ranks(0))))
-            self._replaced.callback(callbacks.remove, callbacks[0])
+            callbacks += callbacks_for_cuts(self.places, self._network.runner.times, self._layout[1], self._gather)
+            self._layout = network, replace(self._layout[1], planned=False, recut=None)  # One comparison is enough.
+            self._replaced.callback(_remove, callbacks, EndTogether, StageTimes)
         self._entered.enter_context(self.places)
 
     def _layout_of(self, trainer: Trainer, path: str) -> ChosenLayout:
         example = partial(example_inputs, trainer.lightning_module, path)
         network = module_at(trainer.lightning_module, path)
-        return self.request.choose(network, trainer, trainer.world_size, self.root_device, example)
+        traced = partial(trace_open, training=True)
+        return self.request.choose(network, trainer, trainer.world_size, self.root_device, example, traced)
 
     def _divide(self, network: nn.Module, layout: ChosenLayout) -> None:
         """Divide the network, and give all parameters and buffers of the module their places."""
@@ -224,6 +250,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
         compile_stages(self.lightning_module, placed.division)
         self._forward = DividedForward(placed)
         self._replaced.callback(self._forward.remove)
+        self.places.messages.describe = placement.describe
+        measure_waits(self.places, placed.runner.times)
         self._placed = PlacedModule(self.lightning_module, placed, self.places, in_parts=not self._is_whole)
         self._logs = PlacedLogs(self.lightning_module, self.places)
         self._replaced.callback(self._logs.remove)
@@ -250,24 +278,18 @@ class WholeStepStrategy(HybridPipelineStrategy):
             return PlacedPredictionLoader(*arguments, has_rows=self.is_global_zero)
         return PlacedLoader(*arguments)
 
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        return FailingTogetherDDPStrategy.batch_to_device(self, batch, device, dataloader_idx)
-
     # Steps
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        pass
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        yield
-
-    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("training_step", self.precision_plugin.train_step_context(), args, kwargs)
+        is_first, self._has_trained = not self._has_trained, True
+        if is_first:
+            assert self.lightning_module is not None
+            self._network.runner.usual = usual_samples(self.lightning_module.trainer, self.placement)
+        result = self._step("training_step", self.precision_plugin.train_step_context(), args, kwargs)
+        if is_first:
+            warn_after_first_batch(self._network)
+        return result
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -309,6 +331,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
         module = self.lightning_module
         assert module is not None
         self.pre_backward(closure_loss)
+        if (weight := weight_of_batch(module.trainer)) != 1:
+            closure_loss = closure_loss * weight
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         with self._one_process():
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -317,16 +341,29 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self.post_backward(closure_loss)
         return closure_loss
 
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        return FailingTogetherDDPStrategy.optimizer_step(self, *args, **kwargs)
-
     # Collectives
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return a value that all ranks have: each rank has counted the whole batch, so nothing is combined."""
-        return self._rules.everywhere(tensor.detach(), "reduce") if isinstance(tensor, Tensor) else tensor
+        """Return a value that all ranks have: each rank has counted the whole batch, so nothing is combined.
+
+        Only the largest or the smallest value is combined, because such values, as of a signal, may differ between
+        ranks.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        value = self._rules.everywhere(tensor.detach(), "reduce")
+        how = str(reduce_op).lower().rpartition(".")[2]
+        return getattr(self.gather_from_ranks(value), f"a{how}")(0) if how in ("max", "min") else value
+
+    @override
+    def gather_from_ranks(self, values: Tensor) -> Tensor:
+        """Return tensors of all ranks, whose values may differ. All ranks must call this."""
+        with self._rules.local():
+            own = values.detach().cpu().contiguous()
+            rows = [torch.empty_like(own) for _ in range(self.world_size)]
+            dist.all_gather(rows, own, group=self._transport().control)
+            return torch.stack(rows).to(values.device)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -356,6 +393,11 @@ class WholeStepStrategy(HybridPipelineStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state dict, on rank 0 with the values of all ranks. All ranks must call this."""
         assert self.lightning_module is not None
+        if self._in_parts:
+            raise RuntimeError(
+                "the run has failed, and each rank has the weights of its own stage alone: there is nothing whole to "
+                "save; continue from the last checkpoint"
+            )
         if self._placed is not None:
             return self._placed.state_on_rank_zero()
         if not self._is_whole:
@@ -366,11 +408,18 @@ class WholeStepStrategy(HybridPipelineStrategy):
         return self.lightning_module.state_dict()
 
     @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint. A rank that has only its own stage reads only the values of this stage from the file."""
+        if self._is_whole or not is_zipfile(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        return load_mapped(checkpoint_path, weights_only)
+
+    @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         with catch_warnings():
             # Before the set-up, parameters of other stages may be on the meta device, where they need no values.
             filterwarnings("ignore", ".*to a meta parameter", UserWarning)
-            FailingTogetherDDPStrategy.load_model_state_dict(self, checkpoint, strict)
+            super().load_model_state_dict(checkpoint, strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -388,7 +437,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         if self._placed is not None:
             # Callbacks may have added values of their own, such as averaged weights.
             checkpoint = self._placed.on_rank_zero(checkpoint)
-        FailingTogetherDDPStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # Facts
 
@@ -407,7 +456,13 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     @override
     def differences(self, batch_size: int | None) -> list[str]:
-        return differences_of_pipeline(self._network.division.network, self._transport().placement, batch_size)
+        return differences(self._network, self._transport().placement, batch_size)
+
+    @property
+    @override
+    def pipeline(self) -> MeasuredPipeline | None:
+        """The times of this rank's stage; None outside of a run."""
+        return None if self._forward is None else self._network.runner.times
 
     @property
     @override
@@ -421,7 +476,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     @override
     def check_job(self, module: LightningModule, processes: int) -> None:
-        pass
+        check_layout_of(self.request, module_at(module, find_network(module, self.submodule)), processes, self._example)
 
     # The end
 
@@ -432,6 +487,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
         # If the set-up has failed, there is nothing to bring back, and the other ranks may have ended.
         self._replaced.close()
         self._in_parts = self._placed is not None and self._failed
+        if self._in_parts:
+            self._checked = None
         if self._placed is not None and not self._failed:
             self._placed.restore(self.optimizers)
             assert places is not None
@@ -441,4 +498,9 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._entered.close()
         self._connections = self._forward = self._placed = self._logs = None
         with meta_tensors_stay(self.lightning_module):
-            FailingTogetherDDPStrategy.teardown(self)
+            super().teardown()
+
+
+def _remove(callbacks: list[Any], *kinds: type[Any]) -> None:
+    """Remove the callbacks of some classes from a list."""
+    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, kinds)]
