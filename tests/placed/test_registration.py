@@ -45,7 +45,6 @@ class Copied(nn.Module):
     def __init__(self, look: Callable[[nn.Module], None]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(6))
-        look(self)
         with torch.no_grad():
             self.layers[4].weight.copy_(self.layers[0].weight)
             self.layers[5].weight.mul_(self.layers[1].weight.norm())
@@ -55,6 +54,7 @@ class Copied(nn.Module):
         weights = torch.empty(5, 5)
         self.layers[2].weight = nn.Parameter(weights)
         nn.init.normal_(weights)
+        look(self)
 
 
 class Loaded(nn.Module):

@@ -151,9 +151,10 @@ class PlacedModule:
             if isinstance(tensor, ForeignTensor):
                 with self.places.local():
                     tensor.grad = None
+                    # A view would not be the only user of its memory, and could then not become foreign in the next run.
+                    whole = whole.clone()
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    value = nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole
-                    swap_contents(tensor, value)
+                    swap_contents(tensor, nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole)
         for optimizer, state in zip(optimizers, states, strict=False):
             with self.places.local():
                 if self.places.rank == 0:
