@@ -186,6 +186,10 @@ class Places:
         else:
             self.put_away(tensor, place, label)
 
+    def forget(self, tensor: Tensor) -> None:
+        """Take a tensor's mark away. All ranks must have copies of the tensor."""
+        vars(Tensor.untyped_storage(tensor)).pop(MARK, None)
+
     def put_away(
         self, tensor: Tensor, place: tuple[int, ...], label: str = "", device: torch.device | None = None
     ) -> None:

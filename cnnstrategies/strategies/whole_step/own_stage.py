@@ -264,6 +264,8 @@ def _settle(places: Places, module: LightningModule, tensors: Sequence[tuple[str
             whole = places.everywhere(tensor.detach(), f"configure_model: {name}")
             if isinstance(tensor, ForeignTensor):
                 _put(places, tensor, whole)
+            else:
+                places.forget(tensor)
 
 
 def put_others_away(module: LightningModule, places: Places, device: torch.device) -> None:
