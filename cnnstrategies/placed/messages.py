@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cnnstrategies.codec import from_bytes, to_bytes
+from cnnstrategies.codec import from_bytes, to_buffers
 from cnnstrategies.placed.call_site import call_site
 
 # Number of the message between sender and receiver, digest of the subject, and length of the subject in bytes.
@@ -32,14 +32,14 @@ class LinkError(RuntimeError):
 class MessageLink(Protocol):
     """A rank's connections to all other ranks. Messages between two ranks arrive in order."""
 
-    def send(self, target: int, message: bytes) -> None:
-        """Begin to send a message, and return at once.
+    def send(self, target: int, message: bytearray) -> None:
+        """Begin to send a message, and return at once. Nobody may change the message afterwards.
 
         Raises:
             LinkError: The connection is broken.
         """
 
-    def receive(self, source: int) -> bytes:
+    def receive(self, source: int) -> bytes | bytearray:
         """Wait for the next message from a rank.
 
         Raises:
@@ -85,7 +85,8 @@ class Messages:
         self._sent[target] += 1
         self.counts[subject.split(" ", 1)[0]] += 1
         try:
-            self._link.send(target, header + text + to_bytes(value))
+            # Large tensors are copied once, and the link sends a bytearray without a copy.
+            self._link.send(target, bytearray().join((header, text, *to_buffers(value))))
         except LinkError as error:
             raise DivergedError(f"{self._me} sends {subject} to {self.describe(target)}: {error}") from error
 
@@ -106,7 +107,7 @@ class Messages:
         if self.note_wait is not None:
             self.note_wait(subject, start, time.time())
         number, sent_digest, length = _HEADER.unpack_from(message)
-        text = message[_HEADER.size : _HEADER.size + length]
+        text = bytes(message[_HEADER.size : _HEADER.size + length])
         if number != self._received[source] or sent_digest != digest(subject.encode()):
             raise DivergedError(
                 f"the ranks run different code: {self._me} waits for {subject} (message {self._received[source]}) "
@@ -114,7 +115,7 @@ class Messages:
                 f"{number}); all ranks must read the values of other ranks in the same order"
             )
         self._received[source] += 1
-        value = from_bytes(message[_HEADER.size + length :])
+        value = from_bytes(memoryview(message)[_HEADER.size + length :])
         if isinstance(value, tuple) and len(value) == 3 and value[0] == _COMPLEX:
             return complex(value[1], value[2])
         return value

@@ -65,9 +65,9 @@ class Loaded(nn.Module):
         self.layers = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
         state = {name: torch.full(value.shape, 2.0) for name, value in self.state_dict().items()}
         is_whole = not any(isinstance(parameter, ForeignTensor) for parameter in self.parameters())
-        own = {name for name, parameter in self.named_parameters() if not isinstance(parameter, ForeignTensor)}
+        real = {name for name, parameter in self.named_parameters() if not isinstance(parameter, ForeignTensor)}
         self.load_state_dict(
-            {name: value if is_whole or name in own else unread(value) for name, value in state.items()}
+            {name: value if is_whole or name in real else unread(value) for name, value in state.items()}
         )
         look(self)
 

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal
 
@@ -22,10 +22,11 @@ from cnnstrategies.quantities import Duration, Size, as_timedelta, size_in_bytes
 from cnnstrategies.runtime.processes import end_group_at_exit, failed_before, leave_group_at_exit
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.balancing import gather_rows
+from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
-from cnnstrategies.strategies.hybrid_pipeline.balancing import begin_dealing
+from cnnstrategies.strategies.hybrid_pipeline.balancing import TimedStages, begin_dealing
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
-from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
+from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks, warn_of_shares
 from cnnstrategies.strategies.protocol import GradientWeighting, StepKind, StrategyFacts
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
 
@@ -50,7 +51,9 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
             default is true if there is no ``memory_limit``.
         memory_limit: Largest memory of a device for automatic cuts: a number of bytes, or a size such as ``8GiB``.
         activation_checkpointing: Whether activations are computed again in the backward, which saves memory:
-            ``never``, ``always``, or ``except_last`` for all microbatches except the last of each rank.
+            ``never``, ``always``, or ``except_last`` for all microbatches except the last of each rank. By default
+            activations are computed again only if the cuts are chosen automatically and the profile predicts that no
+            cuts fit into ``memory_limit`` otherwise.
         placement: Order in which ranks are numbered, which decides which ranks are on one node. ``stages`` puts the
             replicas of a stage, which sum their gradients, on the same node. ``replicas`` puts ranks that send each
             other activations on the same node.
@@ -84,7 +87,7 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         schedule: Schedule = "1f1b",
         run_ahead: bool | None = None,
         memory_limit: Size | None = None,
-        activation_checkpointing: Checkpointing = "never",
+        activation_checkpointing: Checkpointing | None = None,
         placement: Order = "stages",
         shares: Literal["auto", "equal"] | list[float] = "equal",
         initial_shares: Literal["equal"] | list[float] = "equal",
@@ -101,7 +104,7 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         super().__init__(
             process_group_backend=process_group_backend, timeout=limit, start_method=start_method, **kwargs
         )
-        self.request = LayoutRequest(**{field.name: options[field.name] for field in fields(LayoutRequest)})
+        self.request = self.layout_request(options)
         self.submodule = submodule
         self.time_limit = limit
         self._deals: Deals | None = None
@@ -112,6 +115,11 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         self._made_in = os.getpid()  # Process that has created this object.
         # The last loader, and the ranks that load its data.
         self._examined: tuple[object, LoadingRanks] | None = None
+
+    @classmethod
+    def layout_request(cls, options: Mapping[str, Any]) -> LayoutRequest:
+        """Return the options that say how the network is divided, from all options of the strategy."""
+        return LayoutRequest(**{field.name: options[field.name] for field in fields(LayoutRequest)})
 
     @property
     @override
@@ -162,6 +170,17 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
             self._examined = loader, ranks
         return self._examined[1]
 
+    def _by_shares(self, loader: Any, ranks: LoadingRanks) -> Any:
+        """Return a training loader whose batches the replicas of the first stage divide by their shares."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self._deals is not None and self.placement.replicas[0] > 1:
+            if not ranks.all_load:
+                return by_shares(loader, trainer, self._deals)
+            if trainer.training:
+                warn_of_shares(loader)
+        return loader
+
     @property
     @override
     def batch_shares(self) -> Deals | None:
@@ -169,9 +188,13 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
 
     def loads(self, shares: Sequence[float]) -> tuple[float, ...]:
         """Return the shares by which the replicas of the first stage load, from the shares of all ranks."""
-        assert self._layout is not None, "the strategy has been set up"
-        microbatches = self._layout[1].microbatches
+        microbatches = self._chosen_layout.microbatches
         return replace(self.placement, microbatches=microbatches, shares=tuple(shares)).loads
+
+    @property
+    def _chosen_layout(self) -> ChosenLayout:
+        assert self._layout is not None, "the strategy has been set up"
+        return self._layout[1]
 
     # Set-up
 
@@ -215,6 +238,11 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         """
         with cpu_group(self.time_limit) as group:
             return gather_rows(row, group)
+
+    @property
+    def timed_stages(self) -> TimedStages:
+        """The stages, whose microbatches can be timed, after the set-up."""
+        raise NotImplementedError
 
     def _transport(self) -> Transport:
         """Return the connections of this rank, after the set-up."""

@@ -28,8 +28,8 @@ from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.tracing import decide_by_shapes
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.strategies.balancing import gather_rows
-from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.exact_means import widened
+from cnnstrategies.strategies.hybrid_pipeline.balancing import TimedStages
 from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.batches import NoBatch, PredictionLoader, StageLoader
 from cnnstrategies.strategies.hybrid_pipeline.comparison import (
@@ -52,7 +52,6 @@ from cnnstrategies.strategies.hybrid_pipeline.layout import (
     differences_of_pipeline,
     stage_parameters,
 )
-from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import warn_of_shares
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
     Plan,
     broadcast_weights,
@@ -137,12 +136,7 @@ class HybridPipelineStrategy(PipelineStrategy):
         ranks = self._loading_ranks(dataloader)
         if trainer.state.fn == TrainerFn.PREDICTING:
             return PredictionLoader(dataloader, ranks, self._most, has_rows=self.is_global_zero)
-        if self._deals is not None and self.placement.replicas[0] > 1:
-            if not ranks.all_load:
-                dataloader = by_shares(dataloader, trainer, self._deals)
-            elif trainer.training:
-                warn_of_shares(dataloader)
-        return StageLoader(dataloader, ranks, self._most)
+        return StageLoader(self._by_shares(dataloader, ranks), ranks, self._most)
 
     @override
     @after_the_lost_rank
@@ -222,7 +216,7 @@ class HybridPipelineStrategy(PipelineStrategy):
             layout.microbatches,
             self.request.schedule,
             layout.run_ahead,
-            self.request.activation_checkpointing,
+            layout.checkpointing,
             self.root_device,
             self.time_limit,
             placement=self.request.placement,
@@ -269,6 +263,11 @@ class HybridPipelineStrategy(PipelineStrategy):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.root_device)
         return layout
+
+    @property
+    @override
+    def timed_stages(self) -> TimedStages:
+        return self._pipeline
 
     @property
     def steps(self) -> Steps:
@@ -428,7 +427,8 @@ class HybridPipelineStrategy(PipelineStrategy):
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
         pipeline = self._pipeline
         graphs, parameters = pipeline.blueprint.stages[True], stage_parameters(pipeline)
-        return describe_pipeline(pipeline.placement, graphs, parameters, self.request, batch_size)
+        rows = describe_pipeline(pipeline.placement, graphs, parameters, self.request, batch_size)
+        return [*rows, *self._chosen_layout.panel_rows()]
 
     @override
     def differences(self, batch_size: int | None) -> list[str]:

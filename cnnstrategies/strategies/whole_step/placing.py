@@ -151,7 +151,7 @@ class PlacedModule:
             if isinstance(tensor, ForeignTensor):
                 with self.places.local():
                     tensor.grad = None
-                    # A view would not be the only user of its memory, and could then not become foreign in the next run.
+                    # The next run may make the tensor foreign, which needs memory that no other tensor uses.
                     whole = whole.clone()
                     is_parameter = isinstance(tensor, nn.Parameter)
                     swap_contents(tensor, nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole)
