@@ -108,7 +108,8 @@ def _planned(
         parameters.append(parameter)
         return parameter
 
-    handle = register_module_parameter_registration_hook(register)
+    # torch's annotation is wrong: the hook may return another parameter.
+    handle = register_module_parameter_registration_hook(register)  # type: ignore[arg-type]
     try:
         # Loading a checkpoint into parameters without values warns of it.
         with same_random_numbers(device), catch_warnings():

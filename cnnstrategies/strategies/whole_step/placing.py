@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.dlpack import from_dlpack
 
 from cnnstrategies._torch_private import swap_contents
 from cnnstrategies.pipeline.disk_memory import memory_on_disk
@@ -188,7 +188,7 @@ class PlacedModule:
             if not isinstance(leaf, Tensor):
                 return leaf
             # The result has a storage object of its own, and marks are attributes of storage objects.
-            return torch.from_dlpack(leaf.detach()) if self.in_parts else leaf.detach().clone()
+            return from_dlpack(leaf.detach()) if self.in_parts else leaf.detach().clone()
 
         with self.places.local():
             return tree_map(unmarked, value)
