@@ -205,6 +205,16 @@ class Draws:
         finally:
             present.restore(device)
 
+    @contextmanager
+    def at_start(self) -> Iterator[None]:
+        """Return a context in which the generators have the states at the call."""
+        present = GeneratorStates.current(self._transport.device)
+        self._before.restore(self._transport.device)
+        try:
+            yield
+        finally:
+            present.restore(self._transport.device)
+
     def pass_on(self, microbatch: int) -> None:
         """Send the generators' states to the next stage, or keep them in the last stage, if the stages draw in order.
 

@@ -127,6 +127,11 @@ class StoredWatch:
             watched += [*record.containers, *record.tensors]
         return NotedState(watched, self.modules, self._changing)
 
+    def outside_network(self) -> list[nn.Module]:
+        """Return the owner's modules that are not in the network."""
+        inside = set(self._network.modules())
+        return [module for module in self._owner.modules() if module not in inside]
+
     def put(self, key: StoredKey, value: Any) -> None:
         """Store a value, as a forward has done on this rank or on another one.
 

@@ -121,6 +121,7 @@ class CallTerms:
         self._changed: list[tuple[Tensor, Tensor]] = []
         self._headers: list[TensorHeader] = []
         self._without_graph: set[int] = set()
+        self._keeps_arguments = True
 
     def noted_state(self) -> NotedState:
         """Return the state of modules in which the call's forwards begin."""
@@ -139,8 +140,25 @@ class CallTerms:
             result = terms.run(*arguments)
         self._stored[microbatch] = StoredValues.of(watch.take())
         self._before |= watch.before
-        self._arguments[microbatch] = arguments
+        if self._keeps_arguments:
+            self._arguments[microbatch] = arguments
         return result
+
+    def drop_arguments(self) -> None:
+        """Keep no arguments of the stage, if the rules by which stored values are combined are known."""
+        self._keeps_arguments = self._form not in self._terms.known
+
+    def begin_watch(self) -> None:
+        """Note the current state of modules, to which :meth:`undo` returns."""
+        self._terms.watch.begin()
+
+    def undo(self) -> None:
+        """Undo what code has stored on modules since the last forward."""
+        self._terms.watch.take()
+
+    def outside_network(self) -> list[nn.Module]:
+        """Return the modules of the user's module that are not in the network."""
+        return self._terms.watch.outside_network()
 
     def drop_graph(self, microbatch: int) -> None:
         """Drop the graph of what a microbatch has stored. Its forward then has to run again for the backward."""
@@ -276,6 +294,8 @@ class CallTerms:
         if known is not None and self._fits(*known):
             self._rules = known[1]
             return None
+        if not self._keeps_arguments:
+            return "it stores other things than in an earlier batch of the same shapes"
         verdict = terms.probe.verdict(list(self._arguments.values()), [self._sizes[m] for m in self._arguments])
         if len(terms.group) > 1:
             verdicts = [v for v in terms.places.exchange(verdict, terms.group, "probe") if v is not None]

@@ -1,7 +1,7 @@
 """Pipeline training in which every rank runs the module's steps once, with the whole batch, as one device does."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from cnnstrategies._lightning_private import allow_skipped_steps
+from cnnstrategies._lightning_private import allow_skipped_steps, asks_of_sigterm
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.task_times import MeasuredPipeline
+from cnnstrategies.pipeline.timetable import Schedule
 from cnnstrategies.pipeline.tracing import trace_open
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.placed import GlooLink, Places
@@ -47,6 +48,7 @@ from cnnstrategies.strategies.whole_step.facts import (
     warn_after_first_batch,
     weight_of_batch,
 )
+from cnnstrategies.strategies.whole_step.kept_values import bring_kept_values
 from cnnstrategies.strategies.whole_step.loader_messages import end_together
 from cnnstrategies.strategies.whole_step.loading import PlacedLoader, PlacedPredictionLoader
 from cnnstrategies.strategies.whole_step.logs import PlacedLogs
@@ -54,6 +56,7 @@ from cnnstrategies.strategies.whole_step.measuring import callbacks_for_cuts, me
 from cnnstrategies.strategies.whole_step.metric_values import share_metrics
 from cnnstrategies.strategies.whole_step.metrics import metrics_of_one_process
 from cnnstrategies.strategies.whole_step.network import DividedForward, find_network, module_at
+from cnnstrategies.strategies.whole_step.order import declare_loss, describe_order, tell_news
 from cnnstrategies.strategies.whole_step.placing import PlacedModule
 from cnnstrategies.strategies.whole_step.predictions import predictions_on_rank_zero
 from cnnstrategies.strategies.whole_step.random_states import random_states, set_random_states
@@ -66,7 +69,8 @@ class WholeStepStrategy(PipelineStrategy):
     :mod:`cnnstrategies.placed`. A call of the network runs the stages for all microbatches of the batch, and its result
     is in the last stage. Whatever the module computes from the result follows the rules for placed tensors.
 
-    The arguments are those of :class:`.PipelineStrategy`. The schedule is always ``gpipe``.
+    The arguments are those of :class:`.PipelineStrategy`. The schedule is ``gpipe``, or ``1f1b`` for modules that
+    declare their loss, see :mod:`cnnstrategies.pipeline.declared_loss`.
 
     Attributes:
         places: The rules of this rank; None outside of a run.
@@ -77,6 +81,8 @@ class WholeStepStrategy(PipelineStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        # The first step, and steps of modules that do not declare their loss, run in the order of GPipe.
+        self._schedule: Schedule = kwargs.get("schedule", "1f1b")
         if self.request.run_ahead:
             raise ConfigurationError(
                 "run_ahead=True: WholeStepStrategy runs all forwards of a step before the first backward, so a stage "
@@ -185,7 +191,7 @@ class WholeStepStrategy(PipelineStrategy):
         self._same_random_numbers()
         self._replaced.enter_context(metrics_of_one_process())
         if trainer.state.fn == TrainerFn.FITTING:
-            callbacks.insert(0, EndTogether(partial(end_together, self.places, self.placement.ranks(0))))
+            callbacks.insert(0, EndTogether(self._end_together))
             callbacks += callbacks_for_cuts(self.places, self._network.runner.times, self._layout[1], self._gather)
             self._layout = network, replace(self._layout[1], planned=False, recut=None)  # One comparison is enough.
             self._replaced.callback(_remove, callbacks, EndTogether, StageTimes)
@@ -215,6 +221,7 @@ class WholeStepStrategy(PipelineStrategy):
         self._placed = PlacedModule(self.lightning_module, placed, self.places)
         self._logs = PlacedLogs(self.lightning_module, self.places)
         self._replaced.callback(self._logs.remove)
+        declare_loss(placed, self.lightning_module, self._logs, self._schedule)
 
     def _same_random_numbers(self) -> None:
         """Continue on all ranks with the random numbers of rank 0."""
@@ -272,10 +279,20 @@ class WholeStepStrategy(PipelineStrategy):
         # Predictions are read after the run, by the caller of `Trainer.predict`.
         return predictions_on_rank_zero(self._rules, result)
 
+    def _end_together(self) -> None:
+        assert self.lightning_module is not None
+        if self.world_size > 1 and asks_of_sigterm(self.lightning_module.trainer):
+            # Before each batch, Lightning broadcasts whether rank 0 has got a signal. A rank that continues waits here.
+            with self._rules.local():
+                dist.broadcast(torch.zeros(1, dtype=torch.int64, device=self.root_device), 0)
+        end_together(self._rules, self.placement.ranks(0))
+
     @after_the_lost_rank
     def _step(self, name: str, context: AbstractContextManager[Any], args: Sequence[Any], kwargs: Any) -> Any:
         assert self._logs is not None
-        with context, self._logs.step(), self._one_process():
+        declared = self._network.declared if name == "training_step" else None
+        watched = nullcontext() if declared is None else declared.step((args, kwargs))
+        with context, self._logs.step(), self._one_process(), watched:
             return getattr(self.lightning_module, name)(*args, **kwargs)
 
     @contextmanager
@@ -306,6 +323,7 @@ class WholeStepStrategy(PipelineStrategy):
         self._rules.settle_gradients(module.parameters())
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
+        tell_news(self._network)
         return closure_loss
 
     # Collectives
@@ -319,14 +337,16 @@ class WholeStepStrategy(PipelineStrategy):
         """
         if not isinstance(tensor, Tensor):
             return tensor
-        value = self._rules.everywhere(tensor.detach(), "reduce")
+        value = tensor.detach() if self.places is None else self.places.everywhere(tensor.detach(), "reduce")
         how = str(reduce_op).lower().rpartition(".")[2]
         return getattr(self.gather_from_ranks(value), f"a{how}")(0) if how in ("max", "min") else value
 
     @override
     def gather_from_ranks(self, values: Tensor) -> Tensor:
         """Return tensors of all ranks, whose values may differ. All ranks must call this."""
-        with self._rules.local():
+        if self.places is None:  # After the end of a run.
+            return super().all_gather(values).reshape(self.world_size, *values.shape)
+        with self.places.local():
             own = values.detach().cpu().contiguous()
             rows = [torch.empty_like(own) for _ in range(self.world_size)]
             dist.all_gather(rows, own, group=self._transport().control)
@@ -403,6 +423,8 @@ class WholeStepStrategy(PipelineStrategy):
         rows = describe_pipeline(
             placement, placed.division.graphs(), self.parameters_per_device, self.request, batch_size
         )
+        assert self.lightning_module is not None
+        rows.append(("order", describe_order(placed, self.lightning_module, self._schedule)))
         rows += self._chosen_layout.panel_rows()
         return rows if placed.one_microbatch is None else [*rows, ("one microbatch", placed.one_microbatch)]
 
@@ -444,6 +466,9 @@ class WholeStepStrategy(PipelineStrategy):
         if self._placed is not None and not self._failed:
             self._placed.restore(self.optimizers)
             assert places is not None
+            assert self.lightning_module is not None
+            trainer: Any = self.lightning_module.trainer
+            bring_kept_values(places, self.lightning_module, trainer.callbacks)
             self._entered.close()
             places.messages.close()
             self._transport().close()
