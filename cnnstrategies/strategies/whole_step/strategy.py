@@ -521,7 +521,8 @@ class WholeStepStrategy(PipelineStrategy):
 
     @override
     def check_job(self, module: LightningModule, processes: int) -> None:
-        check_layout_of(self.request, module_at(module, find_network(module, self.submodule)), processes, self._example)
+        network = module_at(module, find_network(module, self.submodule))
+        check_layout_of(self.request, network, processes, partial(self._example, module))
 
     # The end
 
