@@ -309,8 +309,8 @@ def main() -> None:
         "Twenty situations for measured shares",
         f"{__doc__}\nA small network on two ranks, {options.steps} steps, equal and auto in turns; medians of "
         f"{options.rounds} rounds, with the smallest and largest. Rows below their target (bold) are measured again "
-        "with more steps: shares that bring less than was predicted are taken back, which costs the same number of steps "
-        "in a short training as in a long one.",
+        "with more steps: shares that bring less than was predicted are taken back, which costs the same number of "
+        "steps in a short training as in a long one.",
         rows,
     )
     results.unlink()
