@@ -8,6 +8,7 @@ each microbatch.
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import is_
 from types import CellType, FunctionType, MethodType
@@ -21,6 +22,7 @@ from cnnstrategies._torch_private import writes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
 from cnnstrategies.pipeline.noted_state import NotedState, Restorer
+from cnnstrategies.pipeline.saved_copies import saving_copies
 from cnnstrategies.placed import ForeignTensor
 
 # Attributes in which torch keeps a module's parameters, submodules and settings.
@@ -78,6 +80,7 @@ class StoredWatch:
         self._network = owner if network is None else network
         self._records: list[_ModuleState] = []
         self._tensors: WeakValueDictionary[int, WatchedTensor] = WeakValueDictionary()
+        self._changing: set[tuple[Any, ...]] = set()  # Paths of tensors that forwards have changed in place.
         self.before: dict[StoredKey, Any] = {}
         self.modules: list[nn.Module] = []
 
@@ -104,14 +107,25 @@ class StoredWatch:
         for record in self._records:
             if record.has_changed():
                 record.take(stored, self.before, seen)
+        self._changing |= {key.path for key in stored if key.kind == "values"}
         return stored
+
+    def saving_copies(self, of_all: bool) -> AbstractContextManager[object]:
+        """Return a context for a forward, in which autograd saves copies of tensors that the forward changes in place.
+
+        Args:
+            of_all: Whether autograd saves copies of all watched tensors, because it is not known which of them the
+                forward changes.
+        """
+        tensors = [tensor for record in self._records for tensor in record.tensors]
+        return saving_copies(tensor.target for tensor in tensors if of_all or tensor.path in self._changing)
 
     def noted(self) -> NotedState:
         """Return the state that :meth:`begin` has noted."""
         watched: list[Container | WatchedTensor] = []
         for record in self._records:
             watched += [*record.containers, *record.tensors]
-        return NotedState(watched, self.modules)
+        return NotedState(watched, self.modules, self._changing)
 
     def outside_network(self) -> list[nn.Module]:
         """Return the owner's modules that are not in the network."""
@@ -200,7 +214,7 @@ class _ModuleState:
 
     def refresh(self) -> None:
         """Note the current state."""
-        if self.has_changed():
+        if self.has_changed() or _hooks_of(self.module) != self._hooks:
             self._search()
 
     def take(self, stored: dict[StoredKey, Any], before: dict[StoredKey, Any], seen: set[int]) -> None:
@@ -222,6 +236,7 @@ class _ModuleState:
 
     def _search(self) -> None:
         before, self.containers, self.tensors = self.tensors, [], []
+        self._hooks = _hooks_of(self.module)
         seen: set[int] = set()
 
         def search(value: Any, path: tuple[Any, ...], depth: int) -> None:
@@ -358,7 +373,10 @@ class WatchedTensor:
         before[key] = self._copy
         if self.target.grad_fn is not None:
             self.target.detach_()
-        self._put(self._copy.clone())
+        self._put(torch.empty_like(self._copy))
+        with torch.no_grad():
+            # This increases the tensor's version, so that a graph that has saved the tensor itself fails.
+            self.target.copy_(self._copy)
         self._version = writes(self.target)
 
     def restorer(self) -> Restorer:
@@ -387,13 +405,19 @@ class WatchedTensor:
         return undo
 
     def _put(self, values: Tensor) -> None:
-        """Give the tensor other values in another storage, because the graph may need the present values.
+        """Give the tensor another storage. The present values may be needed again.
 
         The storage's attributes tell where the tensor's copies are.
         """
         attributes = vars(self.target.untyped_storage())
         self.target.data = values
         vars(self.target.untyped_storage()).update(attributes)
+
+
+def _hooks_of(module: nn.Module) -> list[Any]:
+    """Return the hooks of a module that run in a forward."""
+    attributes = vars(module)
+    return [*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values()]
 
 
 def is_watched(tensor: Tensor) -> bool:

@@ -6,6 +6,7 @@ output of the network's autograd function, like the network's result.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +79,7 @@ class StoredTerms:
         self.run, self.places, self.ranks, self.first_ranks = run, places, ranks, first_ranks
         self.stage = next(stage for stage, members in enumerate(ranks) if places.rank in members)
         self.group = ranks[self.stage]
+        self.run_forms: set[Hashable] = set()  # Forms of earlier calls.
         self.known: dict[Hashable, tuple[StoredValues, list[CombiningRule]]] = {}
         self.reports: dict[int, _Report] = {}
 
@@ -132,8 +134,10 @@ class CallTerms:
             microbatch: The microbatch.
             arguments: Arguments of the stage.
         """
-        watch = self._terms.watch
-        result = self._terms.run(*arguments)
+        watch, terms = self._terms.watch, self._terms
+        is_new = self._form not in terms.run_forms
+        with watch.saving_copies(is_new) if self._needs_gradient else nullcontext():
+            result = terms.run(*arguments)
         self._stored[microbatch] = StoredValues.of(watch.take())
         self._before |= watch.before
         if self._keeps_arguments:
@@ -170,6 +174,7 @@ class CallTerms:
         terms, places = self._terms, self._terms.places
         with torch.set_grad_enabled(self._needs_gradient):
             reason = self._find_rules()
+        terms.run_forms.add(self._form)
         reason = self.reason or reason
         self._arguments.clear()
         report = _Report(reason, _NOTHING)
