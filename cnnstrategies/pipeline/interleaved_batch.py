@@ -106,7 +106,7 @@ class InterleavedBatch(WholeBatch):
         images, samples, form, parts = self._arguments
 
         def run() -> WholeBatch:
-            return RepeatedBatch(self._runner, images, samples, True, form, False, parts)
+            return RepeatedBatch(self._runner, images, samples, True, form, False, parts, "always")
 
         with self._conditions():
             return run() if self._state is None else self._state.run(run)[0]

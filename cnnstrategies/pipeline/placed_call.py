@@ -14,6 +14,7 @@ from cnnstrategies.pipeline.forms import BackwardReport, ForwardReport, KnownFor
 from cnnstrategies.pipeline.interleaved_batch import InterleavedBatch
 from cnnstrategies.pipeline.loss_verdict import judge
 from cnnstrategies.pipeline.random_draws import advance
+from cnnstrategies.pipeline.timetable import Checkpointing
 from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
 from cnnstrategies.placed.messages import RefusedError
 
@@ -73,13 +74,17 @@ class PlacedCall:
         if loss is not None and loss.expected is not None and self.network.can_interleave(self._key, samples):
             loss.prepare()
             gradients = loss.gradients
+        # Until a step has shown whether the order 1F1B is possible, its memory must suffice.
+        holds_few = loss is not None and (loss.is_open or self.network.holds_few)
         with places.local():
             for leaf in leaves:
                 if id(leaf) in brought:
                     brought[id(leaf)].requires_grad_(leaf.requires_grad)
             images = tree_map(lambda leaf: brought.get(id(leaf), leaf), self.images)
             in_order = form is None or bool(form.drawn)
-            batch = self.network.begin(images, samples, self.needs_gradient, self._key, in_order, gradients)
+            checkpointing: Checkpointing | None = "always" if holds_few else None
+            arguments = images, samples, self.needs_gradient, self._key, in_order, gradients, checkpointing
+            batch = self.network.begin(*arguments)
         self._batch = batch
         report = ForwardReport(batch.header, sorted(batch.draws.drawn))
         if form is None or form.varies:

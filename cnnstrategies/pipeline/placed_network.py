@@ -16,6 +16,7 @@ from cnnstrategies.pipeline.placed_call import NetworkFunction, PlacedCall
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.stored_terms import NeedsOneMicrobatchError
+from cnnstrategies.pipeline.timetable import Checkpointing
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
 from cnnstrategies.placed import Places
@@ -49,6 +50,8 @@ class PlacedNetwork:
         ranks: For each stage, the ranks of its replicas.
         forms: What all ranks know about earlier calls, by the form of the batch; see :meth:`form_of`.
         copies: Copies of the network whose attribute ``forward`` divides them, or has divided them.
+        holds_few: Whether the stages' memory is planned for the order 1F1B. Calls that run in the order of GPipe then
+            keep only the inputs of microbatches.
         one_microbatch: Why the network runs batches as one microbatch; None if it does not.
         declared: The loss that the module declares, which allows the order 1F1B; None if the order is always GPipe's.
     """
@@ -90,6 +93,7 @@ class PlacedNetwork:
         self.runner.watch(self._owner, self.places, self.ranks)
         self.one_microbatch: str | None = None
         self.declared: DeclaredLoss | None = None
+        self.holds_few = False
         self._whole: set[Hashable] = set()  # Forms of batches that run as one microbatch.
 
     def place_state(self, network: nn.Module) -> None:
@@ -120,6 +124,7 @@ class PlacedNetwork:
             )
         copied.runner.microbatches, copied.runner.usual = self.runner.microbatches, self.runner.usual
         copied.runner.activation_checkpointing = self.runner.activation_checkpointing
+        copied.runner.run_ahead = self.runner.run_ahead
         copied.runner.times = self.runner.times
         return copied
 
@@ -157,6 +162,7 @@ class PlacedNetwork:
         form: Hashable,
         in_order: bool,
         gradients: GradientsOfResults | None = None,
+        checkpointing: Checkpointing | None = None,
     ) -> WholeBatch:
         """Run the forwards of this rank's stage, in one microbatch if a stage needs the whole batch.
 
@@ -164,12 +170,13 @@ class PlacedNetwork:
 
         Args:
             gradients: See `StageRunner.begin_interleaved`; None for the order of GPipe.
+            checkpointing: See `StageRunner.begin`. Ignored for the order 1F1B.
         """
         if form not in self._whole:
             try:
                 if gradients is not None:
                     return self.runner.begin_interleaved(images, samples, form, gradients)
-                return self.runner.begin(images, samples, needs_gradient, form, in_order)
+                return self.runner.begin(images, samples, needs_gradient, form, in_order, checkpointing=checkpointing)
             except NeedsOneMicrobatchError as error:
                 self._whole.add(form)
                 self.one_microbatch = (

@@ -13,15 +13,18 @@ from cnnstrategies import ConfigurationError
 from cnnstrategies.commands.plan.measured import _request
 from cnnstrategies.strategies import HybridPipelineStrategy, WholeStepStrategy
 from cnnstrategies.strategies.whole_step.network import WHOLE, DividedForward, find_network
-from cnnstrategies.strategies.whole_step.order import describe_order
+from cnnstrategies.strategies.whole_step.order import check_run_ahead, describe_order
 
 pytestmark = pytest.mark.light
 
 
-def test_options_without_effect_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"run_ahead=True: .*; leave run_ahead out"):
-        WholeStepStrategy(stages=2, run_ahead=True)
-    assert WholeStepStrategy(stages=2, run_ahead=False).request.run_ahead is False
+def test_stages_run_ahead_only_in_the_order_1f1b() -> None:
+    check_run_ahead(True, Declaring(), "1f1b")
+    check_run_ahead(False, Own(), "1f1b")
+    with pytest.raises(ConfigurationError, match=r"run_ahead=True: .*; leave run_ahead out, or give Own a method loss"):
+        check_run_ahead(True, Own(), "1f1b")
+    with pytest.raises(ConfigurationError, match=r"run_ahead=True: .*; leave run_ahead out, or schedule: 1f1b"):
+        check_run_ahead(True, Declaring(), "gpipe")
 
 
 def test_memory_is_planned_for_the_first_step_which_runs_in_the_order_of_gpipe() -> None:
@@ -45,9 +48,13 @@ def test_the_start_panel_says_which_order_runs() -> None:
 
 def test_the_plan_is_for_the_schedule_that_runs() -> None:
     options = {name: value.default for name, value in inspect.signature(HybridPipelineStrategy).parameters.items()}
-    for name, schedule in (("HybridPipelineStrategy", "1f1b"), ("WholeStepStrategy", "gpipe")):
+    for name, module, schedule in (
+        ("HybridPipelineStrategy", Own(), "1f1b"),
+        ("WholeStepStrategy", Own(), "gpipe"),
+        ("WholeStepStrategy", Declaring(), "1f1b"),
+    ):
         strategy = SimpleNamespace(class_path=f"cnnstrategies.strategies.{name}", init_args=options)
-        request = _request(strategy)
+        request = _request(strategy, module)
         assert request is not None
         assert request.schedule == schedule
 
@@ -61,6 +68,11 @@ class Parts(LightningModule):
 class Own(Parts):
     def forward(self, x: Tensor) -> Tensor:
         return self.large(self.small(x))
+
+
+class Declaring(Own):
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(outputs, targets)
 
 
 def test_the_network_is_the_child_with_all_parameters_or_the_own_forward_or_the_largest_child() -> None:
