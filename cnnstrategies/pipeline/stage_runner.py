@@ -18,13 +18,6 @@ from cnnstrategies.pipeline.stored_terms import StoredTerms
 from cnnstrategies.pipeline.task_times import TaskTimes
 from cnnstrategies.pipeline.timeline import Clock
 from cnnstrategies.pipeline.timetable import KINDS, Checkpointing, Kind, Placement, Schedule, Task, turns
-    Checkpointing,
-    Kind,
-    Placement,
-    Schedule,
-    Task,
-    turns,
-)
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed import Places
