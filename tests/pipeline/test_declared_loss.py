@@ -200,13 +200,17 @@ PROGRAMS = {
 
 
 def train(name: str, replicas: Sequence[int], places: Places, declares: bool = True, mixes: bool = False) -> Any:
-    """Run a program on a rank. Return the results, why the order is GPipe's, and the numbers of graphs."""
+    """Run a program on a rank. Return the results, why the order is GPipe's, and the numbers of graphs.
+
+    The stages run ahead if the program mixes samples.
+    """
     program = Program(mixes)
     transport = Transport(Placement(tuple(replicas), microbatches=MICROBATCHES), timedelta(minutes=1))
     placed = PlacedNetwork(program.net, CUTS[: len(replicas) - 1], places, transport, AHEAD, program)
     vars(program.net)["forward"] = placed
     places.set_place(program.proxies, placed.ranks[-1], "proxies")
     declared = placed.declared = DeclaredLoss(program, places, placed.ranks[-1]) if declares else None
+    placed.runner.run_ahead = mixes
     torch.manual_seed(2)
     with places:
         program.run(
@@ -243,7 +247,10 @@ def check_layout(replicas: Sequence[int], names: Sequence[str]) -> None:
         check_equal(interleaved[0], gpipe[0])
         stage = Placement(tuple(replicas)).place(rank).stage
         if set(replicas) == {1} and stage < len(CUTS):
-            assert results[0][2][2:] == [len(replicas) - stage] * 3, "few microbatches have graphs at a time"
+            few = len(replicas) - stage
+            assert results[0][2][2:] == [few] * 3, "few microbatches have graphs at a time"
+            assert max(results[0][2]) == few, "in the first step as well"
+            assert interleaved[2][2:] == [few + (few > 1)] * 3, "one more if the stages run ahead"
             assert gpipe[2][2:] == [MICROBATCHES] * 3
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.commands.plan.measured import _request
-from cnnstrategies.strategies import HybridPipelineStrategy, WholeStepStrategy
+from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.whole_step.network import WHOLE, DividedForward, find_network
 from cnnstrategies.strategies.whole_step.order import check_run_ahead, describe_order
 
@@ -27,23 +27,17 @@ def test_stages_run_ahead_only_in_the_order_1f1b() -> None:
         check_run_ahead(True, Declaring(), "gpipe")
 
 
-def test_memory_is_planned_for_the_first_step_which_runs_in_the_order_of_gpipe() -> None:
-    assert WholeStepStrategy(stages=2, schedule="1f1b").request.schedule == "gpipe"
-
-
 def test_the_start_panel_says_which_order_runs() -> None:
-    class Declared(Own):
-        def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-            return (outputs - targets).square().mean()
+    def text(module: LightningModule, schedule: str = "1f1b", reason: str | None = None, again: str = "never") -> str:
+        declared = SimpleNamespace(reason=reason) if isinstance(module, Declaring) else None
+        runner = SimpleNamespace(activation_checkpointing=again)
+        return describe_order(SimpleNamespace(declared=declared, runner=runner), module, schedule)
 
-    def text(module: LightningModule, schedule: str = "1f1b", reason: str | None = None) -> str:
-        declared = SimpleNamespace(reason=reason) if isinstance(module, Declared) else None
-        return describe_order(SimpleNamespace(declared=declared), module, schedule)
-
-    assert text(Declared(), "gpipe") == "gpipe, as configured"
+    assert text(Declaring(), "gpipe") == "gpipe, as configured"
     assert "for 1f1b, give Own a method loss(outputs, targets)" in text(Own())
-    assert text(Declared()).startswith("gpipe in the first step, then 1f1b if training_step trains Declared.loss")
-    assert text(Declared(), reason="it draws").endswith("all microbatches: it draws")
+    assert text(Declaring()).startswith("gpipe in the first step, then 1f1b if training_step trains Declaring.loss")
+    assert text(Declaring(), reason="it draws").endswith("stores the activations of all microbatches: it draws")
+    assert text(Declaring(), reason="it draws", again="always").endswith("the inputs of all microbatches: it draws")
 
 
 def test_the_plan_is_for_the_schedule_that_runs() -> None:
