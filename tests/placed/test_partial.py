@@ -76,6 +76,7 @@ OTHERS: dict[str, Callable[[Tensor], Any]] = {
     "view": lambda x: x.view(7, -1).T,
     "in place": changed(lambda x: x.mul_(2)),
     "out": lambda x: torch.mul(torch.ones(7, 2, 4, 4, dtype=torch.float64), 2, out=x),
+    "same object": lambda x: (x.mul_(2) is x, torch.mul(torch.ones_like(x), 2, out=x) is x),
     "view in place": view_and_write,
     "reshaped": changed(lambda x: x.unsqueeze_(1)),
     "data": changed(put_data),
@@ -137,6 +138,16 @@ def test_an_operation_with_rows_of_two_divisions_brings_all_rows() -> None:
     def on_rank(places: Places) -> None:
         x, y = partial(places, images()), partial(places, images(), (1, 5, 1))
         assert torch.equal(places.everywhere(x + y), 2 * images())
+
+    on_ranks(4, on_rank)
+
+
+def test_operations_in_place_return_the_tensor_itself_in_inference() -> None:
+    def on_rank(places: Places) -> None:
+        with torch.inference_mode():
+            x = partial(places, images())
+            assert x.mul_(2) is x
+            assert torch.equal(places.everywhere(x), 2 * images())
 
     on_ranks(4, on_rank)
 
