@@ -138,6 +138,14 @@ class StageRunner:
             and name in self.division.used
         ]
 
+    def close(self) -> None:
+        """Destroy the process group of the replicas, and drop references to it, so that its threads end.
+
+        All ranks must call this, after the last step.
+        """
+        self.replicas.close()
+        self.buffers.group = None
+
     def watch(self, owner: nn.Module, places: Places, ranks: Sequence[tuple[int, ...]]) -> None:
         """Take care of what forwards store on modules from now on.
 

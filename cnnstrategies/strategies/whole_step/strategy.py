@@ -107,6 +107,8 @@ class WholeStepStrategy(PipelineStrategy):
         self._placed: PlacedModule | None = None
         self._logs: PlacedLogs | None = None
         self._alone: dist.ProcessGroup | None = None  # A group of this rank.
+        self._groups: list[Any] = []  # Groups that the strategy destroys at the end of a run.
+        self._divided_optimizers: list[Optimizer] = []  # Optimizers whose states are divided among the ranks.
         self._planned: NetworkPlan | None = None  # The network that `configure_model` will build.
         self._apart: LightningModule | None = None  # The module, if each rank has built its own stage only.
         self._has_trained = False  # Whether a training step has run since the set-up.
@@ -196,6 +198,7 @@ class WholeStepStrategy(PipelineStrategy):
         assert group is not None
         groups = [new_group([rank], self.time_limit) for rank in range(self.world_size)]
         self._alone = groups[self.global_rank]
+        self._groups = [group, self._alone]
         self.places = Places(self.global_rank, self.world_size, GlooLink(group, self.global_rank, self.world_size))
 
     @override
@@ -233,7 +236,9 @@ class WholeStepStrategy(PipelineStrategy):
             if fitting:
                 with self.places:
                     self.setup_optimizers(trainer)
-        for optimizer in self.optimizers:
+        # In a validation after a training, rank 0 has the whole states of the training's optimizers.
+        self._divided_optimizers = self.optimizers if fitting else []
+        for optimizer in self._divided_optimizers:
             self._replaced.callback(hide_foreign_gradients(self.places, optimizer).remove)
         self.setup_precision_plugin()
         allow_skipped_steps(trainer)
@@ -462,7 +467,9 @@ class WholeStepStrategy(PipelineStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state, on rank 0 with the values of all ranks. All ranks must call this."""
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Lightning may have wrapped the optimizer.
-        return optimizer.state_dict() if self._placed is None else self._placed.optimizer_state_on_rank_zero(optimizer)
+        if self._placed is None or not self._divided_optimizers:
+            return optimizer.state_dict()
+        return self._placed.optimizer_state_on_rank_zero(optimizer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -530,13 +537,14 @@ class WholeStepStrategy(PipelineStrategy):
     def teardown(self) -> None:
         """Bring the whole network back to all ranks. After a failure each rank keeps the values that it has."""
         places, self.places = self.places, None
+        runners = [] if self._forward is None else self._forward.runners
         # If the set-up has failed, there is nothing to bring back, and the other ranks may have ended.
         self._replaced.close()
         self._in_parts = self._placed is not None and self._failed
         if self._in_parts:
             self._checked = None
         if self._placed is not None and not self._failed:
-            self._placed.restore(self.optimizers)
+            self._placed.restore(self._divided_optimizers)
             assert places is not None
             assert self.lightning_module is not None
             trainer: Any = self.lightning_module.trainer
@@ -544,6 +552,12 @@ class WholeStepStrategy(PipelineStrategy):
             self._entered.close()
             places.messages.close()
             self._transport().close()
+            for runner in runners:
+                runner.close()
+            for group in self._groups:
+                dist.destroy_process_group(group)
+        self._alone = None
+        self._groups.clear()  # The threads of a group end when nothing refers to the group.
         self._entered.close()
         self._connections = self._forward = self._placed = self._logs = None
         with meta_tensors_stay(self.lightning_module):
