@@ -318,3 +318,13 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def has_hooks(module: nn.Module) -> bool:
     """Whether hooks are registered on a module itself. torch has no public function that returns the hooks."""
     return any(getattr(module, name) for name in _HOOKS)
+
+
+# Names of the dictionaries of hooks that run when a module is called, and of their options.
+_HOOK_TABLES = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
+
+
+def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the dictionaries in which a module keeps its hooks for calls, and the options of these hooks."""
+    attributes = vars(module)
+    return [table for name in _HOOK_TABLES if isinstance(table := attributes.get(name), dict)]

@@ -11,21 +11,31 @@ from torch import nn
 from cnnstrategies.pipeline.buffers import StageBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults, InterleavedBatch
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage import StageGraph, connections, put_module_at
 from cnnstrategies.pipeline.stored_terms import StoredTerms
 from cnnstrategies.pipeline.task_times import TaskTimes
 from cnnstrategies.pipeline.timeline import Clock
-from cnnstrategies.pipeline.timetable import Placement, Schedule, Task, tasks_of, turns
+from cnnstrategies.pipeline.timetable import (
+    Checkpointing,
+    Kind,
+    Placement,
+    Schedule,
+    Task,
+    tasks_of,
+    turns,
+)
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed import Places
 
 SCHEDULE: Schedule = "gpipe"
+_SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 
 
 class StageRunner:
-    """Runs this rank's microbatches of a stage of a divided network, in GPipe's order.
+    """Runs this rank's microbatches of a stage of a divided network.
 
     Args:
         division: Division of the network. Parameters and buffers of other stages are not used.
@@ -43,6 +53,11 @@ class StageRunner:
         usual: Number of samples of a training batch of the usual size; 0 if it is not known. A smaller batch is divided
             into fewer microbatches, because BatchNorm needs several samples in each microbatch.
         microbatches: Number of microbatches into which batches are divided, at most the placement's number.
+        activation_checkpointing: Which of this rank's forwards run again for the backward, so that only their inputs
+            are kept: none (``never``), all except the last (``except_last``), or all (``always``). All ranks have the
+            same value.
+        changes_inputs: Whether the stage changes its arguments in place, so that forwards that run again need copies.
+        compared_forms: Forms of batches for which the results of first and second forwards have been compared.
         unseen_draws: Number of calls in which this rank has drawn random numbers, but the generators have not advanced
             on all ranks. It enters the seeds, so that the next call does not draw the same numbers.
     """
@@ -58,15 +73,18 @@ class StageRunner:
         self.stage = transport.place.stage
         self.last = self.stage == placement.stages - 1
         self.microbatches = placement.microbatches
+        self.activation_checkpointing: Checkpointing = "never"
+        self.changes_inputs = False
+        self.compared_forms: set[Hashable] = set()
         self.unseen_draws = 0
         self.replicas = replicas or StageReplicas(transport)
         self.times = TaskTimes(transport)
         self.sizes: Sequence[int] = ()
         self.usual = 0
-        self._placed_tasks = placement, tasks_of(placement, transport.rank, SCHEDULE)
+        self._placed_tasks = placement, self._tasks_of_schedules()
         graph = division.graphs()[self.stage]
-        self._turn = turns(placement.replicas, placement.microbatches, SCHEDULE)
-        self.channels = Channels(graph, self._turn, transport, ask_for_all=True)
+        self._turns = {order: turns(placement.replicas, placement.microbatches, order) for order in _SCHEDULES}
+        self.channels = Channels(graph, self._turns["gpipe"], transport, ask_for_all=True)
         module, calls = _modules_of(division, graph)
         self.buffers = StageBuffers(module, self.replicas.group, calls)
         self.terms: StoredTerms | None = None
@@ -84,9 +102,15 @@ class StageRunner:
     @property
     def tasks(self) -> list[Task]:
         """Tasks of this rank for a batch, in order. They change with the shares of the placement."""
+        return self._tasks(self.schedule)
+
+    def _tasks(self, schedule: Schedule) -> list[Task]:
         if self._placed_tasks[0] is not self.placement:
-            self._placed_tasks = self.placement, tasks_of(self.placement, self.transport.rank, SCHEDULE)
-        return self._placed_tasks[1]
+            self._placed_tasks = self.placement, self._tasks_of_schedules()
+        return self._placed_tasks[1][schedule]
+
+    def _tasks_of_schedules(self) -> dict[Schedule, list[Task]]:
+        return {schedule: tasks_of(self.placement, self.transport.rank, schedule) for schedule in _SCHEDULES}
 
     @property
     def connections(self) -> list[tuple[int, int]]:
@@ -113,6 +137,14 @@ class StageRunner:
             and tensor.requires_grad
             and name in self.division.used
         ]
+
+    def close(self) -> None:
+        """Destroy the process group of the replicas, and drop references to it, so that its threads end.
+
+        All ranks must call this, after the last step.
+        """
+        self.replicas.close()
+        self.buffers.group = None
 
     def watch(self, owner: nn.Module, places: Places, ranks: Sequence[tuple[int, ...]]) -> None:
         """Take care of what forwards store on modules from now on.
@@ -152,6 +184,7 @@ class StageRunner:
         form: Hashable = None,
         in_order: bool = True,
         whole: bool = False,
+        checkpointing: Checkpointing | None = None,
     ) -> "WholeBatch":
         """Run all forwards of a batch. All ranks must call this, with equal arguments except the images.
 
@@ -164,10 +197,37 @@ class StageRunner:
             in_order: Whether the stages draw random numbers one after the other, as on one device, if the batch is one
                 microbatch; see `Draws`.
             whole: Whether the batch is one microbatch.
+            checkpointing: Which forwards run again for the backward; by default :attr:`activation_checkpointing`.
 
         Raises:
             NeedsOneMicrobatchError: A stage needs the batch as one microbatch. All ranks raise this error.
         """
+        self._refresh()
+        parts = 1 if whole else self.microbatches
+        batch = WholeBatch(self, images, samples, needs_gradient, form, in_order, parts, checkpointing)
+        self.sizes = batch.sizes
+        return batch
+
+    def begin_interleaved(
+        self, images: Any, samples: int, form: Hashable, gradients: GradientsOfResults
+    ) -> InterleavedBatch:
+        """Run all forwards and backwards of a batch in the order 1F1B. All ranks must call this.
+
+        Args:
+            images: See :meth:`begin`.
+            samples: See :meth:`begin`.
+            form: See :meth:`begin`.
+            gradients: Function that returns the gradients of a microbatch's results; called in the last stage.
+
+        Raises:
+            NeedsOneMicrobatchError: See :meth:`begin`.
+        """
+        self._refresh()
+        batch = InterleavedBatch(self, images, samples, form, gradients)
+        self.sizes = batch.sizes
+        return batch
+
+    def _refresh(self) -> None:
         graph = self.division.graphs()[self.stage]
         if graph is not self.channels.graph:
             # The state of an opened container has changed, on all ranks. Other values may cross the cuts now.
@@ -175,30 +235,36 @@ class StageRunner:
             self.channels.forget_headers()
         if self.terms is not None:
             self.terms.first_ranks = self._first_ranks()
-        batch = WholeBatch(self, images, samples, needs_gradient, form, in_order, 1 if whole else self.microbatches)
-        self.sizes = batch.sizes
-        return batch
 
-    def run_tasks(self, kind: Any, sizes: Sequence[int], key: Callable[[int], Hashable], run: Any) -> None:
-        """Run all forwards or all backwards of the microbatches that have samples.
+    def run_tasks(
+        self,
+        kinds: Sequence[Kind],
+        schedule: Schedule,
+        sizes: Sequence[int],
+        key: Callable[[int], Hashable],
+        run: Callable[[Task], None],
+    ) -> None:
+        """Run forwards, backwards, or both, of the microbatches that have samples. All ranks must call this.
 
         Args:
-            kind: ``forward`` or ``backward``.
+            kinds: Kinds of the tasks.
+            schedule: Order of the tasks.
             sizes: Number of samples of each microbatch.
             key: Function that returns the size key of a microbatch; see `Channels.plan`.
-            run: Function that runs the task of a microbatch.
+            run: Function that runs a task.
         """
-        tasks = [task for task in self.tasks if task.kind == kind and sizes[task.microbatch]]
+        tasks = [task for task in self._tasks(schedule) if task.kind in kinds and sizes[task.microbatch]]
+        turn = self.channels.turn = self._turns[schedule]
         self.channels.plan(tasks, key)
-        times = [*map(self._turn, tasks), *[math.inf] * (self.ahead + 1)]
+        times = [*map(turn, tasks), *[math.inf] * (self.ahead + 1)]
         self.channels.exchange(times[0], times[self.ahead])
         for index, task in enumerate(tasks):
             try:
-                run(task.microbatch)
+                run(task)
                 with self.times.timed("send", task.microbatch):
                     self.channels.exchange(times[index + 1], times[index + 1 + self.ahead])
             except Exception as error:
-                error.add_note(f"in {self.transport.me}: {kind} of microbatch {task.microbatch}")
+                error.add_note(f"in {self.transport.me}: {task.kind} of microbatch {task.microbatch}")
                 raise
         with self.times.timed("send"):
             self.channels.finish()

@@ -6,6 +6,7 @@ output of the network's autograd function, like the network's result.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.channels import TensorHeader, pack
 from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, combine, gradient_of_part, is_same
 from cnnstrategies.pipeline.mixing import MixingProbe
+from cnnstrategies.pipeline.noted_state import NotedState
 from cnnstrategies.pipeline.stored import PLAIN, StoredKey, StoredWatch
 from cnnstrategies.placed import Places
 
@@ -77,6 +79,7 @@ class StoredTerms:
         self.run, self.places, self.ranks, self.first_ranks = run, places, ranks, first_ranks
         self.stage = next(stage for stage, members in enumerate(ranks) if places.rank in members)
         self.group = ranks[self.stage]
+        self.run_forms: set[Hashable] = set()  # Forms of earlier calls.
         self.known: dict[Hashable, tuple[StoredValues, list[CombiningRule]]] = {}
         self.reports: dict[int, _Report] = {}
 
@@ -117,6 +120,12 @@ class CallTerms:
         # Tensors of this stage that the forwards have changed in place, with the values of the whole batch.
         self._changed: list[tuple[Tensor, Tensor]] = []
         self._headers: list[TensorHeader] = []
+        self._without_graph: set[int] = set()
+        self._keeps_arguments = True
+
+    def noted_state(self) -> NotedState:
+        """Return the state of modules in which the call's forwards begin."""
+        return self._terms.watch.noted()
 
     def run(self, microbatch: int, arguments: tuple[Any, ...]) -> Any:
         """Run the stage for a microbatch, and take away what it stores.
@@ -125,12 +134,36 @@ class CallTerms:
             microbatch: The microbatch.
             arguments: Arguments of the stage.
         """
-        watch = self._terms.watch
-        result = self._terms.run(*arguments)
+        watch, terms = self._terms.watch, self._terms
+        is_new = self._form not in terms.run_forms
+        with watch.saving_copies(is_new) if self._needs_gradient else nullcontext():
+            result = terms.run(*arguments)
         self._stored[microbatch] = StoredValues.of(watch.take())
         self._before |= watch.before
-        self._arguments[microbatch] = arguments
+        if self._keeps_arguments:
+            self._arguments[microbatch] = arguments
         return result
+
+    def drop_arguments(self) -> None:
+        """Keep no arguments of the stage, if the rules by which stored values are combined are known."""
+        self._keeps_arguments = self._form not in self._terms.known
+
+    def begin_watch(self) -> None:
+        """Note the current state of modules, to which :meth:`undo` returns."""
+        self._terms.watch.begin()
+
+    def undo(self) -> None:
+        """Undo what code has stored on modules since the last forward."""
+        self._terms.watch.take()
+
+    def outside_network(self) -> list[nn.Module]:
+        """Return the modules of the user's module that are not in the network."""
+        return self._terms.watch.outside_network()
+
+    def drop_graph(self, microbatch: int) -> None:
+        """Drop the graph of what a microbatch has stored. Its forward then has to run again for the backward."""
+        self._stored[microbatch] = self._stored[microbatch].detached().attached(self._device)
+        self._without_graph.add(microbatch)
 
     def finish(self) -> None:
         """Combine what the microbatches have stored, and tell the other ranks. All ranks must call this.
@@ -141,6 +174,7 @@ class CallTerms:
         terms, places = self._terms, self._terms.places
         with torch.set_grad_enabled(self._needs_gradient):
             reason = self._find_rules()
+        terms.run_forms.add(self._form)
         reason = self.reason or reason
         self._arguments.clear()
         report = _Report(reason, _NOTHING)
@@ -159,6 +193,8 @@ class CallTerms:
             for tensor, values in self._changed:
                 tensor.copy_(values)
         self._headers = [stage_report.header for stage_report in reports]
+        for microbatch in self._without_graph:
+            self._stored[microbatch] = self._stored[microbatch]._replace(leaves=[])
 
     def outputs(self) -> list[Tensor]:
         """Return the stored tensors of all stages that have a gradient: placed tensors, or foreign ones."""
@@ -211,7 +247,11 @@ class CallTerms:
         return result
 
     def roots(
-        self, microbatch: int, gradients: Sequence[Tensor | None], keep: bool
+        self,
+        microbatch: int,
+        gradients: Sequence[Tensor | None],
+        keep: bool,
+        second: StoredValues | None = None,
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return a microbatch's stored tensors with their gradients.
 
@@ -219,8 +259,19 @@ class CallTerms:
             microbatch: The microbatch.
             gradients: Result of :meth:`own_gradients`.
             keep: Whether the tensors are needed again.
+            second: What the microbatch's second forward has stored, if there was one.
+
+        Raises:
+            ConfigurationError: The second forward has stored other things than the first.
         """
-        leaves = self._stored[microbatch].leaves if keep else self._stored.pop(microbatch).leaves
+        stored = self._stored[microbatch] if keep else self._stored.pop(microbatch)
+        if second is not None and not second.has_form_of(stored) and any(start is not None for start in gradients):
+            names = {*map(str, stored.keys)} ^ {*map(str, second.keys)} or {*map(str, stored.keys)}
+            raise ConfigurationError(
+                f"a forward that ran again for the backward has stored something else in {min(names)} than at first: "
+                "let it store the same in each call, or set activation_checkpointing to never"
+            )
+        leaves = (stored if second is None else second).leaves
         tensors, starts = [], []
         for index, gradient in zip(self._with_gradient, gradients, strict=True):
             if gradient is not None:
@@ -243,6 +294,8 @@ class CallTerms:
         if known is not None and self._fits(*known):
             self._rules = known[1]
             return None
+        if not self._keeps_arguments:
+            return "it stores other things than in an earlier batch of the same shapes"
         verdict = terms.probe.verdict(list(self._arguments.values()), [self._sizes[m] for m in self._arguments])
         if len(terms.group) > 1:
             verdicts = [v for v in terms.places.exchange(verdict, terms.group, "probe") if v is not None]

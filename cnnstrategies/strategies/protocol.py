@@ -297,11 +297,13 @@ class StrategyFacts:
             values: Tensor of this rank (...), of the same shape on all ranks.
 
         Returns:
-            The tensors of all ranks in rank order (ranks, ...).
+            The tensors of all ranks in rank order (ranks, ...). If the connections of the ranks are already closed, the
+            tensor of this rank is the only one.
         """
         strategy = self._described
         gathered: Tensor = strategy.all_gather(values)
-        return gathered.reshape(getattr(strategy, "world_size", 1), *values.shape)
+        ranks = gathered.numel() // values.numel() if values.numel() else getattr(strategy, "world_size", 1)
+        return gathered.reshape(ranks, *values.shape)
 
     # Stopping of the run
 

@@ -1,12 +1,12 @@
 """The profile gives each part of a step its time, and counts communication only where backward does not hide it."""
 
 import csv
+import os
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import quiet_trainer
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.loggers import CSVLogger
@@ -20,7 +20,7 @@ from cnnstrategies.callbacks import StepProfile, step_parts
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.paramserver.worker.connections import Counters
-from cnnstrategies.strategies import HybridPipelineStrategy
+from cnnstrategies.strategies import WholeStepStrategy
 from cnnstrategies.strategies.protocol import StrategyFacts
 
 
@@ -157,7 +157,8 @@ class Slow(nn.Tanh):
         self.register_full_backward_pre_hook(lambda *_: self.sleep(self.backward_seconds))
 
     def sleep(self, seconds):
-        if dist.get_rank() == self.rank:
+        # In a step, the default process group of a pipeline's rank has one process.
+        if int(os.environ["LOCAL_RANK"]) == self.rank:
             time.sleep(seconds)
 
     def forward(self, input):
@@ -178,7 +179,7 @@ def stages_of(replicas, slow_first, slow_last):
     """Return the logged times of both stages of a pipeline, in ms by part, for a step of 4 microbatches."""
     first = nn.Sequential(nn.Conv2d(1, 4, 3), slow_first)
     last = nn.Sequential(nn.Conv2d(4, 4, 3), slow_last, nn.Flatten(), nn.Linear(64, 10))
-    strategy = HybridPipelineStrategy(replicas=replicas, cuts=["0"], microbatches=4, start_method="fork")
+    strategy = WholeStepStrategy(replicas=replicas, cuts=["0"], microbatches=4, start_method="fork")
     profile = StepProfile(skip_first=2, steps=2)
     model = ImageClassifier(nn.Sequential(first, last), 10)
     options = {"devices": sum(replicas), "max_steps": 5, "logger": CSVLogger(".")}
@@ -215,8 +216,8 @@ def test_a_replica_that_waits_for_the_others_gradients_reduces():
     first, last = stages_of([2, 1], Slow(0, forward=0.0, backward=0.1), nn.Tanh())
     # These are means over a replica that takes 200 ms for its two backwards and a replica that waits for it.
     assert first["backward"] >= 100
-    assert first["reduce"] > 50
-    assert last["reduce"] < first["reduce"] / 2
+    assert first["reduce"] + first["gather"] > 50, "it waits for gradients, or for their names"
+    assert last["reduce"] < 50
     assert last["gather"] + last["other"] > 50, "it waits for outputs of all ranks, or for a callback's broadcast"
 
 

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal
 
@@ -51,7 +51,9 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
             default is true if there is no ``memory_limit``.
         memory_limit: Largest memory of a device for automatic cuts: a number of bytes, or a size such as ``8GiB``.
         activation_checkpointing: Whether activations are computed again in the backward, which saves memory:
-            ``never``, ``always``, or ``except_last`` for all microbatches except the last of each rank.
+            ``never``, ``always``, or ``except_last`` for all microbatches except the last of each rank. By default
+            activations are computed again only if the cuts are chosen automatically and the profile predicts that no
+            cuts fit into ``memory_limit`` otherwise.
         placement: Order in which ranks are numbered, which decides which ranks are on one node. ``stages`` puts the
             replicas of a stage, which sum their gradients, on the same node. ``replicas`` puts ranks that send each
             other activations on the same node.
@@ -85,7 +87,7 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         schedule: Schedule = "1f1b",
         run_ahead: bool | None = None,
         memory_limit: Size | None = None,
-        activation_checkpointing: Checkpointing = "never",
+        activation_checkpointing: Checkpointing | None = None,
         placement: Order = "stages",
         shares: Literal["auto", "equal"] | list[float] = "equal",
         initial_shares: Literal["equal"] | list[float] = "equal",
@@ -102,7 +104,7 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         super().__init__(
             process_group_backend=process_group_backend, timeout=limit, start_method=start_method, **kwargs
         )
-        self.request = LayoutRequest(**{field.name: options[field.name] for field in fields(LayoutRequest)})
+        self.request = self.layout_request(options)
         self.submodule = submodule
         self.time_limit = limit
         self._deals: Deals | None = None
@@ -113,6 +115,11 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         self._made_in = os.getpid()  # Process that has created this object.
         # The last loader, and the ranks that load its data.
         self._examined: tuple[object, LoadingRanks] | None = None
+
+    @classmethod
+    def layout_request(cls, options: Mapping[str, Any]) -> LayoutRequest:
+        """Return the options that say how the network is divided, from all options of the strategy."""
+        return LayoutRequest(**{field.name: options[field.name] for field in fields(LayoutRequest)})
 
     @property
     @override
@@ -181,9 +188,13 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
 
     def loads(self, shares: Sequence[float]) -> tuple[float, ...]:
         """Return the shares by which the replicas of the first stage load, from the shares of all ranks."""
-        assert self._layout is not None, "the strategy has been set up"
-        microbatches = self._layout[1].microbatches
+        microbatches = self._chosen_layout.microbatches
         return replace(self.placement, microbatches=microbatches, shares=tuple(shares)).loads
+
+    @property
+    def _chosen_layout(self) -> ChosenLayout:
+        assert self._layout is not None, "the strategy has been set up"
+        return self._layout[1]
 
     # Set-up
 

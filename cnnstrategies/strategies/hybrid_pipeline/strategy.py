@@ -216,7 +216,7 @@ class HybridPipelineStrategy(PipelineStrategy):
             layout.microbatches,
             self.request.schedule,
             layout.run_ahead,
-            self.request.activation_checkpointing,
+            layout.checkpointing,
             self.root_device,
             self.time_limit,
             placement=self.request.placement,
@@ -427,7 +427,8 @@ class HybridPipelineStrategy(PipelineStrategy):
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
         pipeline = self._pipeline
         graphs, parameters = pipeline.blueprint.stages[True], stage_parameters(pipeline)
-        return describe_pipeline(pipeline.placement, graphs, parameters, self.request, batch_size)
+        rows = describe_pipeline(pipeline.placement, graphs, parameters, self.request, batch_size)
+        return [*rows, *self._chosen_layout.panel_rows()]
 
     @override
     def differences(self, batch_size: int | None) -> list[str]:
