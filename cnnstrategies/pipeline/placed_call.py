@@ -74,8 +74,9 @@ class PlacedCall:
         if loss is not None and loss.expected is not None and self.network.can_interleave(self._key, samples):
             loss.prepare()
             gradients = loss.gradients
-        # Until a step has shown whether the order 1F1B is possible, its memory must suffice.
-        holds_few = loss is not None and (loss.is_open or self.network.holds_few)
+        # The memory of the order 1F1B must suffice until a step has shown that it is not possible.
+        may_interleave = loss is not None and (loss.is_open or loss.expected is not None)
+        holds_few = may_interleave or (declared is not None and self.network.holds_few)
         with places.local():
             for leaf in leaves:
                 if id(leaf) in brought:
