@@ -318,3 +318,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def has_hooks(module: nn.Module) -> bool:
     """Whether hooks are registered on a module itself. torch has no public function that returns the hooks."""
     return any(getattr(module, name) for name in _HOOKS)
+
+
+def autocast_settings(context: torch.autocast) -> tuple[str, torch.dtype, bool, bool]:
+    """Return the arguments with which a context `torch.autocast` was created: device, dtype, enabled, and cache."""
+    return context.device, context.fast_dtype, context._enabled, context._cache_enabled

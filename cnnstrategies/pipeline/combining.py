@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from cnnstrategies.pipeline.stored import StoredKey
+from cnnstrategies.pipeline.watched import StoredKey
 
 # How a value of a batch follows from the values of the batch's parts.
 #   same: all parts have the batch's value

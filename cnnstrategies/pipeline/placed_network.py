@@ -1,7 +1,7 @@
 """Call a divided network as on one device: on every rank, once, with a whole batch."""
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ class PlacedNetwork:
         transport: Connections of this rank, for activations and their gradients.
         ahead: See `StageRunner`.
         owner: The module that contains the network, in which forwards may store values; by default the network.
+        check: Function that may refuse the division, while the parameters of all stages have values.
 
     Attributes:
         division: The division of the network.
@@ -57,10 +58,14 @@ class PlacedNetwork:
         transport: Transport,
         ahead: int,
         owner: nn.Module | None = None,
+        check: Callable[[Division], None] | None = None,
     ) -> None:
         self.places = places
         self.copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._begin(Division(network, cuts), transport, ahead, network if owner is None else owner)
+        division = Division(network, cuts)
+        if check is not None:
+            check(division)
+        self._begin(division, transport, ahead, network if owner is None else owner)
 
     def _begin(
         self,

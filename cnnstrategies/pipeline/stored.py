@@ -1,31 +1,38 @@
 """Find what a forward stores on modules, undo it, and store other values in the same places.
 
 A network's forward, or a hook of one of its modules, may store values that the user's code reads later: a penalty in an
-attribute, activations in a list, a count. A stage's forward runs once for each microbatch, but the user's code has to
-find what one forward of the whole batch would have stored. :class:`StoredWatch` therefore takes the values away after
-each microbatch.
+attribute, activations in a list that is a global variable, a count. A stage's forward runs once for each microbatch,
+but the user's code has to find what one forward of the whole batch would have stored. :class:`StoredWatch` therefore
+takes the values away after each microbatch.
 """
 
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from operator import is_
-from types import CellType, FunctionType, MethodType
-from typing import Any, Literal, NamedTuple
+from types import FunctionType, MethodType
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from cnnstrategies._torch_private import writes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
-from cnnstrategies.placed import ForeignTensor
+from cnnstrategies.pipeline.variables import MISSING, Variables, is_library, used_by_class, used_by_function
+from cnnstrategies.pipeline.watched import (
+    PLAIN,
+    StoredKey,
+    WatchedContainer,
+    WatchedTensor,
+    WatchedVariables,
+    is_watched,
+)
 
 # Attributes in which torch keeps a module's parameters, submodules and settings.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training", "_buffers"}
 # Attributes in which torch keeps functions of the user that a forward calls, and a module's submodules.
-_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_modules")
+_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
 # Objects whose classes belong to these packages are not searched: they refer to the rest of the program.
 _LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy", "builtins", "logging"})
 # Number of objects, lists, dictionaries and functions between a module and a container that is searched.
@@ -33,39 +40,12 @@ _DEPTH = 4
 # Containers with more elements are not searched. A forward that changes such a container is not noticed, unless the
 # number of elements changes.
 _LARGE = 1000
-# Tensors with more bytes are not copied unless they are buffers, so a forward must not change them in place.
-_LARGEST_COPY = 1 << 20
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-
-# What a forward has done.
-#   set: it has given an attribute or a key of a dictionary a value
-#   delete: it has deleted an attribute or a key
-#   append: it has appended elements to a list
-#   replace: it has replaced the elements of a list from an index on; the index is the last key of the path
-#   values: it has changed a tensor in place
-Kind = Literal["set", "delete", "append", "replace", "values"]
-
-
-class StoredKey(NamedTuple):
-    """Name of a value that a forward has changed. All ranks use the same keys, because all have the same modules.
-
-    Attributes:
-        kind: How the forward has changed it.
-        path: Name of the module, and then the keys that lead from the module to the changed value, such as the name of
-            an attribute and a key of a dictionary.
-    """
-
-    kind: Kind
-    path: tuple[Any, ...]
-
-    def __str__(self) -> str:
-        """Return the path as a user would write it."""
-        name, *keys = self.path
-        return ".".join(map(str, filter(lambda key: key not in ("", "_buffers"), (name, *keys))))
 
 
 class StoredWatch:
-    """Finds what forwards store on modules, in the objects that modules refer to, and in variables of hooks.
+    """Finds what forwards store on modules, in objects that modules refer to, and in variables of functions.
+
+    Among these variables are global variables and attributes of classes that the code of the network's modules names.
 
     Args:
         owner: The user's module, or the network.
@@ -76,7 +56,7 @@ class StoredWatch:
         self._owner = owner
         self._network = owner if network is None else network
         self._records: list[_ModuleState] = []
-        self._tensors: WeakValueDictionary[int, _WatchedTensor] = WeakValueDictionary()
+        self._tensors: WeakValueDictionary[int, WatchedTensor] = WeakValueDictionary()
         self.before: dict[StoredKey, Any] = {}
         self.modules: list[nn.Module] = []
 
@@ -85,8 +65,15 @@ class StoredWatch:
         if not self._records or any(record.has_other_modules() for record in self._records):
             self.modules = list(self._network.modules())
             tree = {id(module) for module in self._owner.modules()}
-            named = self._owner.named_modules()
-            self._records = [_ModuleState(name, module, tree, self._tensors) for name, module in named]
+            divided = set(map(id, self.modules))
+            searched: set[type] = set()
+            self._records = []
+            for name, module in self._owner.named_modules():
+                # All modules of a class have the same variables.
+                kind = type(module)
+                is_new = id(module) in divided and kind not in searched and not is_library(kind.__module__)
+                searched.add(kind)
+                self._records.append(_ModuleState(name, module, tree, self._tensors, is_new))
         else:
             for record in self._records:
                 record.refresh()
@@ -118,6 +105,9 @@ class StoredWatch:
         try:
             *path, last = key.path
             target: Any = self.find(key.path if key.kind == "append" else tuple(path))
+            if isinstance(target, Variables):
+                target.put(last, MISSING if key.kind == "delete" else value)
+                return
             if isinstance(target, nn.Module) or not isinstance(target, (dict, list, deque)):
                 target = vars(target)
             match key.kind:
@@ -163,15 +153,28 @@ class StoredWatch:
 
 
 class _ModuleState:
-    """The state of one module, and of the containers and tensors that can be reached from its attributes."""
+    """The state of one module, and of the containers and tensors that can be reached from its attributes.
+
+    Args:
+        name: Name of the module.
+        module: The module.
+        tree: Ids of all modules that have a state of their own.
+        tensors: Watched tensors by id. The object adds tensors.
+        has_class: Whether variables that the code of the module's class names also belong to the state.
+    """
 
     def __init__(
-        self, name: str, module: nn.Module, tree: set[int], tensors: "WeakValueDictionary[int, _WatchedTensor]"
+        self,
+        name: str,
+        module: nn.Module,
+        tree: set[int],
+        tensors: "WeakValueDictionary[int, WatchedTensor]",
+        has_class: bool,
     ) -> None:
-        self.name, self.module, self._tree, self._known = name, module, tree, tensors
+        self.name, self.module, self._tree, self._known, self._has_class = name, module, tree, tensors, has_class
         self._modules = list(vars(module)["_modules"].values())
-        self._containers: list[_Container] = []
-        self._tensors: list[_WatchedTensor] = []
+        self._containers: list[WatchedContainer | WatchedVariables] = []
+        self._tensors: list[WatchedTensor] = []
         self._search()
 
     def has_other_modules(self) -> bool:
@@ -217,7 +220,7 @@ class _ModuleState:
             if isinstance(value, Tensor):
                 seen.add(id(value))
                 if is_watched(value):
-                    tensor = self._known.setdefault(id(value), _WatchedTensor(path, value))
+                    tensor = self._known.setdefault(id(value), WatchedTensor(path, value))
                     tensor.refresh()
                     self._tensors.append(tensor)
                 return
@@ -226,12 +229,15 @@ class _ModuleState:
                 if id(value) not in self._tree and depth <= _DEPTH:
                     search_module(value, path, depth + 1)
                 return
+            if isinstance(value, Variables):
+                self._containers.append(WatchedVariables(path, value))
+                return
             if depth > _DEPTH or not _is_searched(value):
                 return
             seen.add(id(value))
             target = _content(value)
             if target is not None:
-                self._containers.append(_Container(path, target, None if target is value else type(value)))
+                self._containers.append(WatchedContainer(path, target, None if target is value else type(value)))
                 if len(target) > _LARGE:
                     return
             for key, child in _held(value):
@@ -239,7 +245,7 @@ class _ModuleState:
 
         def search_module(module: nn.Module, path: tuple[Any, ...], depth: int) -> None:
             seen.add(id(module))
-            self._containers.append(_Container(path, vars(module), type(module)))
+            self._containers.append(WatchedContainer(path, vars(module), type(module)))
             is_recorded = isinstance(module, BATCH_NORMS) and module.track_running_stats
             for key, value in vars(module).items():
                 if key in _TABLES:
@@ -249,125 +255,16 @@ class _ModuleState:
                     search(value, (*path, key), depth)
 
         search_module(self.module, (self.name,), 0)
+        if self._has_class:
+            search(type(self.module), (self.name, "class"), 0)
         del before  # Until here, the records of tensors that are still there were kept.
-
-
-class _Container:
-    """A list, a dictionary or an object's dictionary of attributes, with its noted content.
-
-    Args:
-        path: See `StoredKey`.
-        target: The list or dictionary.
-        kind: The object's class, which may have default values of attributes.
-    """
-
-    def __init__(self, path: tuple[Any, ...], target: Any, kind: type | None = None) -> None:
-        self.path, self.target, self._kind = path, target, kind
-        self._keys = list(target)
-        self._values = list(target.values()) if isinstance(target, dict) else self._keys
-
-    def has_changed(self) -> bool:
-        """Whether the content is not the noted content."""
-        target, values = self.target, self._values
-        if len(target) != len(values):
-            return True
-        if isinstance(target, dict):
-            return not all(map(is_, target.values(), values)) or list(target) != self._keys
-        return not all(map(is_, target, values))
-
-    def take(self, stored: dict[StoredKey, Any], before: dict[StoredKey, Any]) -> None:
-        """Move the changes into a dictionary, and restore the noted content."""
-        target = self.target
-        if isinstance(target, dict):
-            noted = dict(zip(self._keys, self._values, strict=True))
-            for name, value in target.items():
-                default = None if self._kind is None else getattr(self._kind, str(name), None)
-                old = noted.get(name, default)
-                if name not in noted or (old is not value and not is_equal(old, value)):
-                    key = StoredKey("set", (*self.path, name))
-                    stored[key], before[key] = value, old
-            for name in noted:
-                if name not in target:
-                    stored[StoredKey("delete", (*self.path, name))] = None
-            target.clear()
-            target.update(noted)
-            return
-        content = list(target)
-        kept = 0
-        while kept < min(len(content), len(self._values)) and content[kept] is self._values[kept]:
-            kept += 1
-        if kept == len(self._values):
-            stored[StoredKey("append", self.path)] = content[kept:]
-        elif not is_equal(content, self._values):
-            stored[StoredKey("replace", (*self.path, kept))] = content[kept:]
-        target.clear()
-        target.extend(self._values)
-
-
-class _WatchedTensor:
-    """A tensor that a forward may change in place, such as a buffer."""
-
-    def __init__(self, path: tuple[Any, ...], tensor: Tensor) -> None:
-        self.path, self.tensor = path, tensor
-        self._is_copied = "_buffers" in path[:2] or tensor.nbytes <= _LARGEST_COPY
-        self._version = -1
-        self._copy: Tensor | None = None
-
-    def has_changed(self) -> bool:
-        """Whether the tensor has been changed in place."""
-        return writes(self.tensor) != self._version
-
-    def refresh(self) -> None:
-        """Note the current values."""
-        if self.has_changed():
-            self._version = writes(self.tensor)
-            self._copy = self.tensor.detach().clone() if self._is_copied else None
-
-    def take(self, stored: dict[StoredKey, Any], before: dict[StoredKey, Any]) -> None:
-        """Move the tensor's values into a dictionary, and restore the noted values."""
-        key = StoredKey("values", self.path)
-        if self._copy is None:
-            raise ConfigurationError(
-                f"the network's forward changes {key} in place, a tensor of {self.tensor.nbytes} bytes that is not a "
-                "buffer: register it as a buffer, or change it in the module's step"
-            )
-        stored[key] = self.tensor.clone()
-        before[key] = self._copy
-        # The graph may need the changed values, so the tensor gets a new storage. The storage's attributes tell where
-        # the tensor's copies are.
-        attributes = vars(self.tensor.untyped_storage())
-        if self.tensor.grad_fn is not None:
-            self.tensor.detach_()
-        self.tensor.data = self._copy.clone()
-        vars(self.tensor.untyped_storage()).update(attributes)
-        self._version = writes(self.tensor)
-
-
-def is_watched(tensor: Tensor) -> bool:
-    """Whether in-place changes of a tensor are noticed: not those of parameters and of other ranks' tensors."""
-    if isinstance(tensor, (nn.Parameter, ForeignTensor)) or tensor.is_meta or tensor.is_inference():
-        return False
-    return tensor.layout is torch.strided
-
-
-def is_equal(value: Any, other: Any) -> bool:
-    """Whether two values without tensors are equal. Tensors are equal if they are the same object."""
-    if type(value) is not type(other):
-        return False
-    if isinstance(value, float):
-        return repr(value) == repr(other)  # Not-a-number does not equal itself.
-    if isinstance(value, PLAIN):
-        return bool(value == other)
-    if isinstance(value, (list, tuple)):
-        return len(value) == len(other) and all(map(is_equal, value, other))
-    if isinstance(value, dict):
-        return value.keys() == other.keys() and all(is_equal(value[key], other[key]) for key in value)
-    return value is other
 
 
 def _is_searched(value: Any) -> bool:
     if isinstance(value, (nn.Module, dict, list, tuple, deque, FunctionType, MethodType, partial)):
         return True
+    if isinstance(value, type):
+        return not is_library(value.__module__)
     return hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in (*_LIBRARIES, "cnnstrategies")
 
 
@@ -384,12 +281,15 @@ def _held(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the values that a value refers to, each with a key that is the same on all ranks."""
     match value:
         case nn.Module():
-            yield from vars(value).items()
+            yield from (*vars(value).items(), ("class", type(value)))
         case FunctionType():
-            filled = (cell for cell in value.__closure__ or () if cell != CellType())
-            yield from ((f"variable {index}", cell.cell_contents) for index, cell in enumerate(filled))
+            yield from used_by_function(value)
+        case type():
+            yield from used_by_class(value)
+        case Variables():
+            yield from ((name, held) for name, held in zip(value.names, value.values()) if held is not MISSING)
         case MethodType():
-            yield "self", value.__self__
+            yield from (("self", value.__self__), ("func", value.__func__))
         case partial():
             yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
         case dict() if value and all(isinstance(hook, (FunctionType, MethodType, partial)) for hook in value.values()):
@@ -400,4 +300,4 @@ def _held(value: Any) -> Iterator[tuple[Any, Any]]:
         case list() | tuple() | deque():
             yield from enumerate(value)
         case _:
-            yield from vars(value).items()
+            yield from (*vars(value).items(), ("class", type(value)))

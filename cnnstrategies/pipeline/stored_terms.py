@@ -5,19 +5,22 @@ get a foreign tensor in the same attribute, and plain values are sent. A stored 
 output of the network's autograd function, like the network's result.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.channels import TensorHeader, pack
 from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, combine, gradient_of_part, is_same
-from cnnstrategies.pipeline.mixing import MixingProbe
-from cnnstrategies.pipeline.stored import PLAIN, StoredKey, StoredWatch
-from cnnstrategies.placed import Places
+from cnnstrategies.pipeline.mixing import MixingProbe, ProbeResult
+from cnnstrategies.pipeline.mixing_backward import reason_of_backward
+from cnnstrategies.pipeline.stored import StoredWatch
+from cnnstrategies.pipeline.watched import PLAIN, StoredKey
+from cnnstrategies.placed import Places, RefusedError
 
 
 class NeedsOneMicrobatchError(Exception):
@@ -76,7 +79,9 @@ class StoredTerms:
         self.run, self.places, self.ranks, self.first_ranks = run, places, ranks, first_ranks
         self.stage = next(stage for stage, members in enumerate(ranks) if places.rank in members)
         self.group = ranks[self.stage]
+        self.modules = modules
         self.known: dict[Hashable, tuple[StoredValues, list[CombiningRule]]] = {}
+        self.seen: set[Hashable] = set()  # Forms of calls in which the forwards have left the parameters as they were.
         self.reports: dict[int, _Report] = {}
 
     def begin(self, sizes: Sequence[int], needs_gradient: bool, device: torch.device, form: Hashable) -> "CallTerms":
@@ -115,6 +120,8 @@ class CallTerms:
         # Tensors of this stage that the forwards have changed in place, with the values of the whole batch.
         self._changed: list[tuple[Tensor, Tensor]] = []
         self._headers: list[TensorHeader] = []
+        self._ran: list[int] = []  # This rank's microbatches.
+        self._of_backward = StoredValues.of({})
 
     def run(self, microbatch: int, arguments: tuple[Any, ...]) -> Any:
         """Run the stage for a microbatch, and take away what it stores.
@@ -123,8 +130,19 @@ class CallTerms:
             microbatch: The microbatch.
             arguments: Arguments of the stage.
         """
-        watch = self._terms.watch
-        result = self._terms.run(*arguments)
+        terms, watch = self._terms, self._terms.watch
+        is_new = self._form not in terms.seen and sum(map(bool, self._sizes)) > 1
+        before = _sums_of_parameters(terms.modules) if is_new else {}
+        result = terms.run(*arguments)
+        if is_new:
+            terms.seen.add(self._form)
+            changed = [name for name, value in _sums_of_parameters(terms.modules).items() if value != before.get(name)]
+            if changed:
+                raise ConfigurationError(
+                    f"the network's forward changes the parameter {changed[0]}, but it sees only a part of the batch: "
+                    "set the strategy's microbatches to 1, or set the parameter before training"
+                )
+        self._ran.append(microbatch)
         self._stored[microbatch] = StoredValues.of(watch.take())
         self._before |= watch.before
         self._arguments[microbatch] = arguments
@@ -178,6 +196,9 @@ class CallTerms:
             )
             for kind, path, accumulates, value in entries:
                 key = StoredKey(kind, path)
+                if key.is_outside:
+                    # The value may be a cache, which the forwards of other stages use.
+                    value = self._with_copies(value)
                 if kind in ("set", "values"):
                     present = watch.value(key)
                     if path in before and accumulates is not False:
@@ -190,6 +211,46 @@ class CallTerms:
                         value = present + (value - (before[path] or 0))
                     before.setdefault(path, present)
                 watch.put(key, value)
+
+    def _with_copies(self, value: Any) -> Any:
+        """Return a value of which all ranks have copies, except for tensors with a gradient."""
+        leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and not leaf.requires_grad]
+        copies = self._terms.places.all_everywhere(leaves, "a stored value")
+        return tree_map(lambda leaf: copies.get(id(leaf), leaf), value)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Return a context for the backwards of this rank's microbatches, which takes away what hooks store.
+
+        Raises:
+            RefusedError: A hook has stored a value, and the batch is not one microbatch.
+        """
+        watch = self._terms.watch
+        watch.begin()
+        yield
+        self._of_backward = StoredValues.of(watch.take())
+        if self._of_backward.keys and sum(map(bool, self._sizes)) > 1:
+            raise RefusedError(
+                f"a hook has stored {self._of_backward.keys[0]} in the backward of a part of the batch, which is not "
+                "what it would store for the whole batch: set the strategy's microbatches to 1, or store the value in "
+                "the first step, so that the network runs batches as one microbatch"
+            )
+
+    @property
+    def stores_in_backward(self) -> bool:
+        """Whether hooks have stored values in the backwards of this rank's microbatches."""
+        return bool(self._of_backward.keys)
+
+    def place_of_backward(self) -> None:
+        """Store what the stages' backwards have stored in the attributes of this rank's modules.
+
+        All ranks must call this, if :attr:`stores_in_backward` is true on a rank. The batch is one microbatch.
+        """
+        terms = CallTerms(self._terms, self._sizes, False, self._device, self._form)
+        terms._before = dict(self._terms.watch.before)
+        terms._stored = dict.fromkeys(self._ran, self._of_backward)
+        terms.finish()
+        terms.place(terms.outputs())
 
     def own_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Bring the gradients of :meth:`outputs` to their stages. All ranks must call this.
@@ -241,7 +302,11 @@ class CallTerms:
         if known is not None and self._fits(*known):
             self._rules = known[1]
             return None
-        verdict = terms.probe.verdict(list(self._arguments.values()), [self._sizes[m] for m in self._arguments])
+        arguments, samples = list(self._arguments.values()), [self._sizes[m] for m in self._arguments]
+        verdict = terms.probe.verdict(arguments, samples)
+        if verdict is not None and verdict.reason is None and self._needs_gradient:
+            reason = reason_of_backward(terms.probe, arguments, samples)
+            verdict = verdict if reason is None else ProbeResult(reason, None, [])
         if len(terms.group) > 1:
             verdicts = [v for v in terms.places.exchange(verdict, terms.group, "probe") if v is not None]
             verdict = next((v for v in verdicts if v.reason is not None), verdicts[0] if verdicts else None)
@@ -338,6 +403,13 @@ class CallTerms:
                 shapes = [spec.empty(torch.device("meta")) for spec in specs]
                 tensors = [places.foreign_like(shape, ranks, "a stored value", self._device) for shape in shapes]
         return [(tensor, spec.needs_gradient) for tensor, spec in zip(tensors, specs, strict=True)]
+
+
+def _sums_of_parameters(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return the sum of each parameter as a text, so that not-a-number equals itself."""
+    own = ((f"{path}.{name}", p) for path, module in modules.items() for name, p in module.named_parameters("", False))
+    with torch.no_grad():
+        return {name: repr(p.sum().item()) for name, p in own if not p.is_meta}
 
 
 def _check(key: StoredKey, leaves: Sequence[Any]) -> None:

@@ -1,6 +1,7 @@
 """Run one call of a divided network with a whole batch: all forwards of a stage now, and all backwards later."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +146,8 @@ class WholeBatch:
                     self._rows(whole, microbatch).copy_(gradient)
             runner.channels.send_backward(microbatch, leaves)
 
-        with torch.autocast(runner.transport.device.type, enabled=False), without_tensor_hooks(parameters):
+        watched = nullcontext() if self.terms is None else self.terms.backward()
+        with torch.autocast(runner.transport.device.type, enabled=False), without_tensor_hooks(parameters), watched:
             runner.run_tasks("backward", self.sizes, self._key, run)
         return sums, of_images
 

@@ -3,9 +3,10 @@
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from cnnstrategies._lightning_private import train_loader
+from cnnstrategies._lightning_private import first_loader
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.microbatches import CPU
@@ -15,12 +16,18 @@ from cnnstrategies.strategies.hybrid_pipeline.inputs import Inputs
 from cnnstrategies.strategies.shadow import same_random_numbers
 from cnnstrategies.strategies.whole_step.network import module_at
 
+STEPS = {
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
+
 
 def example_inputs(module: LightningModule, path: str, size: int) -> Images | None:
     """Return inputs of the network for about ``size`` samples; None if they are not known.
 
-    The inputs are the module's ``example_input_array``, or what ``training_step`` passes to the network for the first
-    samples of the training data. The step runs on a copy of the module, up to the call of the network. No loader is
+    The inputs are the module's ``example_input_array``, or what the module's step passes to the network for the first
+    samples of the data: ``training_step`` in ``fit``, and the step of the run's kind in other runs. The step runs on a copy of the module, up to the call of the network. No loader is
     iterated.
 
     Args:
@@ -36,11 +43,11 @@ def example_inputs(module: LightningModule, path: str, size: int) -> Images | No
     if len(arrays) == len(names) and all(isinstance(array, Tensor) for array in arrays):
         return repeated(as_given(arrays), size)
     with same_random_numbers(CPU):
-        batch = first_samples(train_loader(module.trainer), size)
+        batch = first_samples(first_loader(module.trainer), size)
         if batch is None:
             return None
         inputs = Inputs(module, path, network, CPU)
-        arguments = inputs.given("training_step", as_loaded(module, path, network, batch), 0)
+        arguments = inputs.given(STEPS.get(module.trainer.state.fn, "training_step"), as_loaded(module, path, network, batch), 0)
     if arguments is None or not all(isinstance(value, Tensor) for value in arguments):
         return None
     return as_given(arguments)

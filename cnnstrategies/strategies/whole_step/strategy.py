@@ -1,7 +1,7 @@
 """Pipeline training in which every rank runs the module's steps once, with the whole batch, as one device does."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,10 +17,12 @@ from typing_extensions import override
 from cnnstrategies._lightning_private import allow_skipped_steps
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
+from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
+from cnnstrategies.pipeline.rehearsal import REHEARSED, refusal, rehearse
 from cnnstrategies.pipeline.stage import check_cuts
-from cnnstrategies.pipeline.timetable import check_layout
+from cnnstrategies.pipeline.timetable import Placement, check_layout
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.placed import GlooLink, Places
@@ -104,7 +106,12 @@ class WholeStepStrategy(HybridPipelineStrategy):
         network = module_at(module, find_network(module, self.submodule))
         if before_setup and not is_attached(module) and not any(True for _ in network.parameters()):
             return
-        placement = self.request.placement_on(devices, self.request.microbatches_on(devices, network))
+        if "forward" in vars(network):
+            raise ConfigurationError(
+                f"{type(network).__name__}: the network's forward was replaced by an assignment, but a pipeline divides "
+                "the forward of the network's class: define the forward in a subclass"
+            )
+        placement = self._placement_for(self.request.microbatches_on(devices, network), devices)
         check_layout(self.request.stage_count - 1, placement, devices)
         if not decide_by_shapes(network, self._example):
             return  # The ranks, which have the data, check again.
@@ -118,6 +125,23 @@ class WholeStepStrategy(HybridPipelineStrategy):
         if self.request.cuts is not None:
             check_cuts(traced, self.request.cuts)
         self._checked = module
+
+    def _placement_for(self, microbatches: int, devices: int) -> Placement:
+        """Return the numbering of the ranks. One microbatch runs on the first replica of each stage."""
+        if microbatches == 1:
+            microbatches = max(self.request.replicas_on(devices))
+        return self.request.placement_on(devices, microbatches)
+
+    def _rehearse(self, division: Division) -> None:
+        """Refuse stages that do not compute what the network computes. All ranks must call this."""
+        reason = None
+        if self.is_global_zero and not any(p.is_meta for p in division.network.parameters()):
+            with suppress(Exception):  # Without an example there is no rehearsal.
+                images = self._example(REHEARSED)
+                owner = self.lightning_module or division.network
+                reason = None if images is None else rehearse(division, owner, images)
+        if (reason := self.broadcast(reason)) is not None:
+            raise refusal(division.network, reason)
 
     def _example(self, size: int) -> Images | None:
         """Return example inputs of the network; None if they are not known, as before the module has a trainer."""
@@ -188,11 +212,13 @@ class WholeStepStrategy(HybridPipelineStrategy):
     def _divide(self, network: nn.Module, layout: ChosenLayout) -> None:
         """Divide the network, and give all parameters and buffers of the module their places."""
         assert self.lightning_module is not None
-        placement = self.request.placement_on(self.world_size, layout.microbatches)
+        placement = self._placement_for(layout.microbatches, self.world_size)
         assert self.places is not None
         self._connections = transport = Transport(placement, self.time_limit, self.root_device)
         ahead = AHEAD if transport.has_tags else 0
-        placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead, self.lightning_module)
+        owner = self.lightning_module
+        placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead, owner, self._rehearse)
+        placed.runner.microbatches = layout.microbatches
         self._forward = DividedForward(placed)
         self._replaced.callback(self._forward.remove)
         self._placed = PlacedModule(self.lightning_module, placed, self.places)
