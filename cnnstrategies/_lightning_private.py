@@ -272,7 +272,11 @@ def train_loader(trainer: Trainer) -> Any:
 
 def first_loader(trainer: Trainer) -> Any:
     """Return the first loader of the run's own loop, as :func:`train_loader` does for ``fit``."""
-    loops = {"validate": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}
+    loops: dict[str, Any] = {
+        "validate": trainer.validate_loop,
+        "test": trainer.test_loop,
+        "predict": trainer.predict_loop,
+    }
     loop = loops.get(str(trainer.state.fn))
     if loop is None:
         return train_loader(trainer)

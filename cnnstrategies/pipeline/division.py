@@ -44,6 +44,7 @@ class _Trace:
     """
 
     state: Mapping[Attribute, Any]
+    outside: Sequence[tuple[Callable[[], Any], Any]]
     traced: fx.GraphModule
     graphs: tuple[StageGraph, ...]
     runs: tuple[Callable[..., Any], ...]

@@ -69,6 +69,7 @@ class LeafTracer(fx.Tracer):
         numbers: Known numbers that the network's own forward needs, in the order in which the forward needs them.
 
     Attributes:
+        own_code: Makes nodes for what the network's own forward does besides computing.
         constants: Tensors that the network's code has made or read during the trace, and that are not attributes of
             the network. Keys are names of attributes that the graph reads.
         structures: Results of calls of traced modules that are not a single tensor, with `VALUE` in the place of each
@@ -81,7 +82,7 @@ class LeafTracer(fx.Tracer):
         # are tensors, and proxies are not tensors.
         super().__init__(autowrap_modules=(math, *([sys.modules["einops"]] if "einops" in sys.modules else [])))
         self._contexts = contexts()
-        self._own_code = OwnCode(self, lambda: not self.module_stack)
+        self.own_code = OwnCode(self, lambda: not self.module_stack)
         self._seals = seals
         self._numbers = iter(numbers)
         self.constants: dict[str, Tensor] = {}
@@ -98,7 +99,7 @@ class LeafTracer(fx.Tracer):
         self._state = {**dict(root.named_parameters()), **dict(root.named_buffers())}
         self._tensors = {id(tensor): name for name, tensor in self._state.items()}
         try:
-            with self._noted_contexts(), self._own_code.noted(root):
+            with self._noted_contexts(), self.own_code.noted(root):
                 return super().trace(root, concrete_args)
         finally:
             self._tensor_proxies.clear()
@@ -108,7 +109,7 @@ class LeafTracer(fx.Tracer):
 
         The graph contains nodes for these assignments.
         """
-        return self._own_code.stored
+        return self.own_code.stored
 
     def leaked(self) -> tuple[fx.Proxy, ...]:
         """Return the proxies that still exist after the trace, because the network's code has stored them."""
@@ -136,7 +137,7 @@ class LeafTracer(fx.Tracer):
         """
         if (args[0] if args else kwargs["kind"]) == "output":
             assert isinstance(self.root, nn.Module)
-            self._own_code.finish(self.root)
+            self.own_code.finish(self.root)
         if changed := [name for name, state in contexts().items() if state != self._contexts[name]]:
             raise EntersContextError(self._current(), changed[0])
         return super().create_node(*args, **kwargs)
@@ -265,6 +266,7 @@ class LeafTracer(fx.Tracer):
             torch.autocast: "torch.autocast",
             torch.no_grad: "torch.no_grad",
             torch.enable_grad: "torch.enable_grad",
+            torch.set_grad_enabled: "torch.set_grad_enabled",
             saved_tensors_hooks: "torch.utils.checkpoint",
         }
         originals = {kind: (kind.__enter__, kind.__exit__) for kind in names}
@@ -275,7 +277,7 @@ class LeafTracer(fx.Tracer):
             if kind is saved_tensors_hooks or (kind is torch.autocast and self.module_stack):
                 raise EntersContextError(self._current(), names[kind])
             if not self.module_stack:
-                self._own_code.entered(context, names[kind])
+                self.own_code.entered(context, names[kind])
             result = originals[kind][0](context)
             if not self.module_stack:
                 self._contexts = contexts()
@@ -283,7 +285,7 @@ class LeafTracer(fx.Tracer):
 
         def leave(kind: Any, context: Any, *error: Any) -> Any:
             result = originals[kind][1](context, *error)
-            if threading.get_ident() == thread and not self.module_stack and self._own_code.left(context):
+            if threading.get_ident() == thread and not self.module_stack and self.own_code.left(context):
                 self._contexts = contexts()
             return result
 

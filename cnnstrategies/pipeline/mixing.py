@@ -21,8 +21,8 @@ from cnnstrategies._torch_private import OperationMode, put_buffer
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
 from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, adds, find_rule, tolerance
 from cnnstrategies.pipeline.stored import StoredWatch
-from cnnstrategies.pipeline.watched import StoredKey
 from cnnstrategies.pipeline.untouched import random_states, restore_random
+from cnnstrategies.pipeline.watched import StoredKey
 
 # Arguments of a stage's forward.
 Arguments = tuple[Any, ...]

@@ -108,7 +108,7 @@ class OpenTracer(LeafTracer):
             value = original(module, name)
             if name in _OF_TORCH or name[:2] == "__" or threading.get_ident() != thread:
                 return value
-            if module is getattr(self, "root", None) and name in super(OpenTracer, self).stored():
+            if module is getattr(self, "root", None) and name in self.own_code.assigned:
                 return value  # The graph contains the value that the network's own code has stored before.
             is_own = module in opened and name in original(module, "__dict__")
             if is_own or (isinstance(value, _NUMBERS_AND_TEXTS) and name not in _OF_CLASS):

@@ -15,6 +15,7 @@ _CONTEXTS: dict[str, Callable[..., Any]] = {
     "torch.autocast": torch.autocast,
     "torch.no_grad": torch.no_grad,
     "torch.enable_grad": torch.enable_grad,
+    "torch.set_grad_enabled": torch.set_grad_enabled,
 }
 
 
@@ -90,7 +91,7 @@ class OwnCode:
         is_own: Function that says whether the code that runs now is that of the network's own forward.
 
     Attributes:
-        stored: Names of the attributes for which the graph has nodes.
+        assigned: Names of the network's attributes to which its own forward has assigned any value.
     """
 
     def __init__(self, tracer: fx.Tracer, is_own: Callable[[], bool]) -> None:
@@ -99,6 +100,7 @@ class OwnCode:
         self._nodes: dict[int, list[fx.Node]] = {}
         self._before: dict[str, Any] = {}
         self._stored: dict[str, Any] = {}
+        self.assigned: set[str] = set()
 
     @property
     def stored(self) -> set[str]:
@@ -107,7 +109,11 @@ class OwnCode:
 
     def entered(self, context: Any, name: str) -> None:
         """Make a node that enters a context."""
-        settings = autocast_settings(context) if name == "torch.autocast" else ()
+        settings: tuple[Any, ...] = ()
+        if isinstance(context, torch.autocast):
+            settings = autocast_settings(context)
+        elif isinstance(context, torch.set_grad_enabled):
+            settings = (context.mode,)
         node = fx.Tracer.create_node(self._tracer, "call_function", enter_context, (name, *settings), {})
         self._nodes.setdefault(id(context), []).append(node)
 
@@ -127,13 +133,10 @@ class OwnCode:
 
         def write(module: nn.Module, name: str, value: Any) -> None:
             original(module, name, value)
-            if (
-                module is network
-                and isinstance(value, fx.Proxy)
-                and self._is_own()
-                and threading.get_ident() == self._thread
-            ):
-                self._store(name, value)
+            if module is network and self._is_own() and threading.get_ident() == self._thread:
+                self.assigned.add(name)
+                if isinstance(value, fx.Proxy):
+                    self._store(name, value)
 
         kind: Any = nn.Module
         kind.__setattr__ = write

@@ -156,6 +156,8 @@ class PlacedNetwork:
             try:
                 return self.runner.begin(images, samples, needs_gradient, form, in_order)
             except NeedsOneMicrobatchError as error:
+                if error.is_once:
+                    return self.runner.begin(images, samples, needs_gradient, form, in_order, whole=True)
                 self._whole.add(form)
                 self.one_microbatch = (
                     f"{error.reason}, so the network runs batches as one microbatch, and only one of its "

@@ -17,8 +17,8 @@ from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.stage import IMAGES, copy_value
 from cnnstrategies.pipeline.stored import StoredWatch
-from cnnstrategies.pipeline.watched import StoredKey
 from cnnstrategies.pipeline.untouched import Untouched, random_states, restore_random
+from cnnstrategies.pipeline.watched import StoredKey
 
 REHEARSED = 4  # Number of samples.
 # Largest difference, relative to the largest element. A GPU adds numbers in another order in each run.
@@ -76,8 +76,8 @@ _HIDDEN = (
 def refusal(network: nn.Module, reason: str) -> ConfigurationError:
     """Return the error for a network that :func:`rehearse` gives a reason for."""
     return ConfigurationError(
-        f"{type(network).__name__} cannot be cut at these places, because {reason}; choose cuts that keep these modules "
-        "in one stage, or return the values and pass them as arguments"
+        f"{type(network).__name__} cannot be cut at these places, because {reason}; choose cuts that keep these "
+        "modules in one stage, or return the values and pass them as arguments"
     )
 
 

@@ -98,7 +98,8 @@ class StageRunner:
             for path, module in network.get_submodule(str(node.target)).named_modules(prefix=str(node.target))
         }
         first_ranks = [self.placement.rank_of(stage, 0) for stage in range(self.placement.stages)]
-        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks, first_ranks)
+        share = self.replicas.share_rows
+        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks, first_ranks, share)
         self.buffers.copies_others = False
 
     def begin(

@@ -62,7 +62,7 @@ class StoredWatch:
 
     def begin(self) -> None:
         """Note the current state. Later calls of :meth:`take` return to this state."""
-        if not self._records or any(record.has_other_modules() for record in self._records):
+        if not self._records or any(r.has_other_modules() or r.has_other_parameters() for r in self._records):
             self.modules = list(self._network.modules())
             tree = {id(module) for module in self._owner.modules()}
             divided = set(map(id, self.modules))
@@ -91,6 +91,17 @@ class StoredWatch:
             if record.has_changed():
                 record.take(stored, self.before, seen)
         return stored
+
+    def new_modules(self) -> str | None:
+        """Return an error message if a forward has created modules or parameters since :meth:`begin`, or None."""
+        for record in self._records:
+            if record.has_other_modules() or record.has_other_parameters():
+                return (
+                    f"the network's forward has created a submodule or parameter of {record.name or 'the module'} "
+                    f"({type(record.module).__name__}), which exists only on the ranks that run this forward: create "
+                    "it in __init__, or call the network once in __init__"
+                )
+        return None
 
     def put(self, key: StoredKey, value: Any) -> None:
         """Store a value, as a forward has done on this rank or on another one.
@@ -173,6 +184,7 @@ class _ModuleState:
     ) -> None:
         self.name, self.module, self._tree, self._known, self._has_class = name, module, tree, tensors, has_class
         self._modules = list(vars(module)["_modules"].values())
+        self._parameters = len(vars(module)["_parameters"])
         self._containers: list[WatchedContainer | WatchedVariables] = []
         self._tensors: list[WatchedTensor] = []
         self._search()
@@ -181,6 +193,10 @@ class _ModuleState:
         """Whether the module's submodules have changed."""
         now = vars(self.module)["_modules"]
         return len(now) != len(self._modules) or not all(map(is_, now.values(), self._modules))
+
+    def has_other_parameters(self) -> bool:
+        """Whether the number of the module's own parameters has changed."""
+        return len(vars(self.module)["_parameters"]) != self._parameters
 
     def has_changed(self) -> bool:
         """Whether a container or a tensor has changed."""
@@ -287,7 +303,7 @@ def _held(value: Any) -> Iterator[tuple[Any, Any]]:
         case type():
             yield from used_by_class(value)
         case Variables():
-            yield from ((name, held) for name, held in zip(value.names, value.values()) if held is not MISSING)
+            yield from value.items()
         case MethodType():
             yield from (("self", value.__self__), ("func", value.__func__))
         case partial():

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.channels import TensorHeader, pack
 from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, combine, gradient_of_part, is_same
+from cnnstrategies.pipeline.first_forward import NotedParameters
 from cnnstrategies.pipeline.mixing import MixingProbe, ProbeResult
 from cnnstrategies.pipeline.mixing_backward import reason_of_backward
 from cnnstrategies.pipeline.stored import StoredWatch
@@ -28,11 +29,12 @@ class NeedsOneMicrobatchError(Exception):
 
     Attributes:
         reason: A clause that names the module.
+        is_once: Whether the reason holds for this call only.
     """
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, is_once: bool = False) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.is_once = reason, is_once
 
 
 class _Report(NamedTuple):
@@ -40,12 +42,16 @@ class _Report(NamedTuple):
 
     Attributes:
         reason: Why the rank's stage needs the whole batch as one microbatch; None if it does not.
+        is_once: Whether the reason holds for this call only.
+        refusal: Error message for all ranks, if the rank's forwards have done what a pipeline cannot do.
         header: What the stage has stored: for each key its kind, its path, whether the forward has added to the value,
             and the value. Tensors are described.
     """
 
     reason: str | None
     header: TensorHeader
+    is_once: bool = False
+    refusal: str | None = None
 
 
 class StoredTerms:
@@ -61,6 +67,7 @@ class StoredTerms:
         places: The rules of this rank.
         ranks: For each stage, the ranks of its replicas.
         first_ranks: For each stage, the rank that runs the first microbatch.
+        share: Function that copies tensors among the replicas of the stage; see `StageReplicas.share_rows`.
     """
 
     def __init__(
@@ -73,15 +80,16 @@ class StoredTerms:
         places: Places,
         ranks: Sequence[tuple[int, ...]],
         first_ranks: Sequence[int],
+        share: Callable[[Sequence[Tensor], Sequence[int]], None],
     ) -> None:
         self.watch = StoredWatch(owner, network)
         self.probe = MixingProbe(run_again, modules, self.watch)
         self.run, self.places, self.ranks, self.first_ranks = run, places, ranks, first_ranks
         self.stage = next(stage for stage, members in enumerate(ranks) if places.rank in members)
         self.group = ranks[self.stage]
-        self.modules = modules
+        self.modules, self.share = modules, share
         self.known: dict[Hashable, tuple[StoredValues, list[CombiningRule]]] = {}
-        self.seen: set[Hashable] = set()  # Forms of calls in which the forwards have left the parameters as they were.
+        self.is_first = True  # Whether no call has ended yet.
         self.reports: dict[int, _Report] = {}
 
     def begin(self, sizes: Sequence[int], needs_gradient: bool, device: torch.device, form: Hashable) -> "CallTerms":
@@ -121,6 +129,10 @@ class CallTerms:
         self._changed: list[tuple[Tensor, Tensor]] = []
         self._headers: list[TensorHeader] = []
         self._ran: list[int] = []  # This rank's microbatches.
+        self._has_parts = sum(map(bool, sizes)) > 1
+        # Layers may set their parameters in their first forward.
+        self._noted = NotedParameters(terms.modules) if terms.is_first else None
+        self._changed_parameter: str | None = None
         self._of_backward = StoredValues.of({})
 
     def run(self, microbatch: int, arguments: tuple[Any, ...]) -> Any:
@@ -130,18 +142,12 @@ class CallTerms:
             microbatch: The microbatch.
             arguments: Arguments of the stage.
         """
-        terms, watch = self._terms, self._terms.watch
-        is_new = self._form not in terms.seen and sum(map(bool, self._sizes)) > 1
-        before = _sums_of_parameters(terms.modules) if is_new else {}
-        result = terms.run(*arguments)
-        if is_new:
-            terms.seen.add(self._form)
-            changed = [name for name, value in _sums_of_parameters(terms.modules).items() if value != before.get(name)]
-            if changed:
-                raise ConfigurationError(
-                    f"the network's forward changes the parameter {changed[0]}, but it sees only a part of the batch: "
-                    "set the strategy's microbatches to 1, or set the parameter before training"
-                )
+        watch = self._terms.watch
+        result = self._terms.run(*arguments)
+        if self._noted is not None and (changed := self._noted.changed()):
+            self._changed_parameter = changed[0]
+            if self._has_parts:
+                self._noted.restore()
         self._ran.append(microbatch)
         self._stored[microbatch] = StoredValues.of(watch.take())
         self._before |= watch.before
@@ -158,19 +164,27 @@ class CallTerms:
         with torch.set_grad_enabled(self._needs_gradient):
             reason = self._find_rules()
         reason = self.reason or reason
+        set_first = self._share_parameters()
         self._arguments.clear()
-        report = _Report(reason, _NOTHING)
-        if reason is None and self._stored:
+        refusal = terms.watch.new_modules()
+        report = _Report(set_first or reason, _NOTHING, set_first is not None, refusal)
+        if set_first is not None:
+            reason = set_first
+        if reason is None and refusal is None and self._stored:
             report = _Report(None, self._combine())
         news = None if report == terms.reports.get(places.rank) else report
         for rank, received in enumerate(places.exchange(news, range(places.world_size), "stored")):
             if received is not None:
                 terms.reports[rank] = _Report(*received)
+        refusals = [report.refusal for _, report in sorted(terms.reports.items()) if report.refusal is not None]
+        if refusals:
+            raise ConfigurationError(refusals[0])
         reports = [terms.reports[rank] for rank in terms.first_ranks]
         for stage_report in reports:
             if stage_report.reason is not None:
                 terms.reports.clear()
-                raise NeedsOneMicrobatchError(stage_report.reason)
+                raise NeedsOneMicrobatchError(stage_report.reason, stage_report.is_once)
+        terms.is_first, self._noted = False, None
         with torch.no_grad():
             for tensor, values in self._changed:
                 tensor.copy_(values)
@@ -320,11 +334,30 @@ class CallTerms:
         fits = self._fits(verdict.stored, verdict.rules)
         return None if fits else "it stores different things in different microbatches"
 
+    def _share_parameters(self) -> str | None:
+        """Give all replicas of the stage the parameters that a forward has set.
+
+        Returns:
+            Why the stage needs the whole batch as one microbatch; None if it does not.
+        """
+        if self._noted is None:
+            return None
+        names = [self._changed_parameter]
+        if len(self._terms.group) > 1:
+            names = self._terms.places.exchange(self._changed_parameter, self._terms.group, "parameters")
+        name = next((name for name in names if name is not None), None)
+        if name is None:
+            return None
+        if self._has_parts:
+            return f"its first forward sets {name}"
+        self._terms.share(self._noted.tensors(), self._sizes)
+        return None
+
     def _additions(self) -> list[CombiningRule]:
         """Return the rules of a batch that is one microbatch."""
         terms = self._terms
         (values,) = self._stored.values()
-        if not self._arguments or not values.keys:
+        if not self._arguments or not values.keys or self._changed_parameter is not None:
             return [CombiningRule("same")] * len(values.leaves)
         known = terms.known.get(self._form)
         if known is None or not values.has_form_of(known[0]):
@@ -403,13 +436,6 @@ class CallTerms:
                 shapes = [spec.empty(torch.device("meta")) for spec in specs]
                 tensors = [places.foreign_like(shape, ranks, "a stored value", self._device) for shape in shapes]
         return [(tensor, spec.needs_gradient) for tensor, spec in zip(tensors, specs, strict=True)]
-
-
-def _sums_of_parameters(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Return the sum of each parameter as a text, so that not-a-number equals itself."""
-    own = ((f"{path}.{name}", p) for path, module in modules.items() for name, p in module.named_parameters("", False))
-    with torch.no_grad():
-        return {name: repr(p.sum().item()) for name, p in own if not p.is_meta}
 
 
 def _check(key: StoredKey, leaves: Sequence[Any]) -> None:

@@ -259,8 +259,8 @@ def cut_positions(traced: fx.GraphModule) -> list[int]:
     cut cannot separate two nodes that use the same parameter or buffer, because a parameter or buffer belongs to one
     stage; buffers that the network only reads are an exception, see
     :func:`~cnnstrategies.pipeline.uses.read_buffers`. If a node changes the result of an earlier node in place, and a
-    later node uses this result or a view of it, a cut cannot separate the first two nodes. A cut cannot be in a context that the
-    network's own code enters, such as ``torch.no_grad``.
+    later node uses this result or a view of it, a cut cannot separate the first two nodes. A cut cannot be in a context
+    that the network's own code enters, such as ``torch.no_grad``.
     """
     nodes = ordered_nodes(traced)
     spans: list[Sequence[int]] = [*uses_of_state(traced, nodes).values(), *context_spans(nodes)]
@@ -303,8 +303,9 @@ def find_cut(traced: fx.GraphModule, name: str) -> int:
         near = min(possible, key=lambda index: abs(index - cut), default=None)
         advice = "it cannot be cut anywhere" if near is None else f"the nearest cut is after {nodes[near - 1].name!r}"
         raise ConfigurationError(
-            f"cuts: the network cannot be cut after {name!r} (the network ends there, or uses the same parameters "
-            f"again later); {advice}"
+            f"cuts: the network cannot be cut after {name!r} (the network ends there, uses the same parameters again "
+            f"later, changes a value in place that it uses again later, or computes in a context such as "
+            f"torch.no_grad); {advice}"
         )
     return cut
 

@@ -7,12 +7,14 @@ from torch import Tensor, fx, nn
 
 # Names of functions and methods whose result may share storage with their first argument, besides in-place ones.
 _VIEWS = frozenset(
-    """
-    view view_as reshape reshape_as flatten unflatten transpose swapaxes swapdims movedim permute t T mT squeeze
-    unsqueeze expand expand_as broadcast_to narrow chunk split tensor_split unbind select unfold diagonal contiguous to
-    type type_as float double half bfloat16 cpu cuda detach getitem getattr real imag view_as_real view_as_complex
-    rearrange dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout identity
-    """.split()
+    {
+        *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"),
+        *("transpose", "swapaxes", "swapdims", "movedim", "permute", "t", "T", "mT", "rearrange", "diagonal"),
+        *("expand", "expand_as", "broadcast_to", "narrow", "chunk", "split", "tensor_split", "unbind", "select"),
+        *("unfold", "getitem", "getattr", "detach", "real", "imag", "view_as_real", "view_as_complex", "identity"),
+        *("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda"),
+        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
+    }
 )
 # Layers of torch.nn without parameters whose result may share storage with their argument.
 _VIEW_LAYERS = (

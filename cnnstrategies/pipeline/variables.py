@@ -7,7 +7,7 @@ variables that the code of functions names.
 
 import dis
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -17,10 +17,11 @@ MISSING = object()  # Value of a variable that does not exist.
 # Functions and classes of these packages, and of Python's standard library, are not searched. Some of them keep caches
 # in global variables, which have no effect on results.
 _LIBRARIES = frozenset(
-    """
-    torch torchvision torchmetrics torchaudio triton timm einops lightning pytorch_lightning lightning_fabric
-    lightning_utilities cnnstrategies numpy scipy PIL cv2 safetensors huggingface_hub transformers functorch
-    """.split()
+    {
+        *("torch", "torchvision", "torchmetrics", "torchaudio", "triton", "functorch", "timm", "einops", "numpy"),
+        *("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "cnnstrategies", "scipy"),
+        *("PIL", "cv2", "safetensors", "huggingface_hub", "transformers"),
+    }
 )
 
 
@@ -80,6 +81,22 @@ class Variables:
         values = [holder.get(name, MISSING) for name in self.names]
         return [content_of(value) if isinstance(value, CellType) else value for value in values]
 
+    def items(self) -> list[tuple[str, Any]]:
+        """Return the names and values of the variables that exist."""
+        return [(n, value) for n, value in zip(self.names, self.values(), strict=True) if value is not MISSING]
+
+    def restorer(self) -> Callable[[], dict[str, bool]]:
+        """Return a function that gives the variables the values that they have now; see `untouched.Restore`."""
+        before = self.values()
+
+        def restore() -> dict[str, bool]:
+            for name, value, old in zip(self.names, self.values(), before, strict=True):
+                if value is not old:
+                    self.put(name, old)
+            return {}
+
+        return restore
+
     def put(self, name: str, value: Any) -> None:
         """Set a variable. The value `MISSING` deletes it."""
         holder = self._holder
@@ -132,7 +149,9 @@ def used_by_class(kind: type) -> Iterator[tuple[str, Any]]:
     own = [base for base in kind.__mro__ if not is_library(base.__module__)]
     for base in own:
         attributes = dict(vars(base))
-        functions = {name: function for name, value in attributes.items() if (function := function_of(value)) is not None}
+        functions = {
+            name: function for name, value in attributes.items() if (function := function_of(value)) is not None
+        }
         stored = {name: None for function in functions.values() for name in names_of(function.__code__).attributes}
         data = [name for name in attributes if name not in functions and not _is_special(name)]
         yield f"attributes of {base.__qualname__}", Variables(base, tuple(dict.fromkeys([*data, *stored])))

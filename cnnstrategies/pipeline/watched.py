@@ -1,6 +1,5 @@
 """Containers, variables and tensors that a forward may change, with their noted content."""
 
-from collections.abc import Iterator
 from operator import is_
 from typing import Any, Literal, NamedTuple
 

@@ -16,7 +16,7 @@ from cnnstrategies.strategies.hybrid_pipeline.inputs import Inputs
 from cnnstrategies.strategies.shadow import same_random_numbers
 from cnnstrategies.strategies.whole_step.network import module_at
 
-STEPS = {
+STEPS: dict[TrainerFn | None, str] = {
     TrainerFn.VALIDATING: "validation_step",
     TrainerFn.TESTING: "test_step",
     TrainerFn.PREDICTING: "predict_step",
@@ -27,8 +27,8 @@ def example_inputs(module: LightningModule, path: str, size: int) -> Images | No
     """Return inputs of the network for about ``size`` samples; None if they are not known.
 
     The inputs are the module's ``example_input_array``, or what the module's step passes to the network for the first
-    samples of the data: ``training_step`` in ``fit``, and the step of the run's kind in other runs. The step runs on a copy of the module, up to the call of the network. No loader is
-    iterated.
+    samples of the data: ``training_step`` in ``fit``, and the step of the run's kind in other runs. The step runs on a
+    copy of the module, up to the call of the network. No loader is iterated.
 
     Args:
         module: The module, which has a trainer.
@@ -47,7 +47,9 @@ def example_inputs(module: LightningModule, path: str, size: int) -> Images | No
         if batch is None:
             return None
         inputs = Inputs(module, path, network, CPU)
-        arguments = inputs.given(STEPS.get(module.trainer.state.fn, "training_step"), as_loaded(module, path, network, batch), 0)
+        arguments = inputs.given(
+            STEPS.get(module.trainer.state.fn, "training_step"), as_loaded(module, path, network, batch), 0
+        )
     if arguments is None or not all(isinstance(value, Tensor) for value in arguments):
         return None
     return as_given(arguments)

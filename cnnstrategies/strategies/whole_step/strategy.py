@@ -106,14 +106,20 @@ class WholeStepStrategy(HybridPipelineStrategy):
         network = module_at(module, find_network(module, self.submodule))
         if before_setup and not is_attached(module) and not any(True for _ in network.parameters()):
             return
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, nn.UninitializedParameter):
+                raise ConfigurationError(
+                    f"{name} gets its shape in the first forward, but a pipeline has to know all shapes: call the "
+                    "network once with an example in __init__ or configure_model"
+                )
         if "forward" in vars(network):
             raise ConfigurationError(
-                f"{type(network).__name__}: the network's forward was replaced by an assignment, but a pipeline divides "
-                "the forward of the network's class: define the forward in a subclass"
+                f"{type(network).__name__}: the network's forward was replaced by an assignment, but a pipeline "
+                "divides the forward of the network's class: define the forward in a subclass"
             )
         placement = self._placement_for(self.request.microbatches_on(devices, network), devices)
         check_layout(self.request.stage_count - 1, placement, devices)
-        if not decide_by_shapes(network, self._example):
+        if (network is module and not is_attached(module)) or not decide_by_shapes(network, self._example):
             return  # The ranks, which have the data, check again.
         traced = trace_open(network)
         number = len(cut_positions(traced))

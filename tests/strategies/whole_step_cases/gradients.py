@@ -111,7 +111,7 @@ class GradientNorms(Classifier):
 
 
 @case()
-class GradientPenalty(Classifier):
+class WassersteinPenalty(Classifier):
     """Adds a penalty of the gradient with respect to mixed images, as WGAN-GP does."""
 
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class CurvatureOfWeights(Classifier):
 
 
 @case(microbatches=1, error="create_graph=True.*BatchNorm")
-class PenaltyWithBatchNorm(GradientPenalty):
+class PenaltyWithBatchNorm(WassersteinPenalty):
     def network(self) -> nn.Module:
         return classifier(middle=nn.BatchNorm2d(8))
 
@@ -144,20 +144,20 @@ class ContextNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.first, self.second = nn.Conv2d(3, 8, 3, 2, 1), Block(), Block()
-        self.head = nn.Linear(8, 5)
+        self.head, self.level = nn.Linear(8, 5), nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             x = self.stem(x)
             with torch.enable_grad():
-                shift = self.head.bias.square().sum()
+                shift = self.level.square()
         x = self.first(x) + shift
         with torch.autocast("cpu", enabled=False):
             x = self.second(x).mean((2, 3))
         return self.head(x)
 
 
-@case(cuts=("stem", "first"), validates=True)
+@case(cuts=("exit_context_1", "first"), validates=True)
 class ContextsInForward(Classifier):
     def network(self) -> nn.Module:
         network = ContextNet()

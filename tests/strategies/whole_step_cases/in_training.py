@@ -213,17 +213,12 @@ class ActNorm(nn.Module):
         return (x - self.shift) * self.scale
 
 
-@case(microbatches=1)
+@case()
 class FirstBatch(Classifier):
-    """A layer sets its parameters in the first forward. With more microbatches it must be refused."""
+    """A layer sets its parameters in the first forward, from the first batch."""
 
     def network(self) -> nn.Module:
         return classifier(middle=ActNorm())
-
-
-@case(error="changes the parameter")
-class FirstMicrobatch(FirstBatch):
-    pass
 
 
 class Patched(Classifier):
@@ -251,3 +246,28 @@ class HookOfTensors(Classifier):
     def halve(self, module: nn.Module, inputs: Any) -> None:
         with torch.no_grad():
             inputs[0].mul_(0.5)
+
+
+@case(error="gets its shape in the first forward")
+class LazyLayer(Classifier):
+    def network(self) -> nn.Module:
+        return classifier(middle=nn.LazyConv2d(8, 1))
+
+
+class MakingLayer(nn.Module):
+    """A layer that makes its convolution in the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.conv is None:
+            self.conv = nn.Conv2d(x.shape[1], 8, 1)
+        return self.conv(x)
+
+
+@case(error="has created a submodule")
+class LayerMadeInForward(Classifier):
+    def network(self) -> nn.Module:
+        return classifier(middle=MakingLayer())

@@ -1,7 +1,7 @@
 """Cases of values outside of modules: global variables, attributes of classes, closures, and objects of the user."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +60,7 @@ class GlobalVariable(Classifier):
 
 
 class SharedTerms(Block):
-    terms: list[Tensor] = []
+    terms: ClassVar[list[Tensor]] = []
     total: Any = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
