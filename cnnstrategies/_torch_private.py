@@ -323,3 +323,13 @@ def has_hooks(module: nn.Module) -> bool:
 def autocast_settings(context: torch.autocast) -> tuple[str, torch.dtype, bool, bool]:
     """Return the arguments with which a context `torch.autocast` was created: device, dtype, enabled, and cache."""
     return context.device, context.fast_dtype, context._enabled, context._cache_enabled
+
+
+# Names of the dictionaries of hooks that run when a module is called, and of their options.
+_HOOK_TABLES = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
+
+
+def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the dictionaries in which a module keeps its hooks for calls, and the options of these hooks."""
+    attributes = vars(module)
+    return [table for name in _HOOK_TABLES if isinstance(table := attributes.get(name), dict)]

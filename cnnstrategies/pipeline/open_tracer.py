@@ -101,7 +101,9 @@ class OpenTracer(LeafTracer):
     @contextmanager
     def _noted_reads(self) -> Iterator[None]:
         """Note which attributes of modules the code in this thread reads."""
-        thread, opened, reads = threading.get_ident(), self._opened, self._reads
+        thread, reads = threading.get_ident(), self._reads
+        # By id, because the hash of a torchmetrics metric reads the metric's attributes.
+        opened = {id(module) for module in self._opened}
         original = nn.Module.__getattribute__
 
         def read(module: nn.Module, name: str) -> Any:
@@ -110,7 +112,7 @@ class OpenTracer(LeafTracer):
                 return value
             if module is getattr(self, "root", None) and name in self.own_code.assigned:
                 return value  # The graph contains the value that the network's own code has stored before.
-            is_own = module in opened and name in original(module, "__dict__")
+            is_own = id(module) in opened and name in original(module, "__dict__")
             if is_own or (isinstance(value, _NUMBERS_AND_TEXTS) and name not in _OF_CLASS):
                 reads[module, name] = None
             return value

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
+from cnnstrategies.pipeline.noted_state import NotedState
 from cnnstrategies.pipeline.variables import MISSING, Variables, is_library, used_by_class, used_by_function
 from cnnstrategies.pipeline.watched import (
     PLAIN,
+    Container,
     StoredKey,
-    WatchedContainer,
     WatchedTensor,
     WatchedVariables,
     is_watched,
@@ -102,6 +103,18 @@ class StoredWatch:
                     "it in __init__, or call the network once in __init__"
                 )
         return None
+
+    def noted(self) -> NotedState:
+        """Return the state that :meth:`begin` has noted."""
+        watched: list[Container | WatchedVariables | WatchedTensor] = []
+        for record in self._records:
+            watched += [*record.containers, *record.tensors]
+        return NotedState(watched, self.modules)
+
+    def outside_network(self) -> list[nn.Module]:
+        """Return the owner's modules that are not in the network."""
+        inside = set(self._network.modules())
+        return [module for module in self._owner.modules() if module not in inside]
 
     def put(self, key: StoredKey, value: Any) -> None:
         """Store a value, as a forward has done on this rank or on another one.
@@ -185,8 +198,8 @@ class _ModuleState:
         self.name, self.module, self._tree, self._known, self._has_class = name, module, tree, tensors, has_class
         self._modules = list(vars(module)["_modules"].values())
         self._parameters = len(vars(module)["_parameters"])
-        self._containers: list[WatchedContainer | WatchedVariables] = []
-        self._tensors: list[WatchedTensor] = []
+        self.containers: list[Container | WatchedVariables] = []
+        self.tensors: list[WatchedTensor] = []
         self._search()
 
     def has_other_modules(self) -> bool:
@@ -200,8 +213,8 @@ class _ModuleState:
 
     def has_changed(self) -> bool:
         """Whether a container or a tensor has changed."""
-        return any(container.has_changed() for container in self._containers) or any(
-            tensor.has_changed() for tensor in self._tensors
+        return any(container.has_changed() for container in self.containers) or any(
+            tensor.has_changed() for tensor in self.tensors
         )
 
     def refresh(self) -> None:
@@ -217,17 +230,17 @@ class _ModuleState:
             before: The function adds the values from before.
             seen: Ids of containers and tensors whose changes are already known. The function adds ids.
         """
-        for container in self._containers:
+        for container in self.containers:
             if id(container.target) not in seen and container.has_changed():
                 seen.add(id(container.target))
                 container.take(stored, before)
-        for tensor in self._tensors:
-            if id(tensor.tensor) not in seen and tensor.has_changed():
-                seen.add(id(tensor.tensor))
+        for tensor in self.tensors:
+            if id(tensor.target) not in seen and tensor.has_changed():
+                seen.add(id(tensor.target))
                 tensor.take(stored, before)
 
     def _search(self) -> None:
-        before, self._containers, self._tensors = self._tensors, [], []
+        before, self.containers, self.tensors = self.tensors, [], []
         seen: set[int] = set()
 
         def search(value: Any, path: tuple[Any, ...], depth: int) -> None:
@@ -238,7 +251,7 @@ class _ModuleState:
                 if is_watched(value):
                     tensor = self._known.setdefault(id(value), WatchedTensor(path, value))
                     tensor.refresh()
-                    self._tensors.append(tensor)
+                    self.tensors.append(tensor)
                 return
             if isinstance(value, nn.Module):
                 # Modules of the tree have records of their own. Others may be in a list, for example.
@@ -246,14 +259,14 @@ class _ModuleState:
                     search_module(value, path, depth + 1)
                 return
             if isinstance(value, Variables):
-                self._containers.append(WatchedVariables(path, value))
+                self.containers.append(WatchedVariables(path, value))
                 return
             if depth > _DEPTH or not _is_searched(value):
                 return
             seen.add(id(value))
             target = _content(value)
             if target is not None:
-                self._containers.append(WatchedContainer(path, target, None if target is value else type(value)))
+                self.containers.append(Container(path, target, None if target is value else type(value)))
                 if len(target) > _LARGE:
                     return
             for key, child in _held(value):
@@ -261,7 +274,7 @@ class _ModuleState:
 
         def search_module(module: nn.Module, path: tuple[Any, ...], depth: int) -> None:
             seen.add(id(module))
-            self._containers.append(WatchedContainer(path, vars(module), type(module)))
+            self.containers.append(Container(path, vars(module), type(module)))
             is_recorded = isinstance(module, BATCH_NORMS) and module.track_running_stats
             for key, value in vars(module).items():
                 if key in _TABLES:

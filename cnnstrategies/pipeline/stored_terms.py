@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.channels import TensorHeader, pack
 from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, combine, gradient_of_part, is_same
 from cnnstrategies.pipeline.first_forward import NotedParameters
 from cnnstrategies.pipeline.mixing import MixingProbe, ProbeResult
 from cnnstrategies.pipeline.mixing_backward import reason_of_backward
+from cnnstrategies.pipeline.noted_state import NotedState
 from cnnstrategies.pipeline.stored import StoredWatch
 from cnnstrategies.pipeline.watched import PLAIN, StoredKey
 from cnnstrategies.placed import Places, RefusedError
@@ -92,17 +94,17 @@ class StoredTerms:
         self.is_first = True  # Whether no call has ended yet.
         self.reports: dict[int, _Report] = {}
 
-    def begin(self, sizes: Sequence[int], needs_gradient: bool, device: torch.device, form: Hashable) -> "CallTerms":
+    def begin(self, rows: BatchRows, needs_gradient: bool, device: torch.device, form: Hashable) -> "CallTerms":
         """Begin a call of the network.
 
         Args:
-            sizes: Number of samples of each microbatch, also of those that run on other replicas.
+            rows: The rows of the batch that each microbatch contains, also of microbatches of other replicas.
             needs_gradient: Whether the forwards run with autograd.
             device: Device of this rank.
             form: Key that is equal for batches of the same form.
         """
         self.watch.begin()
-        return CallTerms(self, sizes, needs_gradient, device, (form, tuple(sizes)))
+        return CallTerms(self, rows, needs_gradient, device, (form, rows.sizes))
 
 
 class CallTerms:
@@ -113,9 +115,10 @@ class CallTerms:
     """
 
     def __init__(
-        self, terms: StoredTerms, sizes: Sequence[int], needs_gradient: bool, device: torch.device, form: Hashable
+        self, terms: StoredTerms, rows: BatchRows, needs_gradient: bool, device: torch.device, form: Hashable
     ) -> None:
-        self._terms, self._sizes, self._needs_gradient, self._device = terms, sizes, needs_gradient, device
+        self._terms, self._rows, self._needs_gradient, self._device = terms, rows, needs_gradient, device
+        self._sizes = rows.sizes
         self._form = form
         self.reason: str | None = None
         self._arguments: dict[int, tuple[Any, ...]] = {}
@@ -129,11 +132,17 @@ class CallTerms:
         self._changed: list[tuple[Tensor, Tensor]] = []
         self._headers: list[TensorHeader] = []
         self._ran: list[int] = []  # This rank's microbatches.
-        self._has_parts = sum(map(bool, sizes)) > 1
+        self._has_parts = not rows.is_one_microbatch
         # Layers may set their parameters in their first forward.
         self._noted = NotedParameters(terms.modules) if terms.is_first else None
         self._changed_parameter: str | None = None
         self._of_backward = StoredValues.of({})
+        self._without_graph: set[int] = set()
+        self._keeps_arguments = True
+
+    def noted_state(self) -> NotedState:
+        """Return the state of modules in which the call's forwards begin."""
+        return self._terms.watch.noted()
 
     def run(self, microbatch: int, arguments: tuple[Any, ...]) -> Any:
         """Run the stage for a microbatch, and take away what it stores.
@@ -151,8 +160,30 @@ class CallTerms:
         self._ran.append(microbatch)
         self._stored[microbatch] = StoredValues.of(watch.take())
         self._before |= watch.before
-        self._arguments[microbatch] = arguments
+        if self._keeps_arguments:
+            self._arguments[microbatch] = arguments
         return result
+
+    def drop_arguments(self) -> None:
+        """Keep no arguments of the stage, if the rules by which stored values are combined are known."""
+        self._keeps_arguments = self._form not in self._terms.known
+
+    def begin_watch(self) -> None:
+        """Note the current state of modules, to which :meth:`undo` returns."""
+        self._terms.watch.begin()
+
+    def undo(self) -> None:
+        """Undo what code has stored on modules since the last forward."""
+        self._terms.watch.take()
+
+    def outside_network(self) -> list[nn.Module]:
+        """Return the modules of the user's module that are not in the network."""
+        return self._terms.watch.outside_network()
+
+    def drop_graph(self, microbatch: int) -> None:
+        """Drop the graph of what a microbatch has stored. Its forward then has to run again for the backward."""
+        self._stored[microbatch] = self._stored[microbatch].detached().attached(self._device)
+        self._without_graph.add(microbatch)
 
     def finish(self) -> None:
         """Combine what the microbatches have stored, and tell the other ranks. All ranks must call this.
@@ -161,12 +192,12 @@ class CallTerms:
             NeedsOneMicrobatchError: A stage mixes samples, or what it stores cannot be combined.
         """
         terms, places = self._terms, self._terms.places
+        refusal = terms.watch.new_modules()
         with torch.set_grad_enabled(self._needs_gradient):
             reason = self._find_rules()
         reason = self.reason or reason
         set_first = self._share_parameters()
         self._arguments.clear()
-        refusal = terms.watch.new_modules()
         report = _Report(set_first or reason, _NOTHING, set_first is not None, refusal)
         if set_first is not None:
             reason = set_first
@@ -189,6 +220,8 @@ class CallTerms:
             for tensor, values in self._changed:
                 tensor.copy_(values)
         self._headers = [stage_report.header for stage_report in reports]
+        for microbatch in self._without_graph:
+            self._stored[microbatch] = self._stored[microbatch]._replace(leaves=[])
 
     def outputs(self) -> list[Tensor]:
         """Return the stored tensors of all stages that have a gradient: placed tensors, or foreign ones."""
@@ -243,7 +276,7 @@ class CallTerms:
         watch.begin()
         yield
         self._of_backward = StoredValues.of(watch.take())
-        if self._of_backward.keys and sum(map(bool, self._sizes)) > 1:
+        if self._of_backward.keys and self._has_parts:
             raise RefusedError(
                 f"a hook has stored {self._of_backward.keys[0]} in the backward of a part of the batch, which is not "
                 "what it would store for the whole batch: set the strategy's microbatches to 1, or store the value in "
@@ -260,7 +293,7 @@ class CallTerms:
 
         All ranks must call this, if :attr:`stores_in_backward` is true on a rank. The batch is one microbatch.
         """
-        terms = CallTerms(self._terms, self._sizes, False, self._device, self._form)
+        terms = CallTerms(self._terms, self._rows, False, self._device, self._form)
         terms._before = dict(self._terms.watch.before)
         terms._stored = dict.fromkeys(self._ran, self._of_backward)
         terms.finish()
@@ -284,7 +317,11 @@ class CallTerms:
         return result
 
     def roots(
-        self, microbatch: int, gradients: Sequence[Tensor | None], keep: bool
+        self,
+        microbatch: int,
+        gradients: Sequence[Tensor | None],
+        keep: bool,
+        second: StoredValues | None = None,
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return a microbatch's stored tensors with their gradients.
 
@@ -292,13 +329,24 @@ class CallTerms:
             microbatch: The microbatch.
             gradients: Result of :meth:`own_gradients`.
             keep: Whether the tensors are needed again.
+            second: What the microbatch's second forward has stored, if there was one.
+
+        Raises:
+            ConfigurationError: The second forward has stored other things than the first.
         """
-        leaves = self._stored[microbatch].leaves if keep else self._stored.pop(microbatch).leaves
+        stored = self._stored[microbatch] if keep else self._stored.pop(microbatch)
+        if second is not None and not second.has_form_of(stored) and any(start is not None for start in gradients):
+            names = {*map(str, stored.keys)} ^ {*map(str, second.keys)} or {*map(str, stored.keys)}
+            raise ConfigurationError(
+                f"a forward that ran again for the backward has stored something else in {min(names)} than at first: "
+                "let it store the same in each call, or set activation_checkpointing to never"
+            )
+        leaves = (stored if second is None else second).leaves
         tensors, starts = [], []
         for index, gradient in zip(self._with_gradient, gradients, strict=True):
             if gradient is not None:
                 tensors.append(leaves[index])
-                starts.append(gradient_of_part(self._rules[index], gradient, self._sizes, microbatch))
+                starts.append(gradient_of_part(self._rules[index], gradient, self._rows, microbatch))
         return tensors, starts
 
     def _find_rules(self) -> str | None:
@@ -316,6 +364,8 @@ class CallTerms:
         if known is not None and self._fits(*known):
             self._rules = known[1]
             return None
+        if not self._keeps_arguments:
+            return "it stores other things than in an earlier batch of the same shapes"
         arguments, samples = list(self._arguments.values()), [self._sizes[m] for m in self._arguments]
         verdict = terms.probe.verdict(arguments, samples)
         if verdict is not None and verdict.reason is None and self._needs_gradient:
@@ -405,6 +455,7 @@ class CallTerms:
         with torch.no_grad():
             for rule, column, old in zip(self._rules, columns, before, strict=True):
                 leaf = combine(rule, column, samples, old)
+                leaf = self._rows.in_order(leaf) if rule.kind == "rows" else leaf
                 needs.append(any(isinstance(part, Tensor) and part.requires_grad for part in column))
                 # A tensor with a storage of its own can have a place of its own.
                 leaves.append(leaf.clone().requires_grad_(needs[-1]) if isinstance(leaf, Tensor) else leaf)

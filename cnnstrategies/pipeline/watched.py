@@ -1,5 +1,7 @@
 """Containers, variables and tensors that a forward may change, with their noted content."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import is_
 from typing import Any, Literal, NamedTuple
 
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 
 from cnnstrategies._torch_private import writes
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.noted_state import Restorer
 from cnnstrategies.pipeline.variables import MISSING, Variables
 from cnnstrategies.placed import ForeignTensor
 
@@ -47,7 +50,7 @@ class StoredKey(NamedTuple):
         return ".".join(map(str, filter(lambda key: key not in ("", "_buffers"), (name, *keys))))
 
 
-class WatchedContainer:
+class Container:
     """A list, a dictionary or an object's dictionary of attributes, with its noted content.
 
     Args:
@@ -84,8 +87,7 @@ class WatchedContainer:
             for name in noted:
                 if name not in target:
                     stored[StoredKey("delete", (*self.path, name))] = None
-            target.clear()
-            target.update(noted)
+            _fill(target, noted)
             return
         content = list(target)
         kept = 0
@@ -95,8 +97,19 @@ class WatchedContainer:
             stored[StoredKey("append", self.path)] = content[kept:]
         elif not is_equal(content, self._values):
             stored[StoredKey("replace", (*self.path, kept))] = content[kept:]
-        target.clear()
-        target.extend(self._values)
+        _fill(target, self._values)
+
+    def restorer(self) -> Restorer:
+        """Return a function that restores the noted content, also after the content has changed."""
+        return self._restore
+
+    def _restore(self) -> Callable[[], None] | None:
+        if not self.has_changed():
+            return None
+        target, is_dict = self.target, isinstance(self.target, dict)
+        present = dict(target) if is_dict else list(target)
+        _fill(target, dict(zip(self._keys, self._values, strict=True)) if is_dict else self._values)
+        return partial(_fill, target, present)
 
 
 class WatchedVariables:
@@ -125,44 +138,92 @@ class WatchedVariables:
                 stored[key], before[key] = None if value is MISSING else value, None if old is MISSING else old
             self.target.put(name, old)
 
+    def restorer(self) -> Restorer:
+        """Return a function that restores the noted values, also after they have changed."""
+        return self._restore
+
+    def _restore(self) -> Callable[[], None] | None:
+        return self._fill(self._values) if self.has_changed() else None
+
+    def _fill(self, values: Sequence[Any]) -> Callable[[], None]:
+        """Set the variables, and return a function that undoes this."""
+        present = self.target.values()
+        for name, value in zip(self.target.names, values, strict=True):
+            self.target.put(name, value)
+
+        def undo() -> None:
+            self._fill(present)
+
+        return undo
+
 
 class WatchedTensor:
     """A tensor that a forward may change in place, such as a buffer."""
 
     def __init__(self, path: tuple[Any, ...], tensor: Tensor) -> None:
-        self.path, self.tensor = path, tensor
+        self.path, self.target = path, tensor
         self._is_copied = "_buffers" in path[:2] or tensor.nbytes <= _LARGEST_COPY
         self._version = -1
         self._copy: Tensor | None = None
 
     def has_changed(self) -> bool:
         """Whether the tensor has been changed in place."""
-        return writes(self.tensor) != self._version
+        return writes(self.target) != self._version
 
     def refresh(self) -> None:
         """Note the current values."""
         if self.has_changed():
-            self._version = writes(self.tensor)
-            self._copy = self.tensor.detach().clone() if self._is_copied else None
+            self._version = writes(self.target)
+            self._copy = self.target.detach().clone() if self._is_copied else None
 
     def take(self, stored: dict[StoredKey, Any], before: dict[StoredKey, Any]) -> None:
         """Move the tensor's values into a dictionary, and restore the noted values."""
         key = StoredKey("values", self.path)
         if self._copy is None:
             raise ConfigurationError(
-                f"the network's forward changes {key} in place, a tensor of {self.tensor.nbytes} bytes that is not a "
+                f"the network's forward changes {key} in place, a tensor of {self.target.nbytes} bytes that is not a "
                 "buffer: register it as a buffer, or change it in the module's step"
             )
-        stored[key] = self.tensor.clone()
+        stored[key] = self.target.clone()
         before[key] = self._copy
-        # The graph may need the changed values, so the tensor gets a new storage. The storage's attributes tell where
-        # the tensor's copies are.
-        attributes = vars(self.tensor.untyped_storage())
-        if self.tensor.grad_fn is not None:
-            self.tensor.detach_()
-        self.tensor.data = self._copy.clone()
-        vars(self.tensor.untyped_storage()).update(attributes)
-        self._version = writes(self.tensor)
+        if self.target.grad_fn is not None:
+            self.target.detach_()
+        self._put(self._copy.clone())
+        self._version = writes(self.target)
+
+    def restorer(self) -> Restorer:
+        """Return a function that restores the values that are noted at present.
+
+        If the tensor is too large for a copy, the function raises a ConfigurationError if the values have changed.
+        """
+        return partial(self._restore, self._copy, self._version)
+
+    def _restore(self, values: Tensor | None, version: int) -> Callable[[], None] | None:
+        if values is None and writes(self.target) != version:
+            raise ConfigurationError(
+                f"{StoredKey('values', self.path)} was changed in place after the network's forward, which has to run "
+                "again for the backward: change the tensor after the backward, or register it as a buffer"
+            )
+        if values is None or (values is self._copy and not self.has_changed()):
+            return None
+        present = self.target.detach()
+        self._put(values.clone())
+        self._copy, self._version = values, writes(self.target)
+
+        def undo() -> None:
+            self._put(present)
+            self._version = -1  # The values must be noted again.
+
+        return undo
+
+    def _put(self, values: Tensor) -> None:
+        """Give the tensor other values in another storage, because the graph may need the present values.
+
+        The storage's attributes tell where the tensor's copies are.
+        """
+        attributes = vars(self.target.untyped_storage())
+        self.target.data = values
+        vars(self.target.untyped_storage()).update(attributes)
 
 
 def is_watched(tensor: Tensor) -> bool:
@@ -185,3 +246,12 @@ def is_equal(value: Any, other: Any) -> bool:
     if isinstance(value, dict):
         return value.keys() == other.keys() and all(is_equal(value[key], other[key]) for key in value)
     return value is other
+
+
+def _fill(target: Any, content: Any) -> None:
+    """Replace the content of a list or dictionary."""
+    target.clear()
+    if isinstance(target, dict):
+        target.update(content)
+    else:
+        target.extend(content)

@@ -15,6 +15,7 @@ from cnnstrategies.placed.decision import Place, is_at
 from cnnstrategies.placed.foreign import ForeignTensor
 from cnnstrategies.placed.functions import Functions
 from cnnstrategies.placed.messages import MessageLink, Messages, RefusedError, as_plain
+from cnnstrategies.placed.partial import PartialTensor, joined_rows
 from cnnstrategies.placed.results import check_layout
 from cnnstrategies.placed.runner import OperationRunner, Operations
 
@@ -48,10 +49,12 @@ class Places:
         rank: This rank.
         world_size: Number of ranks.
         messages: Messages to and from other ranks.
+        has_partial: Whether this rank has created a `PartialTensor`. Otherwise operations need not look for them.
     """
 
     def __init__(self, rank: int, world_size: int, link: MessageLink) -> None:
         self.rank, self.world_size = rank, world_size
+        self.has_partial = False
         self.messages = Messages(rank, world_size, link)
         self._active = False
         self._spans: list[AbstractContextManager[None]] = []  # Contexts that `begin_local` has entered.
@@ -115,14 +118,14 @@ class Places:
 
     def place_of(self, tensor: Tensor) -> Place:
         """Return the ranks that have copies of a tensor; None if all ranks have copies."""
-        if type(tensor) is ForeignTensor:
+        if isinstance(tensor, ForeignTensor):
             return tensor.place
         mark = self._mark_of(tensor)
         return None if mark is None else mark.place
 
     def label_of(self, tensor: Tensor) -> str:
         """Return a tensor's name; an empty text if it has no name."""
-        if type(tensor) is ForeignTensor:
+        if isinstance(tensor, ForeignTensor):
             return tensor.label
         mark = self._mark_of(tensor)
         return "" if mark is None else mark.label
@@ -139,7 +142,7 @@ class Places:
         A storage keeps its first mark, because an operation may return an operand or a view of it.
         """
         for tensor in (value,) if isinstance(value, Tensor) else tree_leaves(value):
-            if isinstance(tensor, Tensor) and type(tensor) is not ForeignTensor:
+            if isinstance(tensor, Tensor) and not isinstance(tensor, ForeignTensor):
                 check_layout(tensor)
                 if self._mark_of(tensor) is None:
                     setattr(Tensor.untyped_storage(tensor), MARK, Mark(self, place, label))
@@ -215,7 +218,7 @@ class Places:
         for tensor in tensors:
             place = self.place_of(tensor)
             if place is not None and not is_at(place, ranks):
-                elsewhere.setdefault(place, {})[id(tensor)] = tensor
+                elsewhere.setdefault(place, {})[id(tensor)] = self._with_all_rows(tensor)
         brought: dict[int, Tensor] = {}
         for place in sorted(elsewhere):
             moved = list(elsewhere[place].values())
@@ -255,7 +258,7 @@ class Places:
         for tensor in tensors:
             place = self.place_of(tensor)
             if place is not None:
-                placed.setdefault(place, {})[id(tensor)] = tensor
+                placed.setdefault(place, {})[id(tensor)] = self._with_all_rows(tensor)
         copies: dict[int, Tensor] = {}
         for place in sorted(placed):
             read = list(placed[place].values())
@@ -264,8 +267,8 @@ class Places:
             parts = self._told(place, partial(self._packed, compact, read), self._subject(why, read))
             with without_modes():
                 copies |= {
-                    id(tensor): form.unpack(part, tensor.device)
-                    for tensor, form, part in zip(read, compact, parts, strict=True)
+                    key: form.unpack(part, tensor.device)
+                    for (key, tensor), form, part in zip(placed[place].items(), compact, parts, strict=True)
                 }
         return copies
 
@@ -286,6 +289,21 @@ class Places:
         if is_at(source, place):
             return self.give(tensor.detach().clone(), place)
         return self.bring(tensor, place, why)
+
+    def _with_all_rows(self, tensor: Tensor) -> Tensor:
+        return tensor.checked_whole() if isinstance(tensor, PartialTensor) else tensor
+
+    def join_rows(self, tensor: PartialTensor, rows: Tensor) -> Tensor:
+        """Return a partial tensor with all rows. All ranks of the tensor's place must call this.
+
+        Args:
+            tensor: The partial tensor.
+            rows: This rank's rows.
+        """
+        subject = self.messages.subject("rows", self.describe([tensor]))
+        with self.local():
+            parts = self.exchange(rows.detach().cpu(), tensor.place, subject)
+            return self.mark(joined_rows(tensor, parts, tensor.counts), tensor.place, tensor.label)
 
     def settle_gradients(self, tensors: Iterable[Tensor], why: str = "gradients") -> None:
         """Bring gradients to the places of their tensors, in one message for each pair of places.
