@@ -113,8 +113,9 @@ class MixingProbe:
             # Users have not asked for these forwards, and a part of the batch may be a single sample.
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            if not has_backward:
-                stack.enter_context(saved_tensors_hooks(_nothing, _no_tensor))
+            # With a backward, no hooks of the user see the saved tensors.
+            saved = (_same, _same) if has_backward else (_nothing, _no_tensor)
+            stack.enter_context(saved_tensors_hooks(*saved))
             if "torch._dynamo" in sys.modules:  # Otherwise nothing is compiled, and the import would take seconds.
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_fixed_statistics(self._modules.values()))
@@ -341,6 +342,10 @@ def _detached(leaf: Any) -> Any:
 
 def _nothing(tensor: Tensor) -> None:
     """Keep no activation for a backward pass, because none follows."""
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _no_tensor(_: None) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
 from cnnstrategies.pipeline.noted_state import NotedState
-from cnnstrategies.pipeline.variables import MISSING, Variables, is_library, used_by_class, used_by_function
+from cnnstrategies.pipeline.variables import MISSING, Variables, is_library, slots_of, used_by_class, used_by_function
 from cnnstrategies.pipeline.watched import (
     PLAIN,
     Container,
@@ -294,7 +294,10 @@ def _is_searched(value: Any) -> bool:
         return True
     if isinstance(value, type):
         return not is_library(value.__module__)
-    return hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in (*_LIBRARIES, "cnnstrategies")
+    return (hasattr(value, "__dict__") or hasattr(value, "__slots__")) and type(value).__module__.split(".")[0] not in (
+        *_LIBRARIES,
+        "cnnstrategies",
+    )
 
 
 def _content(value: Any) -> Any:
@@ -303,7 +306,7 @@ def _content(value: Any) -> Any:
         return value
     if isinstance(value, (tuple, FunctionType, MethodType, partial, type)):
         return None
-    return vars(value)
+    return getattr(value, "__dict__", None)
 
 
 def _held(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -329,4 +332,6 @@ def _held(value: Any) -> Iterator[tuple[Any, Any]]:
         case list() | tuple() | deque():
             yield from enumerate(value)
         case _:
-            yield from (*vars(value).items(), ("class", type(value)))
+            yield from (*getattr(value, "__dict__", {}).items(), ("class", type(value)))
+            if (slots := slots_of(value)) is not None:
+                yield from (("slots", slots), *slots.items())

@@ -7,7 +7,7 @@ variables that the code of functions names.
 
 import dis
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -65,10 +65,11 @@ def names_of(code: CodeType) -> NamesOfCode:
 
 
 class Variables:
-    """Some variables of one holder: a Python module, a class, or a function that encloses another one.
+    """Some variables of one holder: a Python module, a class, slots of an object, or an enclosing function.
 
     Args:
-        holder: The dictionary of a Python module's global variables, a class, or cells by name.
+        holder: The dictionary of a Python module's global variables, cells by name, or an object or class with
+            attributes.
         names: Names of the variables. They need not exist.
     """
 
@@ -78,6 +79,8 @@ class Variables:
     def values(self) -> list[Any]:
         """Return the variables' values, `MISSING` for a variable that does not exist."""
         holder = vars(self._holder) if isinstance(self._holder, type) else self._holder
+        if not isinstance(holder, Mapping):
+            return [getattr(holder, name, MISSING) for name in self.names]
         values = [holder.get(name, MISSING) for name in self.names]
         return [content_of(value) if isinstance(value, CellType) else value for value in values]
 
@@ -100,10 +103,10 @@ class Variables:
     def put(self, name: str, value: Any) -> None:
         """Set a variable. The value `MISSING` deletes it."""
         holder = self._holder
-        if isinstance(holder, type):
+        if not isinstance(holder, dict):
             if value is not MISSING:
                 setattr(holder, name, value)
-            elif name in vars(holder):
+            elif name in vars(holder) if isinstance(holder, type) else hasattr(holder, name):
                 delattr(holder, name)
         elif isinstance(holder.get(name), CellType):
             holder[name].cell_contents = value
@@ -142,6 +145,17 @@ def used_by_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
                 held = vars(value).get(attribute)
                 if held is not None and not isinstance(held, ModuleType) and not _is_of_library(held):
                     yield f"global {name}.{attribute}", held
+
+
+def slots_of(value: Any) -> Variables | None:
+    """Return the attributes in the slots of an object of the user's class; None if it has none."""
+    kind = type(value)
+    if is_library(kind.__module__):
+        return None
+    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    names = [name for of_base in slots for name in ((of_base,) if isinstance(of_base, str) else of_base)]
+    names = [name for name in names if name not in ("__dict__", "__weakref__")]
+    return Variables(value, tuple(names)) if names else None
 
 
 def used_by_class(kind: type) -> Iterator[tuple[str, Any]]:

@@ -20,6 +20,14 @@ STORE = SimpleNamespace(last=0)
 TABLES: dict[str, Any] = {}
 
 
+class Slots:
+    __slots__ = ("last",)
+    last: Any
+
+
+SLOTS = Slots()
+
+
 def note(value: Any) -> None:
     TABLES["noted"] = value
 
@@ -57,6 +65,8 @@ class Outside(nn.Module):
                 LAST = x
             case "object":
                 STORE.last = x
+            case "slots":
+                SLOTS.last = x
             case "function":
                 note(x)
             case "class's list":
@@ -67,10 +77,10 @@ class Outside(nn.Module):
 
 
 def content() -> list[Any]:
-    return [*VALUES, LAST, STORE.last, *TABLES.items(), *Outside.shared, Outside.latest]
+    return [*VALUES, LAST, STORE.last, getattr(SLOTS, "last", 2), *TABLES.items(), *Outside.shared, Outside.latest]
 
 
-WHERE = ("list", "variable", "object", "function", "class's list", "class's attribute")
+WHERE = ("list", "variable", "object", "slots", "function", "class's list", "class's attribute")
 
 
 @pytest.mark.parametrize("how", WHERE)
