@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from cnnstrategies._torch_private import has_hooks
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.fixed import graph_module
+from cnnstrategies.pipeline.fixed import graph_module, known
 from cnnstrategies.pipeline.leaf_tracer import CallKey, call_keys
 from cnnstrategies.pipeline.open_tracer import TAKEN, Attribute, fingerprint
 from cnnstrategies.pipeline.outside_reads import outside_reads
@@ -128,6 +128,8 @@ class Division:
 
     def for_copy(self, network: nn.Module) -> "Division":
         """Return the division of a copy of the network into the same stages."""
+        if self.network in known:
+            known[network] = known[self.network]  # Numbers that follow from the shapes of images.
         division = copy.copy(self)
         vars(division).update(network=network, _modules=dict(network.named_modules()), _traces=[])
         return division

@@ -8,6 +8,7 @@ takes the values away after each microbatch.
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import is_
 from types import FunctionType, MethodType
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
 from cnnstrategies.pipeline.noted_state import NotedState
+from cnnstrategies.pipeline.saved_copies import saving_copies
 from cnnstrategies.pipeline.variables import MISSING, Variables, is_library, slots_of, used_by_class, used_by_function
 from cnnstrategies.pipeline.watched import (
     PLAIN,
@@ -58,6 +60,7 @@ class StoredWatch:
         self._network = owner if network is None else network
         self._records: list[_ModuleState] = []
         self._tensors: WeakValueDictionary[int, WatchedTensor] = WeakValueDictionary()
+        self._changing: set[tuple[Any, ...]] = set()  # Paths of tensors that forwards have changed in place.
         self.before: dict[StoredKey, Any] = {}
         self.modules: list[nn.Module] = []
 
@@ -91,6 +94,7 @@ class StoredWatch:
         for record in self._records:
             if record.has_changed():
                 record.take(stored, self.before, seen)
+        self._changing |= {key.path for key in stored if key.kind == "values"}
         return stored
 
     def new_modules(self) -> str | None:
@@ -104,12 +108,22 @@ class StoredWatch:
                 )
         return None
 
+    def saving_copies(self, of_all: bool) -> AbstractContextManager[object]:
+        """Return a context for a forward, in which autograd saves copies of tensors that the forward changes in place.
+
+        Args:
+            of_all: Whether autograd saves copies of all watched tensors, because it is not known which of them the
+                forward changes.
+        """
+        tensors = [tensor for record in self._records for tensor in record.tensors]
+        return saving_copies(tensor.target for tensor in tensors if of_all or tensor.path in self._changing)
+
     def noted(self) -> NotedState:
         """Return the state that :meth:`begin` has noted."""
         watched: list[Container | WatchedVariables | WatchedTensor] = []
         for record in self._records:
             watched += [*record.containers, *record.tensors]
-        return NotedState(watched, self.modules)
+        return NotedState(watched, self.modules, self._changing)
 
     def outside_network(self) -> list[nn.Module]:
         """Return the owner's modules that are not in the network."""
@@ -219,7 +233,7 @@ class _ModuleState:
 
     def refresh(self) -> None:
         """Note the current state."""
-        if self.has_changed():
+        if self.has_changed() or _hooks_of(self.module) != self._hooks:
             self._search()
 
     def take(self, stored: dict[StoredKey, Any], before: dict[StoredKey, Any], seen: set[int]) -> None:
@@ -241,6 +255,7 @@ class _ModuleState:
 
     def _search(self) -> None:
         before, self.containers, self.tensors = self.tensors, [], []
+        self._hooks = _hooks_of(self.module)
         seen: set[int] = set()
 
         def search(value: Any, path: tuple[Any, ...], depth: int) -> None:
@@ -287,6 +302,11 @@ class _ModuleState:
         if self._has_class:
             search(type(self.module), (self.name, "class"), 0)
         del before  # Until here, the records of tensors that are still there were kept.
+
+
+def _hooks_of(module: nn.Module) -> list[Any]:
+    """Return the hooks of a module that run in a forward or a backward."""
+    return [hook for name in _TABLES if name != "_modules" for hook in vars(module)[name].values()]
 
 
 def _is_searched(value: Any) -> bool:

@@ -6,7 +6,7 @@ output of the network's autograd function, like the network's result.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -90,6 +90,7 @@ class StoredTerms:
         self.stage = next(stage for stage, members in enumerate(ranks) if places.rank in members)
         self.group = ranks[self.stage]
         self.modules, self.share = modules, share
+        self.run_forms: set[Hashable] = set()  # Forms of earlier calls.
         self.known: dict[Hashable, tuple[StoredValues, list[CombiningRule]]] = {}
         self.is_first = True  # Whether no call has ended yet.
         self.reports: dict[int, _Report] = {}
@@ -151,8 +152,10 @@ class CallTerms:
             microbatch: The microbatch.
             arguments: Arguments of the stage.
         """
-        watch = self._terms.watch
-        result = self._terms.run(*arguments)
+        watch, terms = self._terms.watch, self._terms
+        is_new = self._form not in terms.run_forms
+        with watch.saving_copies(is_new) if self._needs_gradient else nullcontext():
+            result = terms.run(*arguments)
         if self._noted is not None and (changed := self._noted.changed()):
             self._changed_parameter = changed[0]
             if self._has_parts:
@@ -195,6 +198,7 @@ class CallTerms:
         refusal = terms.watch.new_modules()
         with torch.set_grad_enabled(self._needs_gradient):
             reason = self._find_rules()
+        terms.run_forms.add(self._form)
         reason = self.reason or reason
         set_first = self._share_parameters()
         self._arguments.clear()

@@ -188,7 +188,10 @@ class WatchedTensor:
         before[key] = self._copy
         if self.target.grad_fn is not None:
             self.target.detach_()
-        self._put(self._copy.clone())
+        self._put(torch.empty_like(self._copy))
+        with torch.no_grad():
+            # This increases the tensor's version, so that a graph that has saved the tensor itself fails.
+            self.target.copy_(self._copy)
         self._version = writes(self.target)
 
     def restorer(self) -> Restorer:
@@ -217,7 +220,7 @@ class WatchedTensor:
         return undo
 
     def _put(self, values: Tensor) -> None:
-        """Give the tensor other values in another storage, because the graph may need the present values.
+        """Give the tensor another storage. The present values may be needed again.
 
         The storage's attributes tell where the tensor's copies are.
         """

@@ -18,7 +18,7 @@ from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of
 from cnnstrategies.pipeline.random_draws import Draws
 from cnnstrategies.pipeline.second_forward import KeptInputs, SecondForwards
 from cnnstrategies.pipeline.stored_terms import CallTerms
-from cnnstrategies.pipeline.timetable import Task
+from cnnstrategies.pipeline.timetable import Checkpointing, Task
 from cnnstrategies.placed.partial import PartialTensor
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class WholeBatch:
         form: Hashable,
         in_order: bool,
         parts: int,
+        checkpointing: Checkpointing | None = None,
     ) -> None:
         self._runner, self._images, self._needs_gradient, self._form = runner, images, needs_gradient, form
         kind = runner.transport.device.type
@@ -76,7 +77,9 @@ class WholeBatch:
         self.terms: CallTerms | None = None
         if runner.terms is not None:
             self.terms = runner.terms.begin(self.rows, needs_gradient, runner.transport.device, form)
-        self._runs_again = runner.microbatches_again(self.sizes) if needs_gradient else frozenset()
+        checkpointing = checkpointing or runner.activation_checkpointing if needs_gradient else "never"
+        again = {"never": 0, "except_last": -1, "always": len(self.microbatches)}[checkpointing]
+        self._runs_again = frozenset(self.microbatches[:again])
         self._second: SecondForwards | None = None
         if self._runs_again:
             self._second = SecondForwards(runner, self.draws, self.terms, self._autocast, form)

@@ -18,6 +18,7 @@ from cnnstrategies.pipeline.stage import check_cuts
 from cnnstrategies.pipeline.timetable import Placement, check_layout
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
 from cnnstrategies.placed import ForeignTensor
+from cnnstrategies.strategies.hybrid_pipeline.contract import compile_backend_of
 from cnnstrategies.strategies.hybrid_pipeline.first_samples import is_attached
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.whole_step.network import DividedForward, module_at
@@ -29,19 +30,24 @@ COMPILE_STAGES = (
 
 
 def check_state(module: LightningModule, path: str) -> None:
-    """Refuse a module that is compiled, or that has lost parameters in an earlier run.
+    """Refuse a module that is compiled as a whole, or that has lost parameters in an earlier run.
+
+    Parts of the network may be compiled. The module and the network may not, because torch does not compile code that
+    follows the rules for placed tensors, and the user would not notice it.
 
     Args:
         module: The module.
         path: Path of the divided network.
 
     Raises:
-        ConfigurationError: The module cannot be divided.
+        ConfigurationError: The module cannot be divided, or its ``compile_backend`` does not work for stages.
     """
-    name, network = type(module).__name__, module_at(module, path)
-    compiled = [f".{path}.{child}".rstrip(".") for child, entry in network.named_modules() if is_compiled(entry)]
-    if compiled or is_compiled_whole(module):
-        raise ConfigurationError(f"{name}{compiled[0] if compiled else ''} is compiled: {COMPILE_STAGES}")
+    compile_backend_of(module)
+    name = type(module).__name__
+    if is_compiled_whole(module) or is_compiled(module):
+        raise ConfigurationError(f"{name} is compiled: {COMPILE_STAGES}")
+    if is_compiled(module_at(module, path)):
+        raise ConfigurationError(f"{name}.{path} is compiled: {COMPILE_STAGES}")
     if any(isinstance(tensor, ForeignTensor) for tensor in (*module.parameters(), *module.buffers())):
         raise ConfigurationError(
             f"parts of {name}.{path} are gone: an earlier run with strategy hybrid_pipeline has failed and left each "
@@ -93,7 +99,8 @@ def check_stages(
         ConfigurationError: The stages compute something else.
     """
     reason: str | None = None
-    if module.trainer.is_global_zero and not any(parameter.is_meta for parameter in division.network.parameters()):
+    has_all = not any(p.is_meta or isinstance(p, ForeignTensor) for p in division.network.parameters())
+    if module.trainer.is_global_zero and has_all:
         with suppress(Exception):  # Without an example there is no comparison.
             images = example(REHEARSED)
             reason = None if images is None else rehearse(division, module, images)

@@ -77,7 +77,12 @@ def _tensors_in(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple, deque)):
         is_long_table = len(value) > LONG and not isinstance(value[0], Tensor)
         items = () if is_long_table else value
-    elif isinstance(value, (nn.Module, Callback)) or _is_users(value):
+    elif isinstance(value, nn.Module):
+        # Submodules do not count as further levels of nesting.
+        modules = list(value.modules())
+        seen.update(map(id, modules))
+        items = [item for module in modules for item in vars(module).values()]
+    elif isinstance(value, Callback) or _is_users(value):
         items = vars(value).values()
     for item in list(items):
         yield from _tensors_in(item, seen, depth + 1)

@@ -14,6 +14,7 @@ from cnnstrategies.models.own_forward import has_own_forward
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
+from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.strategies.hybrid_pipeline.first_samples import only
 
 WHOLE = ""  # Path of a network that is the module itself.
@@ -103,6 +104,12 @@ class DividedForward:
     def __reduce__(self) -> Any:
         """Pickle the network's own ``forward``."""
         return own_forward(self.network)
+
+    @property
+    def runners(self) -> list[StageRunner]:
+        """This rank's stages of the network and of its copies."""
+        forwards = [vars(network).get("forward") for network in self.placed.copies]
+        return [self.placed.runner, *(f.placed.runner for f in forwards if isinstance(f, DividedForward))]
 
     def remove(self) -> None:
         """Give the network and its copies their own ``forward`` back."""
