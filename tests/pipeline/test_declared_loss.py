@@ -250,7 +250,7 @@ def check_layout(replicas: Sequence[int], names: Sequence[str]) -> None:
         if set(replicas) == {1} and stage < len(CUTS):
             few = len(replicas) - stage
             assert results[0][2][2:] == [few] * 3, "few microbatches have graphs at a time"
-            assert max(results[0][2]) == few, "in the first step as well"
+            assert max(results[0][2][:2]) <= few + 1, "also in calls in the order of GPipe, beside the graph of a probe"
             assert interleaved[2][2:4] == [few + (few > 1)] * 2, "one more if the stages run ahead"
             assert gpipe[2][2:] == [MICROBATCHES] * 3
 
