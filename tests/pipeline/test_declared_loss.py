@@ -105,9 +105,9 @@ class Program(nn.Module):
 
     def run(self, name: str, step: Callable[[Any], Any], give: Callable[[Tensor], Tensor]) -> None:
         generator = torch.Generator().manual_seed(1)
-        for number in range(5):
-            # The second batch is smaller.
-            x = torch.randn(SAMPLES - 2 * (number == 1), 3, 6, 6, dtype=torch.float64, generator=generator)
+        for number in range(4):
+            # The third batch is smaller.
+            x = torch.randn(SAMPLES - 2 * (number == 2), 3, 6, 6, dtype=torch.float64, generator=generator)
             batch = give(x), give(torch.randint(CLASSES, (len(x),), generator=generator))
             self.optimizer.zero_grad()
             PEAKS.clear()
@@ -243,12 +243,12 @@ def check_layout(replicas: Sequence[int], names: Sequence[str]) -> None:
         check_equal(interleaved[0], gpipe[0])
         stage = Placement(tuple(replicas)).place(rank).stage
         if set(replicas) == {1} and stage < len(CUTS):
-            assert results[0][2][2:] == [len(replicas) - stage] * 3, "few microbatches have graphs at a time"
-            assert gpipe[2][2:] == [MICROBATCHES] * 3
+            assert results[0][2][1::2] == [len(replicas) - stage] * 2, "few microbatches have graphs at a time"
+            assert gpipe[2][1::2] == [MICROBATCHES] * 2
 
 
 def test_steps_train_as_on_one_device_and_store_the_activations_of_few_microbatches() -> None:
-    check_layout((1, 1), ["doubled", "images", "infinite", "tiny"])
+    check_layout((1, 1), ["doubled", "images", "infinite", "tiny", "other_values"])
 
 
 @pytest.mark.cluster
