@@ -1,15 +1,16 @@
 """Return for a moment to the state in which a call of a network has found the modules."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from cnnstrategies._torch_private import hook_tables
+from cnnstrategies.pipeline.saved_copies import saving_copies
 
 if TYPE_CHECKING:
-    from cnnstrategies.pipeline.stored import Container, StoredKey, WatchedTensor
+    from cnnstrategies.pipeline.watched import Container, StoredKey, WatchedTensor, WatchedVariables
 
 T = TypeVar("T")
 # Function that restores a noted value. It returns a function that undoes this; None if the value has not changed.
@@ -27,14 +28,21 @@ class NotedState:
         watched: The attributes of modules and of other objects, the lists and dictionaries that they refer to, and
             tensors that a forward may change in place.
         modules: Modules whose registered hooks belong to the state.
+        changing: Paths of tensors that forwards change in place.
     """
 
-    def __init__(self, watched: Sequence["Container | WatchedTensor"], modules: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        watched: Sequence["Container | WatchedVariables | WatchedTensor"],
+        modules: Sequence[nn.Module],
+        changing: Set[tuple[Any, ...]],
+    ) -> None:
         # Several modules may refer to the same list.
-        targets: dict[int, Container | WatchedTensor] = {}
+        targets: dict[int, Container | WatchedVariables | WatchedTensor] = {}
         for value in watched:
             targets.setdefault(id(value.target), value)
         self._watched = [(value, value.restorer()) for value in targets.values()]
+        self._changing = changing
         self._hooks = [(table, dict(table)) for module in modules for table in hook_tables(module)]
 
     def run(self, function: Callable[[], T]) -> tuple[T, dict["StoredKey", Any]]:
@@ -52,7 +60,9 @@ class NotedState:
                 if (undo := restore()) is not None:
                     stack.callback(undo)
             stack.callback(self._take, stored)
-            result = function()
+            tensors = [value.target for value, _ in self._watched if value.path in self._changing]
+            with saving_copies(tensor for tensor in tensors if isinstance(tensor, Tensor)):
+                result = function()
         return result, stored
 
     def _take(self, stored: dict["StoredKey", Any]) -> None:

@@ -138,16 +138,13 @@ class StageRunner:
             and name in self.division.used
         ]
 
-    def microbatches_again(self, sizes: Sequence[int]) -> frozenset[int]:
-        """Return this rank's microbatches whose forwards run again for the backward.
+    def close(self) -> None:
+        """Destroy the process group of the replicas, and drop references to it, so that its threads end.
 
-        Args:
-            sizes: Number of samples of each microbatch.
+        All ranks must call this, after the last step.
         """
-        if self.activation_checkpointing == "never":
-            return frozenset()
-        own = [m for m in self.placement.microbatches_of(self.transport.rank) if sizes[m]]
-        return frozenset(own[:-1] if self.activation_checkpointing == "except_last" else own)
+        self.replicas.close()
+        self.buffers.group = None
 
     def watch(self, owner: nn.Module, places: Places, ranks: Sequence[tuple[int, ...]]) -> None:
         """Take care of what forwards store on modules from now on.
@@ -172,7 +169,8 @@ class StageRunner:
             if node.op == "call_module"
             for path, module in network.get_submodule(str(node.target)).named_modules(prefix=str(node.target))
         }
-        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks, self._first_ranks())
+        share = self.replicas.share_rows
+        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks, self._first_ranks(), share)
         self.buffers.copies_others = False
 
     def _first_ranks(self) -> list[int]:
@@ -187,6 +185,7 @@ class StageRunner:
         form: Hashable = None,
         in_order: bool = True,
         whole: bool = False,
+        checkpointing: Checkpointing | None = None,
     ) -> "WholeBatch":
         """Run all forwards of a batch. All ranks must call this, with equal arguments except the images.
 
@@ -199,12 +198,14 @@ class StageRunner:
             in_order: Whether the stages draw random numbers one after the other, as on one device, if the batch is one
                 microbatch; see `Draws`.
             whole: Whether the batch is one microbatch.
+            checkpointing: Which forwards run again for the backward; by default :attr:`activation_checkpointing`.
 
         Raises:
             NeedsOneMicrobatchError: A stage needs the batch as one microbatch. All ranks raise this error.
         """
         self._refresh()
-        batch = WholeBatch(self, images, samples, needs_gradient, form, in_order, 1 if whole else self.microbatches)
+        parts = 1 if whole else self.microbatches
+        batch = WholeBatch(self, images, samples, needs_gradient, form, in_order, parts, checkpointing)
         self.sizes = batch.sizes
         return batch
 
