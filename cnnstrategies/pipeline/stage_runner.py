@@ -45,7 +45,7 @@ class StageRunner:
         replicas: The replicas of the stage, if the stage of another network has them already.
 
     Attributes:
-        schedule: Order of the tasks.
+        schedule: Order of the last training batch's tasks.
         run_ahead: Whether stages hold one additional microbatch.
         replicas: The replicas of the stage.
         times: Measures the spans of this rank's stage.
@@ -207,6 +207,8 @@ class StageRunner:
         parts = 1 if whole else self.microbatches
         batch = WholeBatch(self, images, samples, needs_gradient, form, in_order, parts, checkpointing)
         self.sizes = batch.sizes
+        if needs_gradient:
+            self.schedule = "gpipe"
         return batch
 
     def begin_interleaved(
@@ -225,7 +227,7 @@ class StageRunner:
         """
         self._refresh()
         batch = InterleavedBatch(self, images, samples, form, gradients)
-        self.sizes = batch.sizes
+        self.sizes, self.schedule = batch.sizes, "1f1b"
         return batch
 
     def _refresh(self) -> None:

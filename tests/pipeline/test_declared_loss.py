@@ -207,7 +207,9 @@ def train(name: str, replicas: Sequence[int], places: Places, declares: bool = T
     placed = PlacedNetwork(program.net, CUTS[: len(replicas) - 1], places, transport, AHEAD, program)
     vars(program.net)["forward"] = placed
     places.set_place(program.proxies, placed.ranks[-1], "proxies")
-    declared = placed.declared = DeclaredLoss(program, places, placed.ranks[-1]) if declares else None
+    if declares:
+        placed.declared = DeclaredLoss(program, places, placed.ranks[-1], saves_memory=mixes)
+    declared = placed.declared
     torch.manual_seed(2)
     with places:
         program.run(
@@ -246,6 +248,7 @@ def check_layout(replicas: Sequence[int], names: Sequence[str]) -> None:
         if set(replicas) == {1} and stage < len(CUTS):
             assert results[0][2][1::2] == [len(replicas) - stage] * 2, "few microbatches have graphs at a time"
             assert gpipe[2][1::2] == [MICROBATCHES] * 2
+            assert interleaved[2][0] < MICROBATCHES <= gpipe[2][0], "the first step saves memory"
 
 
 def test_steps_train_as_on_one_device_and_store_the_activations_of_few_microbatches() -> None:
