@@ -169,7 +169,8 @@ class StageRunner:
             if node.op == "call_module"
             for path, module in network.get_submodule(str(node.target)).named_modules(prefix=str(node.target))
         }
-        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks, self._first_ranks())
+        share = self.replicas.share_rows
+        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks, self._first_ranks(), share)
         self.buffers.copies_others = False
 
     def _first_ranks(self) -> list[int]:

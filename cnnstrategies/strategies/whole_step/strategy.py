@@ -42,7 +42,7 @@ from cnnstrategies.strategies.hybrid_pipeline.layout import (
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
 from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
 from cnnstrategies.strategies.lost_rank import after_the_lost_rank
-from cnnstrategies.strategies.whole_step.checks import check_layout_of, check_state
+from cnnstrategies.strategies.whole_step.checks import check_layout_of, check_stages, check_state, placement_for
 from cnnstrategies.strategies.whole_step.compiling import compile_stages
 from cnnstrategies.strategies.whole_step.dealing import use_shares
 from cnnstrategies.strategies.whole_step.example import example_inputs
@@ -260,13 +260,16 @@ class WholeStepStrategy(PipelineStrategy):
     def _divide(self, network: nn.Module, layout: ChosenLayout) -> None:
         """Divide the network, and give all parameters and buffers of the module their places."""
         assert self.lightning_module is not None
-        placement = self.request.placement_on(self.world_size, layout.microbatches)
+        placement = placement_for(self.request, layout.microbatches, self.world_size)
         if self._deals is not None:
             placement = replace(placement, shares=self._deals.shares)
         assert self.places is not None
         self._connections = transport = Transport(placement, self.time_limit, self.root_device)
         ahead = AHEAD if transport.has_tags else 0
-        placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead, self.lightning_module)
+        example = partial(self._example, self.lightning_module)
+        check = partial(check_stages, self.lightning_module, example, self.broadcast)
+        placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead, self.lightning_module, check)
+        placed.runner.microbatches = layout.microbatches
         compile_stages(self.lightning_module, placed.division)
         placed.runner.activation_checkpointing = layout.checkpointing
         self._forward = DividedForward(placed)
