@@ -507,6 +507,8 @@ class WholeStepStrategy(PipelineStrategy):
         rows = describe_pipeline(
             placement, placed.division.graphs(), self.parameters_per_device, self.request, batch_size
         )
+        if placed.runner.microbatches == 1:
+            rows[0] = ("microbatches", "1, which runs on the first replica of each stage")
         assert self.lightning_module is not None
         rows.append(("order", describe_order(placed, self.lightning_module, self._schedule)))
         rows += self._chosen_layout.panel_rows()
