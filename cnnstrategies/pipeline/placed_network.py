@@ -51,8 +51,6 @@ class PlacedNetwork:
         ranks: For each stage, the ranks of its replicas.
         forms: What all ranks know about earlier calls, by the form of the batch; see :meth:`form_of`.
         copies: Copies of the network whose attribute ``forward`` divides them, or has divided them.
-        holds_few: Whether the stages' memory is planned for the order 1F1B. Calls that run in the order of GPipe then
-            keep only the inputs of microbatches.
         one_microbatch: Why the network runs batches as one microbatch; None if it does not.
         declared: The loss that the module declares, which allows the order 1F1B; None if the order is always GPipe's.
     """
@@ -98,7 +96,6 @@ class PlacedNetwork:
         self.runner.watch(self._owner, self.places, self.ranks)
         self.one_microbatch: str | None = None
         self.declared: DeclaredLoss | None = None
-        self.holds_few = False
         self._whole: set[Hashable] = set()  # Forms of batches that run as one microbatch.
 
     def place_state(self, network: nn.Module) -> None:
@@ -214,6 +211,14 @@ class PlacedNetwork:
         call.place_stored(tensors[count:])
         call.observe_loss(tensors[:count])
         return call.header.unpack(tensors[:count])[0]
+
+    @property
+    def other_checkpointing(self) -> Checkpointing | None:
+        """Which forwards run again in GPipe's order, if later calls are expected to run in the order 1F1B.
+
+        None if the calls run as :attr:`StageRunner.activation_checkpointing` says.
+        """
+        return "always" if self.declared is not None and self.declared.saves_memory else None
 
     def can_interleave(self, form: Hashable, samples: int) -> bool:
         """Whether batches of a form can run in the order 1F1B. It needs several microbatches, and an earlier batch."""

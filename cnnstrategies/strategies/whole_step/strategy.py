@@ -251,9 +251,12 @@ class WholeStepStrategy(PipelineStrategy):
         example = partial(example_inputs, trainer.lightning_module, path)
         network = module_at(trainer.lightning_module, path)
         traced = partial(trace_open, training=True)
-        # The prediction is for the order in which most steps run.
-        request = replace(self.request, schedule=order_of(trainer.lightning_module, self._schedule))
-        return request.choose(network, trainer, trainer.world_size, self.root_device, example, traced)
+        request, first = self.request, None
+        if request.activation_checkpointing is None:
+            # The prediction is for the order in which most steps run. The first steps run as `saves_memory` says.
+            request = replace(request, schedule=order_of(trainer.lightning_module, self._schedule))
+            first = self.request.schedule
+        return request.choose(network, trainer, trainer.world_size, self.root_device, example, traced, first)
 
     def _divide(self, network: nn.Module, layout: ChosenLayout) -> None:
         """Divide the network, and give all parameters and buffers of the module their places."""
@@ -270,7 +273,6 @@ class WholeStepStrategy(PipelineStrategy):
         placed.runner.microbatches = layout.microbatches
         compile_stages(self.lightning_module, placed.division)
         placed.runner.activation_checkpointing, placed.runner.run_ahead = layout.checkpointing, layout.run_ahead
-        placed.holds_few = self.request.memory_limit is not None
         self._forward = DividedForward(placed)
         self._replaced.callback(self._forward.remove)
         self.places.messages.describe = placement.describe
@@ -278,7 +280,10 @@ class WholeStepStrategy(PipelineStrategy):
         self._placed = PlacedModule(self.lightning_module, placed, self.places, in_parts=not self._is_whole)
         self._logs = PlacedLogs(self.lightning_module, self.places)
         self._replaced.callback(self._logs.remove)
-        declare_loss(placed, self.lightning_module, self._logs, self._schedule)
+        # Without a limit, as on a CPU, the first step need not save memory.
+        is_limited = self.root_device.type == "cuda" or self.request.memory_limit is not None
+        saves_memory = is_limited and self.request.activation_checkpointing is None
+        declare_loss(placed, self.lightning_module, self._logs, self._schedule, saves_memory)
 
     def _same_random_numbers(self) -> None:
         """Continue on all ranks with the random numbers of rank 0."""
@@ -503,6 +508,8 @@ class WholeStepStrategy(PipelineStrategy):
         rows = describe_pipeline(
             placement, placed.division.graphs(), self.parameters_per_device, self.request, batch_size
         )
+        if placed.runner.microbatches == 1:
+            rows[0] = ("microbatches", "1, which runs on the first replica of each stage")
         assert self.lightning_module is not None
         rows.append(("order", describe_order(placed, self.lightning_module, self._schedule)))
         rows += self._chosen_layout.panel_rows()
