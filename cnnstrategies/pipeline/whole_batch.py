@@ -143,7 +143,10 @@ class WholeBatch:
         watched = nullcontext() if self.terms is None or self._second is not None else self.terms.backward()
         with self._runner.under(self._placement), watched:
             self._runner.run_tasks(("backward",), "gpipe", self.sizes, self._key, run)
-        return self._sums, self._of_images
+        sums, of_images = self._sums, self._of_images
+        # Autograd copies a gradient to which there are other references.
+        self._sums, self._of_images = [], []
+        return sums, of_images
 
     def _use_graph(self, keep: bool) -> None:
         if self._is_done:
