@@ -45,7 +45,7 @@ class StageRunner:
         replicas: The replicas of the stage, if the stage of another network has them already.
 
     Attributes:
-        schedule: Order of the tasks.
+        schedule: Order of the tasks in the last batch with a backward.
         run_ahead: Whether stages hold one additional microbatch.
         replicas: The replicas of the stage.
         times: Measures the spans of this rank's stage.
@@ -204,6 +204,8 @@ class StageRunner:
             NeedsOneMicrobatchError: A stage needs the batch as one microbatch. All ranks raise this error.
         """
         self._refresh()
+        if needs_gradient:
+            self.schedule = SCHEDULE
         parts = 1 if whole else self.microbatches
         batch = WholeBatch(self, images, samples, needs_gradient, form, in_order, parts, checkpointing)
         self.sizes = batch.sizes
@@ -224,6 +226,7 @@ class StageRunner:
             NeedsOneMicrobatchError: See :meth:`begin`.
         """
         self._refresh()
+        self.schedule = "1f1b"
         batch = InterleavedBatch(self, images, samples, form, gradients)
         self.sizes = batch.sizes
         return batch

@@ -298,6 +298,8 @@ class WholeBatch:
                     result = runner.division.run(runner.stage, *arguments)
                 else:
                     result = self.terms.run(microbatch, arguments)
+            if images is not None:
+                self.rows.warn_of_changes(tensors_in(self._images), tensors_in(images))
             if runner.last:
                 roots = self._hold(microbatch, result)
             else:

@@ -14,7 +14,9 @@ from cnnstrategies.strategies.differences import has_mean_loss
 from cnnstrategies.strategies.whole_step.logs import PlacedLogs
 
 
-def declare_loss(placed: PlacedNetwork, module: LightningModule, logs: PlacedLogs, schedule: Schedule) -> None:
+def declare_loss(
+    placed: PlacedNetwork, module: LightningModule, logs: PlacedLogs, schedule: Schedule, saves_memory: bool
+) -> None:
     """Let the stages run in the order 1F1B if the module declares its loss. All ranks must call this.
 
     Args:
@@ -22,6 +24,7 @@ def declare_loss(placed: PlacedNetwork, module: LightningModule, logs: PlacedLog
         module: The module.
         logs: The module's logs.
         schedule: The strategy's option ``schedule``.
+        saves_memory: See `DeclaredLoss`.
     """
     if schedule == "gpipe" or not callable(getattr(module, NAME, None)):
         return
@@ -32,7 +35,7 @@ def declare_loss(placed: PlacedNetwork, module: LightningModule, logs: PlacedLog
         return 1.0 if scaler is None else scaler.scale(torch.ones((), device=device))
 
     weight: Any = module.loss_weight if has_mean_loss(module) else None
-    placed.declared = DeclaredLoss(module, placed.places, placed.ranks[-1], weight, logs.silent, scale)
+    placed.declared = DeclaredLoss(module, placed.places, placed.ranks[-1], weight, logs.silent, scale, saves_memory)
 
 
 def tell_news(placed: PlacedNetwork) -> None:

@@ -279,7 +279,10 @@ class WholeStepStrategy(PipelineStrategy):
         self._placed = PlacedModule(self.lightning_module, placed, self.places, in_parts=not self._is_whole)
         self._logs = PlacedLogs(self.lightning_module, self.places)
         self._replaced.callback(self._logs.remove)
-        declare_loss(placed, self.lightning_module, self._logs, self._schedule)
+        # Without a limit, as on a CPU, the first step need not save memory.
+        is_limited = self.root_device.type == "cuda" or self.request.memory_limit is not None
+        saves_memory = is_limited and self.request.activation_checkpointing is None
+        declare_loss(placed, self.lightning_module, self._logs, self._schedule, saves_memory)
 
     def _same_random_numbers(self) -> None:
         """Continue on all ranks with the random numbers of rank 0."""
@@ -504,6 +507,8 @@ class WholeStepStrategy(PipelineStrategy):
         rows = describe_pipeline(
             placement, placed.division.graphs(), self.parameters_per_device, self.request, batch_size
         )
+        if placed.runner.microbatches == 1:
+            rows[0] = ("microbatches", "1, which runs on the first replica of each stage")
         assert self.lightning_module is not None
         rows.append(("order", describe_order(placed, self.lightning_module, self._schedule)))
         rows += self._chosen_layout.panel_rows()
