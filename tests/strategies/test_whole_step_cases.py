@@ -24,3 +24,10 @@ def test_programs_of_several_kinds_train_as_on_one_device() -> None:
 @pytest.mark.parametrize("replicas", [[2, 1], [1, 2], [1, 1, 1]], ids=str)
 def test_programs_train_as_on_one_device_with_replicas_and_three_stages(replicas: list[int]) -> None:
     check([replace(CASES[name], epochs=1) for name in SELECTION], replicas)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("replicas", "checkpointing"), [([1, 1], "always"), ([2, 1], "except_last")])
+def test_programs_train_as_on_one_device_if_forwards_run_again(replicas: list[int], checkpointing: str) -> None:
+    cases = [replace(CASES[name], epochs=1) for name in SELECTION]
+    check(cases, replicas, activation_checkpointing=checkpointing)
