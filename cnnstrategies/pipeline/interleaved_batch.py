@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from cnnstrategies._torch_private import writes
-from cnnstrategies.pipeline.timetable import KINDS, Task
+from cnnstrategies.pipeline.timetable import KINDS, Checkpointing, Task
 from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
 
 if TYPE_CHECKING:
@@ -90,11 +90,14 @@ class InterleavedBatch(WholeBatch):
             self._sums, self._of_images = [], []
         return results[0], results[1]
 
-    def run_forwards_again(self) -> WholeBatch:
+    def run_forwards_again(self, checkpointing: Checkpointing | None = None) -> WholeBatch:
         """Run the forwards again, without the backwards, and return the new call. All ranks must call this.
 
         The forwards draw the same random numbers, and find the same buffers and the same values on modules. All of
         these are afterwards what they were before this method.
+
+        Args:
+            checkpointing: See `StageRunner.begin`.
 
         Raises:
             RuntimeError: A parameter or the images have changed since the call.
@@ -107,7 +110,7 @@ class InterleavedBatch(WholeBatch):
         images, samples, form, parts = self._arguments
 
         def run() -> WholeBatch:
-            return RepeatedBatch(self._runner, images, samples, True, form, False, parts)
+            return RepeatedBatch(self._runner, images, samples, True, form, False, parts, checkpointing)
 
         with self._conditions():
             return run() if self._state is None else self._state.run(run)[0]

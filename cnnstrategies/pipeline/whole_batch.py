@@ -143,7 +143,13 @@ class WholeBatch:
         watched = nullcontext() if self.terms is None or self._second is not None else self.terms.backward()
         with self._runner.under(self._placement), watched:
             self._runner.run_tasks(("backward",), "gpipe", self.sizes, self._key, run)
-        return self._sums, self._of_images
+        return self._taken_gradients()
+
+    def _taken_gradients(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Return the gradients, and forget them: autograd copies gradients to which there are other references."""
+        results = self._sums, self._of_images
+        self._begin_backward()
+        return results
 
     def _use_graph(self, keep: bool) -> None:
         if self._is_done:
@@ -295,6 +301,8 @@ class WholeBatch:
                     result = runner.division.run(runner.stage, *arguments)
                 else:
                     result = self.terms.run(microbatch, arguments)
+            if images is not None:
+                self.rows.warn_of_changes(tensors_in(self._images), tensors_in(images))
             if runner.last:
                 roots = self._hold(microbatch, result)
             else:
