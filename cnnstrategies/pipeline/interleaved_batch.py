@@ -68,9 +68,10 @@ class InterleavedBatch(WholeBatch):
             return
         gradients: Sequence[Tensor | None] = ()
         if self._runner.last and microbatch in self._results:  # If it is missing, the batch runs again as a whole.
-            gradients = self._gradients(
-                self._results[microbatch], partial(self.rows.of_microbatch, microbatch=microbatch)
-            )
+            with self._runner.times.timed("forward", microbatch, "loss"):
+                gradients = self._gradients(
+                    self._results[microbatch], partial(self.rows.of_microbatch, microbatch=microbatch)
+                )
             self.started[microbatch] = gradients
             if self.terms is not None:
                 self.terms.undo()

@@ -77,7 +77,8 @@ class PlacedCall:
         if loss is not None and loss.expected is not None and self.network.can_interleave(self._key, samples):
             loss.prepare()
             gradients = loss.gradients
-        checkpointing = self.network.other_checkpointing if loss is not None and loss.is_open else None
+        # All calls in GPipe's order must do with the memory of the order 1F1B.
+        checkpointing = self.network.other_checkpointing if self.needs_gradient else None
         with places.local():
             for leaf in leaves:
                 if id(leaf) in brought:

@@ -126,6 +126,7 @@ class PlacedNetwork:
             )
         copied.runner.microbatches, copied.runner.usual = self.runner.microbatches, self.runner.usual
         copied.runner.activation_checkpointing = self.runner.activation_checkpointing
+        copied.runner.run_ahead = self.runner.run_ahead
         copied.runner.times = self.runner.times
         return copied
 
@@ -171,7 +172,7 @@ class PlacedNetwork:
 
         Args:
             gradients: See `StageRunner.begin_interleaved`; None for the order of GPipe.
-            checkpointing: See `StageRunner.begin`.
+            checkpointing: See `StageRunner.begin`. Ignored for the order 1F1B.
         """
         if form not in self._whole:
             try:

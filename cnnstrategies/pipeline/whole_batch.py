@@ -200,7 +200,7 @@ class WholeBatch:
         inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], tensors_in(part)
         second: StoredValues | None = None
         with (
-            runner.times.timed("backward", microbatch, trains=True),
+            runner.times.timed("backward", microbatch, "backward"),
             torch.autocast(runner.transport.device.type, enabled=False),
             without_tensor_hooks(parameters),
         ):
@@ -293,7 +293,7 @@ class WholeBatch:
             if runner.stage == 0:
                 images = tree_map(lambda image: self._part(image, microbatch), self._images)
                 self._parts[microbatch] = images
-            timed = runner.times.timed("forward", microbatch, trains=self._needs_gradient)
+            timed = runner.times.timed("forward", microbatch, "forward" if self._needs_gradient else None)
             with timed, runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
                 arguments = channels.inputs(values, images)
                 kept = KeptInputs.of(arguments, leaves, runner.changes_inputs) if runs_again else None
