@@ -251,9 +251,7 @@ def run_unusual() -> tuple[list[str], list[Tensor]]:
             batch = runner.begin(images, SAMPLES, True)
             assert batch.header is not None
             sums, _ = batch.backward(batch.outputs(batch.header))
-            assert images.std() < 0.7
             gradients += [gradient for gradient in sums if gradient is not None]
-        assert runner.changes_inputs == (checkpointing == "always")
     return messages, gradients
 
 
@@ -271,4 +269,4 @@ def test_a_forward_that_cannot_be_repeated_is_refused() -> None:
     middle = len(gradients) // 2
     assert middle > 20
     for gradient, other in zip(gradients[:middle], gradients[middle:], strict=True):
-        assert torch.equal(gradient, other), "a forward may change its images in place"
+        assert torch.equal(gradient, other), "a network may change its images in place"
