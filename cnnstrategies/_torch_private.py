@@ -318,3 +318,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def has_hooks(module: nn.Module) -> bool:
     """Whether hooks are registered on a module itself. torch has no public function that returns the hooks."""
     return any(getattr(module, name) for name in _HOOKS)
+
+
+def hooks_of(module: nn.Module) -> Iterator[Any]:
+    """Yield the hooks that are registered on a module itself and run when the module is called."""
+    for name in _HOOKS:
+        yield from getattr(module, name).values()

@@ -13,6 +13,7 @@ from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage import StageGraph, put_module_at
 from cnnstrategies.pipeline.stored_terms import StoredTerms
+from cnnstrategies.pipeline.storing_code import function_may_store, may_store
 from cnnstrategies.pipeline.timetable import KINDS, Placement, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import WholeBatch
@@ -56,6 +57,8 @@ class StageRunner:
         module, calls = _modules_of(division, graph)
         self.buffers = StageBuffers(module, self.replicas.group, calls)
         self.terms: StoredTerms | None = None
+        # The graphs of all stages, the modules that they call, and whether their own operations may store something.
+        self._called: tuple[Any, list[nn.Module], bool] = (None, [], True)
 
     @property
     def placement(self) -> Placement:
@@ -98,8 +101,22 @@ class StageRunner:
             for path, module in network.get_submodule(str(node.target)).named_modules(prefix=str(node.target))
         }
         first_ranks = [self.placement.rank_of(stage, 0) for stage in range(self.placement.stages)]
-        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks, first_ranks)
+        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks, first_ranks, self._may_store)
         self.buffers.copies_others = False
+
+    def _may_store(self) -> bool:
+        """Whether a forward of any stage may store something. The answer is the same on all ranks."""
+        graphs = self.division.graphs()
+        if self._called[0] is not graphs:
+            network = self.division.network
+            nodes = [node for graph in graphs for node in graph.graph.nodes]
+            modules = [network.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"]
+            stores = any(function_may_store(node.target) for node in nodes if node.op == "call_function") or any(
+                str(node.target).endswith("_") for node in nodes if node.op == "call_method"
+            )
+            self._called = graphs, list({id(m): m for root in modules for m in root.modules()}.values()), stores
+        _, called, stores = self._called
+        return stores or any(map(may_store, called))
 
     def begin(
         self,

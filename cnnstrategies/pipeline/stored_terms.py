@@ -17,7 +17,7 @@ from cnnstrategies.pipeline.channels import TensorHeader, pack
 from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, combine, gradient_of_part, is_same
 from cnnstrategies.pipeline.mixing import MixingProbe
 from cnnstrategies.pipeline.stored import PLAIN, StoredKey, StoredWatch
-from cnnstrategies.placed import Places
+from cnnstrategies.placed import Places, RefusedError
 
 
 class NeedsOneMicrobatchError(Exception):
@@ -58,6 +58,8 @@ class StoredTerms:
         places: The rules of this rank.
         ranks: For each stage, the ranks of its replicas.
         first_ranks: For each stage, the rank that runs the first microbatch.
+        may_store: Function that returns whether a forward of any stage may store something. It gives the same answer on
+            all ranks.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class StoredTerms:
         places: Places,
         ranks: Sequence[tuple[int, ...]],
         first_ranks: Sequence[int],
+        may_store: Callable[[], bool],
     ) -> None:
         self.watch = StoredWatch(owner, network)
         self.probe = MixingProbe(run_again, modules, self.watch)
@@ -78,6 +81,9 @@ class StoredTerms:
         self.group = ranks[self.stage]
         self.known: dict[Hashable, tuple[StoredValues, list[CombiningRule]]] = {}
         self.reports: dict[int, _Report] = {}
+        # Forms of batches in whose first call no stage has stored anything.
+        self.without_terms: set[Hashable] = set()
+        self.may_store = may_store
 
     def begin(self, sizes: Sequence[int], needs_gradient: bool, device: torch.device, form: Hashable) -> "CallTerms":
         """Begin a call of the network.
@@ -137,6 +143,10 @@ class CallTerms:
             NeedsOneMicrobatchError: A stage mixes samples, or what it stores cannot be combined.
         """
         terms, places = self._terms, self._terms.places
+        if self._form in terms.without_terms and not terms.may_store():
+            self._arguments.clear()
+            self._check_nothing()
+            return
         with torch.set_grad_enabled(self._needs_gradient):
             reason = self._find_rules()
         reason = self.reason or reason
@@ -157,6 +167,23 @@ class CallTerms:
             for tensor, values in self._changed:
                 tensor.copy_(values)
         self._headers = [stage_report.header for stage_report in reports]
+        if all(report == _Report(None, _NOTHING) for report in terms.reports.values()):
+            terms.without_terms.add(self._form)
+
+    def _check_nothing(self) -> None:
+        """Check that a call whose forwards cannot store anything has not stored anything.
+
+        Raises:
+            RefusedError: It has.
+        """
+        if self.reason is not None:
+            raise RefusedError(f"{self.reason}, unlike for earlier batches of the same shapes: use one microbatch")
+        key = next((key for values in self._stored.values() for key in values.keys), None)
+        if key is not None:
+            raise RefusedError(
+                f"a forward has stored a value in {key}, which the code of the network's modules does not show: store "
+                "values by an assignment to an attribute in the module's forward or in a forward hook"
+            )
 
     def outputs(self) -> list[Tensor]:
         """Return the stored tensors of all stages that have a gradient: placed tensors, or foreign ones."""
