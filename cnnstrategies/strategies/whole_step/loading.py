@@ -108,6 +108,11 @@ class PlacedLoader(StageLoader):
         return bool(loader.num_workers) or (loader.batch_sampler is not None and loader.collate_fn is default_collate)
 
     @property
+    def pins(self) -> bool:
+        """Whether batches are in pinned memory, as the user's loader yields them if there is a GPU."""
+        return bool(getattr(self.loader, "pin_memory", False)) and torch.cuda.is_available()
+
+    @property
     def has_own_order(self) -> bool:
         """Whether the order of the samples does not depend on the states of the global random generators."""
         samplers = [sampler for sampler in samplers_of(self.loader) if isinstance(sampler, DistributedSampler)]
@@ -264,4 +269,7 @@ class PlacedBatches(Iterator[Any]):
         if isinstance(tensor, LargeTensor):
             form = torch.empty_strided(tensor.shape, tensor.stride, dtype=tensor.dtype, device="meta")
             return self._places.foreign_like(form, self._sources, LABEL, CPU)
+        if self._loader.pins:
+            # Tensors that were joined or received are not pinned, and a copy to the GPU would make this process wait.
+            tensor = tensor.pin_memory()
         return self._places.mark(tensor, self._sources, LABEL) if self._is_large(tensor) else tensor
