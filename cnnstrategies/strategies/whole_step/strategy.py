@@ -19,11 +19,12 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
+from cnnstrategies.pipeline.random_draws import generator_of
 from cnnstrategies.pipeline.stage import check_cuts
 from cnnstrategies.pipeline.timetable import check_layout
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
 from cnnstrategies.pipeline.transport import Transport, new_group
-from cnnstrategies.placed import GlooLink, Places
+from cnnstrategies.placed import DeviceLink, GlooLink, Places
 from cnnstrategies.placed.hidden import hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
@@ -79,6 +80,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._forward: DividedForward | None = None
         self._placed: PlacedModule | None = None
         self._logs: PlacedLogs | None = None
+        self._accumulates = False
         self._alone: dist.ProcessGroup | None = None  # A group of this rank.
         self._replaced = ExitStack()  # Gives objects of the user their own methods back.
         self._entered = ExitStack()  # Turns the rules off.
@@ -144,7 +146,10 @@ class WholeStepStrategy(HybridPipelineStrategy):
         assert group is not None
         groups = [new_group([rank], self.time_limit) for rank in range(self.world_size)]
         self._alone = groups[self.global_rank]
-        self.places = Places(self.global_rank, self.world_size, GlooLink(group, self.global_rank, self.world_size))
+        link = GlooLink(group, self.global_rank, self.world_size)
+        has_devices = dist.group.WORLD is not None and dist.get_backend() != "gloo"
+        devices = DeviceLink(dist.group.WORLD, self.root_device) if has_devices else None
+        self.places = Places(self.global_rank, self.world_size, link, devices)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -202,8 +207,13 @@ class WholeStepStrategy(HybridPipelineStrategy):
     def _same_random_numbers(self) -> None:
         """Continue on all ranks with the random numbers of rank 0."""
         assert self.places is not None
-        states = self.broadcast(random_states())
-        set_random_states({name: state.cpu() if isinstance(state, Tensor) else state for name, state in states.items()})
+        generator = generator_of(self.root_device)
+        on_device = {} if generator is None else {"device": generator.get_state()}
+        states = self.broadcast({**random_states(), **on_device})
+        states = {name: state.cpu() if isinstance(state, Tensor) else state for name, state in states.items()}
+        set_random_states(states)
+        if generator is not None:
+            generator.set_state(states["device"])
 
     @property
     def _rules(self) -> Places:
@@ -234,7 +244,12 @@ class WholeStepStrategy(HybridPipelineStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        yield
+        """Return a context for the batches whose gradients are accumulated, except for the last one."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -284,6 +299,9 @@ class WholeStepStrategy(HybridPipelineStrategy):
         with self._one_process():
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._rules.settle_gradients(module.parameters())
+        if not self._accumulates:
+            assert self._placed is not None
+            self._placed.finish_gradients()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -296,8 +314,15 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return a value that all ranks have: each rank has counted the whole batch, so nothing is combined."""
-        return self._rules.everywhere(tensor.detach(), "reduce") if isinstance(tensor, Tensor) else tensor
+        """Return a value that all ranks have.
+
+        Each rank has counted the whole batch, so means and sums combine nothing. Only the ranks' own values, such as a
+        signal that one rank has received, have a largest value that is not the same on each rank.
+        """
+        if isinstance(tensor, Tensor):
+            tensor = self._rules.everywhere(tensor.detach(), "reduce")
+        is_extreme = reduce_op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN) or str(reduce_op).lower() in ("max", "min")
+        return FailingTogetherDDPStrategy.reduce(self, tensor, group, reduce_op) if is_extreme else tensor
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
