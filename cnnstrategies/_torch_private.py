@@ -324,3 +324,13 @@ def hooks_of(module: nn.Module) -> Iterator[Any]:
     """Yield the hooks that are registered on a module itself and run when the module is called."""
     for name in _HOOKS:
         yield from getattr(module, name).values()
+
+
+# Names of the dictionaries of hooks that run when a module is called, and of their options.
+_HOOK_TABLES = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
+
+
+def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the dictionaries in which a module keeps its hooks for calls, and the options of these hooks."""
+    attributes = vars(module)
+    return [table for name in _HOOK_TABLES if isinstance(table := attributes.get(name), dict)]

@@ -120,11 +120,16 @@ def to_bytes(value: Any) -> bytes:
 
     See :func:`encode` for the values that can be encoded.
     """
+    return b"".join(to_buffers(value))
+
+
+def to_buffers(value: Any) -> list[Buffer]:
+    """Return buffers whose concatenation is the byte string of :func:`to_bytes`, without a copy of tensors."""
     frames = encode(value)
-    return b"".join([struct.pack(f"<{1 + len(frames)}Q", len(frames), *map(len, frames)), *frames])
+    return [struct.pack(f"<{1 + len(frames)}Q", len(frames), *map(len, frames)), *frames]
 
 
-def from_bytes(message: bytes) -> Any:
+def from_bytes(message: Buffer) -> Any:
     """Return the value that :func:`to_bytes` has encoded as a byte string.
 
     Raises:

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-UNEVEN = 0.06  # Seconds of the work that varies from batch to batch.
+UNEVEN = 0.004  # Seconds of the work on a sample that varies from batch to batch.
 
 
 class Net(LightningModule):
@@ -47,11 +47,12 @@ class Net(LightningModule):
         loss = nn.functional.cross_entropy(self.network(images), targets)
         time.sleep(self.fixed + 0.008 * len(images) * (self.slow_rank == self.global_rank))
         early = (batch_idx + self.global_rank) % 2
-        time.sleep(UNEVEN * self.uneven * early)
+        uneven = UNEVEN * len(images) * self.uneven
+        time.sleep(uneven * early)
         if self.meets == "barrier":
             self.trainer.strategy.barrier()
         self.log("train_loss", loss, sync_dist=self.meets == "log")
-        time.sleep(UNEVEN * self.uneven * (1 - early))
+        time.sleep(uneven * (1 - early))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

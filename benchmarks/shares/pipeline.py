@@ -81,7 +81,7 @@ def main() -> None:
         "Unequal replicas of a pipeline",
         f"{__doc__}\nResNet-20, cut after its second group, batches of {options.batch_size} images of 32 x 32 for each "
         f"replica of the first stage in {MICROBATCHES} microbatches, {options.steps} steps; medians of "
-        f"{options.rounds} rounds, with their least and most.",
+        f"{options.rounds} rounds, with the smallest and largest.",
         rows,
     )
 

@@ -53,7 +53,7 @@ def main() -> None:
         Path(__file__).with_suffix(".md"),
         "Dynamic dispatch and mixed precision",
         f"{__doc__}\nResNet-20, batches of {options.batch_size} images of 32 x 32 for each worker, {options.steps} "
-        f"steps; medians of {options.rounds} rounds, with their least and most.",
+        f"steps; medians of {options.rounds} rounds, with the smallest and largest.",
         rows,
     )
 

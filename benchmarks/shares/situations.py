@@ -1,8 +1,9 @@
 """Measured shares against equal shares in twenty situations: ``shares: auto`` must never make a training slower.
 
 The ranks' speeds are planted: a rank sleeps for each sample that it loads or computes, so that the ratios do not depend
-on other work of the machine. Auto begins with equal shares, and the steps in which it finds shares or tries shares in
-vain count. Where both ranks are equally fast, and where shares cannot help, it shall reach 0.97 of equal shares.
+on other work of the machine. Auto begins with equal shares. The steps in which it searches for shares, or tries shares
+that do not help, count. The target is 0.97 of the speed of equal shares if both ranks are equally fast, and also where
+shares cannot help.
 """
 
 import argparse
@@ -307,9 +308,9 @@ def main() -> None:
         Path(__file__).with_suffix(".md"),
         "Twenty situations for measured shares",
         f"{__doc__}\nA small network on two ranks, {options.steps} steps, equal and auto in turns; medians of "
-        f"{options.rounds} rounds, with their least and most. Rows below their target (bold) are measured again with "
-        "more steps: shares that bring less than was predicted are taken back, which costs the same number of steps in "
-        "a short training as in a long one.",
+        f"{options.rounds} rounds, with the smallest and largest. Rows below their target (bold) are measured again "
+        "with more steps: shares that bring less than was predicted are taken back, which costs the same number of "
+        "steps in a short training as in a long one.",
         rows,
     )
     results.unlink()

@@ -19,6 +19,7 @@ from cnnstrategies.data.image_folder import images_of_folder
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.whole_file import whole_file
+from cnnstrategies.strategies.protocol import facts_of
 
 
 class PredictionWriter(Callback):
@@ -143,13 +144,12 @@ def gather_rows(trainer: Trainer, rows: Tensor) -> Tensor:
     Returns:
         The rows of all ranks (N, ...) in rank order, on the CPU; every rank gets them.
     """
-    world = trainer.world_size
-    if world == 1:
+    if trainer.world_size == 1:
         return rows
     device = trainer.strategy.root_device
 
     def gather(values: Tensor) -> Tensor:
-        return trainer.strategy.all_gather(values.to(device)).reshape(world, *values.shape).cpu()
+        return facts_of(trainer.strategy).gather_from_ranks(values.to(device)).cpu()
 
     counts = gather(torch.tensor([len(rows)])).flatten().tolist()
     padded = rows.new_zeros(max(counts), *rows.shape[1:])

@@ -50,17 +50,17 @@ BEFORE = {"data": "waiting for the loader", "transfer": "copy, batch hooks"}
 NETWORK = {"forward": "network, loss, metrics", "backward": "gradients"}
 AFTER = {"optimizer": "clipping, update", "other": "callbacks, logging", TOTAL: "end to end"}
 WHOLE_NETWORK = Parts({**BEFORE, **NETWORK, "communication": "all-reduce not hidden", **AFTER}, ACTIONS)
-# A pipeline runs its whole schedule within `training_step`. The pipeline itself reports the time of each task.
+# A pipeline runs within `training_step` and `backward`. The pipeline itself reports the time of each task.
 STAGES = Parts(
     {
         **BEFORE,
-        "share": "sending the batch to all ranks",
+        "share": "waiting for the batch",
         "receive": "waiting for other stages",
         "forward": "the stage, loss",
         "backward": "gradients",
         "send": "waiting for sends to end",
         "reduce": "all-reduce not hidden",
-        "gather": "sending outputs to all ranks",
+        "gather": "outputs, values of other ranks",
         "metrics": "training_step, metrics",
         **AFTER,
     },

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from cnnstrategies.callbacks.step_parts import TOTAL, StepMeter
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies.protocol import facts_of
 
 
 class StepProfile(Callback):
@@ -24,8 +25,8 @@ class StepProfile(Callback):
     not count.
 
     Under a pipeline the table has a column for each stage, and ``profile/stage_<s>/<part>_ms`` is logged for stage
-    ``<s>``. The pipeline's schedule runs within ``training_step``, so the time of ``training_step`` is divided among
-    the pipeline's tasks: ``receive``, ``forward``, ``backward``, ``send`` and ``reduce``. Under a parameter server the
+    ``<s>``. The pipeline runs within ``training_step`` and ``backward``, so their time is divided among the pipeline's
+    tasks: ``receive``, ``forward``, ``backward``, ``send`` and ``reduce``. Under a parameter server the
     worker waits for parameters during the forward pass. This wait is a separate part of the step and does not count as
     ``forward``.
 
@@ -173,7 +174,7 @@ class StepProfile(Callback):
         names = [name for name in meter.parts.explained if name in times or name != "communication"]
         names += [name for name in ("communication_total",) if name in times]
         mine = torch.tensor([1000 * times.get(name, 0.0) for name in names], device=trainer.strategy.root_device)
-        return names, trainer.strategy.all_gather(mine).reshape(-1, len(names)).cpu()
+        return names, facts_of(trainer.strategy).gather_from_ranks(mine).cpu()
 
     def _table(self, meter: StepMeter, names: Sequence[str], times: Tensor) -> Table:
         """Return the table to print, with a row for each part.

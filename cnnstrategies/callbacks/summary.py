@@ -16,6 +16,7 @@ from typing_extensions import override
 from cnnstrategies.callbacks.tables import print_table, relative
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.models.metric_names import is_of_epochs, less_is_better, worth_showing
+from cnnstrategies.strategies.protocol import facts_of
 
 History = Mapping[int, Mapping[str, float]]
 PANELS = {"loss": "Loss", "acc": "Accuracy"}  # Keys: parts of the metrics' names. Values: titles of the plots.
@@ -91,7 +92,7 @@ def peak_bytes(trainer: Trainer) -> list[int]:
         peak = torch.cuda.max_memory_allocated(device)
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    peaks: list[int] = trainer.strategy.all_gather(torch.tensor([peak], device=device)).flatten().tolist()
+    peaks: list[int] = facts_of(trainer.strategy).gather_from_ranks(torch.tensor(peak, device=device)).tolist()
     return peaks
 
 

@@ -117,6 +117,31 @@ class StageBuffers:
         if self._table is not None and not again:
             self._table.record(microbatch)
 
+    @property
+    def recorders(self) -> Sequence["StatisticsRecorder"]:
+        """Recorders of the layers that were in training mode at the start of the last step."""
+        return self._training
+
+    @contextmanager
+    def again(self, recorders: Sequence["StatisticsRecorder"]) -> Iterator[None]:
+        """Return a context for a forward that recomputes activations, also after the end of the step.
+
+        The forward changes no running statistics and records nothing.
+
+        Args:
+            recorders: Result of :attr:`recorders` in the step of the first forward.
+        """
+        idle = [recorder for recorder in recorders if not recorder.is_active]
+        for recorder in idle:
+            recorder.begin()
+        try:
+            for recorder in recorders:
+                recorder.counts.clear()
+            yield
+        finally:
+            for recorder in idle:
+                recorder.restore()
+
     @torch.no_grad()
     def finish(self) -> None:
         """Update the running statistics with the whole batch, and copy other buffers from the first replica to all.
@@ -191,6 +216,11 @@ class StatisticsRecorder:
         self.counts: list[int] = []
         self._saved: tuple[Any, ...] | None = None
         layer.register_forward_pre_hook(self._before)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the layer writes into the reserved tensors, from :meth:`begin` until :meth:`restore`."""
+        return self._saved is not None
 
     def begin(self) -> None:
         """Save the layer's running statistics, and put the tensors of the first call (`places[0]`) in their place.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
+from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.stored import StoredKey
 
 # How a value of a batch follows from the values of the batch's parts.
@@ -198,26 +199,24 @@ def combine(rule: CombiningRule, values: Sequence[Any], samples: Sequence[int], 
     return sum(values[1:], values[0])
 
 
-def gradient_of_part(rule: CombiningRule, gradient: Tensor, sizes: Sequence[int], microbatch: int) -> Tensor | None:
+def gradient_of_part(rule: CombiningRule, gradient: Tensor, rows: BatchRows, microbatch: int) -> Tensor | None:
     """Return the gradient of a microbatch's value, from the gradient of the whole batch's value; None if it is zero.
 
     Args:
         rule: The rule.
         gradient: The gradient of the combined value.
-        sizes: Number of samples of each microbatch.
+        rows: The rows of the batch that each microbatch contains.
         microbatch: The microbatch.
     """
     match rule.kind:
         case "same":
             return gradient if microbatch == 0 else None
         case "mean":
-            return gradient * (sizes[microbatch] / sum(sizes))
+            return gradient * (rows.sizes[microbatch] / rows.samples)
         case "sum":
             return gradient
         case "rows":
-            per_sample = len(gradient) // sum(sizes)
-            start = sum(sizes[:microbatch])
-            return gradient[start * per_sample : (start + sizes[microbatch]) * per_sample]
+            return rows.of_microbatch(gradient, microbatch)
 
 
 def is_number(value: Any) -> bool:

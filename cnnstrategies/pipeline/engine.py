@@ -16,7 +16,7 @@ from cnnstrategies.pipeline.buffers import StageBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
 from cnnstrategies.pipeline.losses import Loss, MeanLoss, PartialLoss
-from cnnstrategies.pipeline.stage import check_backend, divide
+from cnnstrategies.pipeline.stage import check_backend, connections, divide
 from cnnstrategies.pipeline.step import Step
 from cnnstrategies.pipeline.timeline import Clock, Span
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule, check_layout, tasks_of, turns
@@ -159,6 +159,11 @@ class Pipeline:
     def parameters(self) -> list[nn.Parameter]:
         """The stage's trainable parameters, in the order in which :meth:`train` returns their gradients."""
         return self.reducer.parameters
+
+    @property
+    def connections(self) -> list[tuple[int, int]]:
+        """Pairs of stages, the first of which sends its outputs to the second."""
+        return connections(self.blueprint.stages[True])
 
     def refresh(self) -> None:
         """Update the list of trainable parameters after parameters were frozen or unfrozen.

@@ -91,13 +91,15 @@ class OpenTracer(LeafTracer):
     @contextmanager
     def _noted_reads(self) -> Iterator[None]:
         """Note which attributes of opened containers are read in this thread."""
-        thread, opened, reads = threading.get_ident(), self._opened, self._reads
+        thread, reads = threading.get_ident(), self._reads
+        # By id, because the hash of a torchmetrics metric reads the metric's attributes.
+        opened = {id(module) for module in self._opened}
         original = nn.Module.__getattribute__
 
         def read(module: nn.Module, name: str) -> Any:
             value = original(module, name)
             is_noted = name not in _OF_TORCH and name[:2] != "__" and threading.get_ident() == thread
-            if is_noted and module in opened and name in original(module, "__dict__"):
+            if is_noted and id(module) in opened and name in original(module, "__dict__"):
                 reads[module, name] = None
             return value
 

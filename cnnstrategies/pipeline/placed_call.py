@@ -9,7 +9,10 @@ from torch.utils._pytree import tree_map
 
 from cnnstrategies._torch_private import keeps_graph
 from cnnstrategies.pipeline.channels import TensorHeader
+from cnnstrategies.pipeline.declared_loss import LossOfCall
 from cnnstrategies.pipeline.forms import BackwardReport, ForwardReport, KnownForm
+from cnnstrategies.pipeline.interleaved_batch import InterleavedBatch
+from cnnstrategies.pipeline.loss_verdict import judge
 from cnnstrategies.pipeline.random_draws import advance
 from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
 from cnnstrategies.placed.messages import RefusedError
@@ -46,6 +49,9 @@ class PlacedCall:
         self._key = form
         self._form: KnownForm | None = None
         self._batch: WholeBatch | None = None
+        # The declared loss for this call; None outside of training steps.
+        self._loss: LossOfCall | None = None
+        self._outputs: list[Tensor] = []  # The network's result, until the first step has shown how it is used.
 
     def forward(self) -> tuple[Tensor, ...]:
         """Run the forwards, and return the tensors of the network's result.
@@ -63,13 +69,19 @@ class PlacedCall:
             places.sums.settle()  # The stage's code does not follow the rules.
         brought = places.bring_all(leaves, self.first, "images")
         form = self.network.forms.get(self._key)
+        declared, samples = self.network.declared, len(leaves[0])
+        loss = self._loss = declared.begin(samples) if declared is not None and self.needs_gradient else None
+        gradients = None
+        if loss is not None and loss.expected is not None and self.network.can_interleave(self._key, samples):
+            loss.prepare()
+            gradients = loss.gradients
         with places.local():
             for leaf in leaves:
                 if id(leaf) in brought:
                     brought[id(leaf)].requires_grad_(leaf.requires_grad)
             images = tree_map(lambda leaf: brought.get(id(leaf), leaf), self.images)
             in_order = form is None or bool(form.drawn)
-            batch = self.network.begin(images, len(leaves[0]), self.needs_gradient, self._key, in_order)
+            batch = self.network.begin(images, samples, self.needs_gradient, self._key, in_order, gradients)
         self._batch = batch
         report = ForwardReport(batch.header, sorted(batch.draws.drawn))
         if form is None or form.varies:
@@ -101,6 +113,18 @@ class PlacedCall:
         assert self._batch.terms is not None
         self._batch.terms.place(stored)
 
+    def observe_loss(self, outputs: Sequence[Tensor]) -> None:
+        """Observe whether the step gives the network's result to the declared loss.
+
+        Args:
+            outputs: The result, as the step gets it.
+        """
+        if self._loss is not None and self.network.declared is not None:
+            self.network.declared.observe(self._loss, outputs)
+            if self._loss.is_open and self.network.runner.last:
+                with self.places.local():
+                    self._outputs = [output.detach() for output in outputs]
+
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the backwards, and return the gradients of the images' tensors and of the parameters."""
         places, runner, batch = self.places, self.network.runner, self._batch
@@ -111,8 +135,9 @@ class PlacedCall:
         brought = places.bring_all([g for g in gradients[:count] if g is not None], self.last, "gradients of outputs")
         of_outputs = [g if g is None else brought.get(id(g), g) for g in gradients[:count]]
         of_stored = batch.terms.own_gradients(gradients[count:])
-        with places.local():
-            sums, of_images = batch.backward(of_outputs, keeps_graph(), of_stored)
+        sums, of_images = self._run_backward(of_outputs, of_stored, any(g is not None for g in gradients[count:]))
+        batch = self._batch  # It may be another one, which has run again.
+        assert batch is not None
         of_parameters = {id(parameter): gradient for parameter, gradient in zip(batch.parameters, sums, strict=True)}
         # Image gradients exist in the first stage only, in the order of the images. Parameters have names.
         computed: dict[int | str, Tensor | None] = dict(enumerate(of_images))
@@ -133,6 +158,31 @@ class PlacedCall:
             return [
                 self._at(place, computed.get(key), tensor) if key in used else None for key, place, tensor in targets
             ]
+
+    def _run_backward(
+        self, of_outputs: Sequence[Tensor | None], of_stored: Sequence[Tensor | None], has_stored: bool
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Return the gradients of this rank's parameters and images. All ranks must call this.
+
+        Args:
+            of_outputs: The gradients of the network's result.
+            of_stored: See `WholeBatch.backward`.
+            has_stored: Whether a stored value of any stage has a gradient.
+        """
+        batch, loss, keep = self._batch, self._loss, keeps_graph()
+        assert batch is not None
+        if loss is not None and (loss.is_open or isinstance(batch, InterleavedBatch)):
+            verdict = judge(self.places, self.last, loss, batch, of_outputs, has_stored, self._outputs)
+            loss.settle(verdict)
+            if not loss.is_open:
+                self._outputs = []
+            if isinstance(batch, InterleavedBatch):
+                if verdict.kind == "factor":
+                    return batch.multiplied(verdict.factor, keep)
+                with self.places.local():
+                    batch = self._batch = batch.run_forwards_again()
+        with self.places.local():
+            return batch.backward(of_outputs, keep, of_stored)
 
     def _advance(self, batch: WholeBatch, form: KnownForm) -> None:
         """Set all ranks' generators to equal states, which are other states than before if a stage has drawn."""
@@ -180,7 +230,7 @@ class PlacedCall:
             # Autograd would copy the gradient, because it gives gradients the strides of their parameters.
             gradient = torch.empty_like(parameter).copy_(gradient)
         runner = self.network.runner
-        return self.places.sums.defer(gradient, self.network.ranks[runner.stage], runner.replicas.sum_in_place)
+        return self.places.sums.defer(gradient, self.network.ranks[runner.stage], runner.sum_gradients)
 
     def _at(self, place: tuple[int, ...], gradient: Tensor | None, like: Tensor) -> Tensor:
         """Return a gradient of a place: this rank's gradient, or a foreign tensor."""

@@ -6,8 +6,11 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from cnnstrategies.pipeline.batch_rows import BatchRows
+from cnnstrategies.pipeline.declared_loss import DeclaredLoss
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.forms import KnownForm, form_of
+from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults
 from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
 from cnnstrategies.pipeline.placed_call import NetworkFunction, PlacedCall
 from cnnstrategies.pipeline.replicas import StageReplicas
@@ -48,6 +51,7 @@ class PlacedNetwork:
         forms: What all ranks know about earlier calls, by the form of the batch; see :meth:`form_of`.
         copies: Copies of the network whose attribute ``forward`` divides them, or has divided them.
         one_microbatch: Why the network runs batches as one microbatch; None if it does not.
+        declared: The loss that the module declares, which allows the order 1F1B; None if the order is always GPipe's.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class PlacedNetwork:
         self._owner = owner if any(module is network for module in owner.modules()) else network
         self.runner.watch(self._owner, self.places, self.ranks)
         self.one_microbatch: str | None = None
+        self.declared: DeclaredLoss | None = None
         self._whole: set[Hashable] = set()  # Forms of batches that run as one microbatch.
 
     def place_state(self, network: nn.Module) -> None:
@@ -115,7 +120,9 @@ class PlacedNetwork:
                 self._owner,
                 self.runner.replicas,  # A process group cannot be created during a step.
             )
-        copied.runner.microbatches = self.runner.microbatches
+        copied.runner.microbatches, copied.runner.usual = self.runner.microbatches, self.runner.usual
+        copied.runner.activation_checkpointing = self.runner.activation_checkpointing
+        copied.runner.times = self.runner.times
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -148,13 +155,26 @@ class PlacedNetwork:
         """Whether code inside of the network, such as a hook of a module, may read gradients of parameters."""
         return any(has_users_hook(module) or "grad" in _names_in(type(module).forward) for module in self._modules)
 
-    def begin(self, images: Any, samples: int, needs_gradient: bool, form: Hashable, in_order: bool) -> WholeBatch:
+    def begin(
+        self,
+        images: Any,
+        samples: int,
+        needs_gradient: bool,
+        form: Hashable,
+        in_order: bool,
+        gradients: GradientsOfResults | None = None,
+    ) -> WholeBatch:
         """Run the forwards of this rank's stage, in one microbatch if a stage needs the whole batch.
 
-        The arguments are those of `StageRunner.begin`.
+        The arguments are those of `StageRunner.begin`, and:
+
+        Args:
+            gradients: See `StageRunner.begin_interleaved`; None for the order of GPipe.
         """
         if form not in self._whole:
             try:
+                if gradients is not None:
+                    return self.runner.begin_interleaved(images, samples, form, gradients)
                 return self.runner.begin(images, samples, needs_gradient, form, in_order)
             except NeedsOneMicrobatchError as error:
                 self._whole.add(form)
@@ -184,7 +204,14 @@ class PlacedNetwork:
         assert call.header is not None
         count = len(call.header.tensors)
         call.place_stored(tensors[count:])
+        call.observe_loss(tensors[:count])
         return call.header.unpack(tensors[:count])[0]
+
+    def can_interleave(self, form: Hashable, samples: int) -> bool:
+        """Whether batches of a form can run in the order 1F1B. It needs several microbatches, and an earlier batch."""
+        runner = self.runner
+        rows = BatchRows.of(samples, runner.placement, runner.microbatches, runner.usual)
+        return form in self.forms and form not in self._whole and not rows.is_one_microbatch
 
     def _place_new_buffers(self) -> None:
         """Mark buffers that a forward has put in the place of others."""

@@ -164,21 +164,56 @@ class Draws:
         self._before = GeneratorStates.current(transport.device)
         self._seed = b"" if in_order else self._before.digest() + f"{self._stage}:{salt}".encode()
         self._sends: list[Pending] = []
+        self._starts: dict[int, GeneratorStates] = {}  # By microbatch, if the stages draw in order.
+        self._drawing: set[int] = set()  # Microbatches whose forwards have drawn.
 
     @contextmanager
     def microbatch(self, microbatch: int) -> Iterator[None]:
-        """Return a context for the forward of a microbatch."""
+        """Return a context for the first forward of a microbatch."""
         device = self._transport.device
         if self.in_order:
             start = self._before if self._stage == 0 else self._received(microbatch)
+            self._starts[microbatch] = start
             start.restore(device)
             yield
-            self.drawn |= start.changed(GeneratorStates.current(device))
+            drawn = start.changed(GeneratorStates.current(device))
+        else:
+            generators = SeededGenerators(self._seed_of(microbatch), device)
+            yield
+            drawn = generators.drawn()
+        self.drawn |= drawn
+        if drawn:
+            self._drawing.add(microbatch)
+
+    @contextmanager
+    def again(self, microbatch: int) -> Iterator[None]:
+        """Return a context in which a forward draws the numbers that the microbatch's first forward has drawn.
+
+        Afterwards the generators continue where they were.
+        """
+        if microbatch not in self._drawing:
+            yield
             return
-        digest = hashlib.blake2b(self._seed + f":{microbatch}".encode(), digest_size=8).digest()
-        generators = SeededGenerators(int.from_bytes(digest, "little") >> 1, device)
-        yield
-        self.drawn |= generators.drawn()
+        device = self._transport.device
+        present = GeneratorStates.current(device)
+        if self.in_order:
+            self._starts[microbatch].restore(device)
+        else:
+            seed_all(self._seed_of(microbatch), device)
+        try:
+            yield
+        finally:
+            present.restore(device)
+
+    @contextmanager
+    def at_start(self) -> Iterator[None]:
+        """Return a context in which the generators have the states at the call."""
+        present = GeneratorStates.current(self._transport.device)
+        self._before.restore(self._transport.device)
+        try:
+            yield
+        finally:
+            present.restore(self._transport.device)
 
     def pass_on(self, microbatch: int) -> None:
         """Send the generators' states to the next stage, or keep them in the last stage, if the stages draw in order.
@@ -204,6 +239,10 @@ class Draws:
         """Wait until the next stage has received the states."""
         for send in self._sends:
             send.wait()
+
+    def _seed_of(self, microbatch: int) -> int:
+        digest = hashlib.blake2b(self._seed + f":{microbatch}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
 
     def _received(self, microbatch: int) -> GeneratorStates:
         source = self._transport.placement.rank_of(self._stage - 1, microbatch)

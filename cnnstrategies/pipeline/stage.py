@@ -315,6 +315,11 @@ def _name(node: fx.Node) -> str:
     return IMAGES if node.op == "placeholder" else node.name
 
 
+def connections(graphs: Sequence[StageGraph]) -> list[tuple[int, int]]:
+    """Return pairs of stages, the first of which sends its outputs to the second."""
+    return [(source, target) for source, graph in enumerate(graphs) for target in graph.names_to]
+
+
 def put_module_at(root: nn.Module, path: str, module: nn.Module) -> None:
     """Add a module to a stage at a dotted path. Modules on the path that do not exist are created."""
     *parents, name = path.split(".")

@@ -2,28 +2,41 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from cnnstrategies.pipeline.buffers import StageBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults, InterleavedBatch
 from cnnstrategies.pipeline.replicas import StageReplicas
-from cnnstrategies.pipeline.stage import StageGraph, put_module_at
+from cnnstrategies.pipeline.stage import StageGraph, connections, put_module_at
 from cnnstrategies.pipeline.stored_terms import StoredTerms
 from cnnstrategies.pipeline.storing_code import function_may_store, may_store
-from cnnstrategies.pipeline.timetable import KINDS, Placement, tasks_of, turns
+from cnnstrategies.pipeline.task_times import TaskTimes
+from cnnstrategies.pipeline.timeline import Clock
+from cnnstrategies.pipeline.timetable import (
+    Checkpointing,
+    Kind,
+    Placement,
+    Schedule,
+    Task,
+    tasks_of,
+    turns,
+)
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed import Places
 
-SCHEDULE = "gpipe"
+SCHEDULE: Schedule = "gpipe"
+_SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 
 
 class StageRunner:
-    """Runs this rank's microbatches of a stage of a divided network, in GPipe's order.
+    """Runs this rank's microbatches of a stage of a divided network.
 
     Args:
         division: Division of the network. Parameters and buffers of other stages are not used.
@@ -33,11 +46,25 @@ class StageRunner:
         replicas: The replicas of the stage, if the stage of another network has them already.
 
     Attributes:
+        schedule: Order of the tasks.
+        run_ahead: Whether stages hold one additional microbatch.
         replicas: The replicas of the stage.
+        times: Measures the spans of this rank's stage.
+        sizes: Number of samples of each microbatch of the last batch.
+        usual: Number of samples of a training batch of the usual size; 0 if it is not known. A smaller batch is divided
+            into fewer microbatches, because BatchNorm needs several samples in each microbatch.
         microbatches: Number of microbatches into which batches are divided, at most the placement's number.
+        activation_checkpointing: Which of this rank's forwards run again for the backward, so that only their inputs
+            are kept: none (``never``), all except the last (``except_last``), or all (``always``). All ranks have the
+            same value.
+        changes_inputs: Whether the stage changes its arguments in place, so that forwards that run again need copies.
+        compared_forms: Forms of batches for which the results of first and second forwards have been compared.
         unseen_draws: Number of calls in which this rank has drawn random numbers, but the generators have not advanced
             on all ranks. It enters the seeds, so that the next call does not draw the same numbers.
     """
+
+    schedule: Schedule = SCHEDULE
+    run_ahead = False
 
     def __init__(
         self, division: Division, transport: Transport, ahead: int, replicas: StageReplicas | None = None
@@ -47,13 +74,18 @@ class StageRunner:
         self.stage = transport.place.stage
         self.last = self.stage == placement.stages - 1
         self.microbatches = placement.microbatches
+        self.activation_checkpointing: Checkpointing = "never"
+        self.changes_inputs = False
+        self.compared_forms: set[Hashable] = set()
         self.unseen_draws = 0
         self.replicas = replicas or StageReplicas(transport)
-        tasks = tasks_of(placement, transport.rank, SCHEDULE)
-        self._tasks = {kind: [task for task in tasks if task.kind == kind] for kind in KINDS}
+        self.times = TaskTimes(transport)
+        self.sizes: Sequence[int] = ()
+        self.usual = 0
+        self._placed_tasks = placement, self._tasks_of_schedules()
         graph = division.graphs()[self.stage]
-        self._turn = turns(placement.replicas, placement.microbatches, SCHEDULE)
-        self.channels = Channels(graph, self._turn, transport, ask_for_all=True)
+        self._turns = {order: turns(placement.replicas, placement.microbatches, order) for order in _SCHEDULES}
+        self.channels = Channels(graph, self._turns["gpipe"], transport, ask_for_all=True)
         module, calls = _modules_of(division, graph)
         self.buffers = StageBuffers(module, self.replicas.group, calls)
         self.terms: StoredTerms | None = None
@@ -64,6 +96,38 @@ class StageRunner:
     def placement(self) -> Placement:
         """Numbering of the ranks."""
         return self.transport.placement
+
+    @property
+    def clocks(self) -> dict[str, list[Clock]]:
+        """Stopwatches of the computation of a microbatch, without waits. Keys are kinds of tasks."""
+        return self.times.clocks
+
+    @property
+    def tasks(self) -> list[Task]:
+        """Tasks of this rank for a batch, in order. They change with the shares of the placement."""
+        return self._tasks(self.schedule)
+
+    def _tasks(self, schedule: Schedule) -> list[Task]:
+        if self._placed_tasks[0] is not self.placement:
+            self._placed_tasks = self.placement, self._tasks_of_schedules()
+        return self._placed_tasks[1][schedule]
+
+    def _tasks_of_schedules(self) -> dict[Schedule, list[Task]]:
+        return {schedule: tasks_of(self.placement, self.transport.rank, schedule) for schedule in _SCHEDULES}
+
+    @property
+    def connections(self) -> list[tuple[int, int]]:
+        """Pairs of stages, the first of which sends its outputs to the second."""
+        return connections(self.division.graphs())
+
+    @contextmanager
+    def under(self, placement: Placement) -> Iterator[None]:
+        """Return a context for work with a placement that was current when a batch began."""
+        current, self.transport.placement = self.placement, placement
+        try:
+            yield
+        finally:
+            self.transport.placement = current
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -100,7 +164,7 @@ class StageRunner:
             if node.op == "call_module"
             for path, module in network.get_submodule(str(node.target)).named_modules(prefix=str(node.target))
         }
-        first_ranks = [self.placement.rank_of(stage, 0) for stage in range(self.placement.stages)]
+        first_ranks = self._first_ranks()
         self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks, first_ranks, self._may_store)
         self.buffers.copies_others = False
 
@@ -118,6 +182,15 @@ class StageRunner:
         _, called, stores = self._called
         return stores or any(map(may_store, called))
 
+    def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Replace gradients by their sums over the replicas. All replicas must call this."""
+        with self.times.timed("reduce"):
+            self.replicas.sum_in_place(gradients)
+
+    def _first_ranks(self) -> list[int]:
+        """Return for each stage the rank that runs the first microbatch."""
+        return [self.placement.rank_of(stage, 0) for stage in range(self.placement.stages)]
+
     def begin(
         self,
         images: Any,
@@ -126,6 +199,7 @@ class StageRunner:
         form: Hashable = None,
         in_order: bool = True,
         whole: bool = False,
+        checkpointing: Checkpointing | None = None,
     ) -> "WholeBatch":
         """Run all forwards of a batch. All ranks must call this, with equal arguments except the images.
 
@@ -138,38 +212,77 @@ class StageRunner:
             in_order: Whether the stages draw random numbers one after the other, as on one device, if the batch is one
                 microbatch; see `Draws`.
             whole: Whether the batch is one microbatch.
+            checkpointing: Which forwards run again for the backward; by default :attr:`activation_checkpointing`.
 
         Raises:
             NeedsOneMicrobatchError: A stage needs the batch as one microbatch. All ranks raise this error.
         """
+        self._refresh()
+        parts = 1 if whole else self.microbatches
+        batch = WholeBatch(self, images, samples, needs_gradient, form, in_order, parts, checkpointing)
+        self.sizes = batch.sizes
+        return batch
+
+    def begin_interleaved(
+        self, images: Any, samples: int, form: Hashable, gradients: GradientsOfResults
+    ) -> InterleavedBatch:
+        """Run all forwards and backwards of a batch in the order 1F1B. All ranks must call this.
+
+        Args:
+            images: See :meth:`begin`.
+            samples: See :meth:`begin`.
+            form: See :meth:`begin`.
+            gradients: Function that returns the gradients of a microbatch's results; called in the last stage.
+
+        Raises:
+            NeedsOneMicrobatchError: See :meth:`begin`.
+        """
+        self._refresh()
+        batch = InterleavedBatch(self, images, samples, form, gradients)
+        self.sizes = batch.sizes
+        return batch
+
+    def _refresh(self) -> None:
         graph = self.division.graphs()[self.stage]
         if graph is not self.channels.graph:
             # The state of an opened container has changed, on all ranks. Other values may cross the cuts now.
             self.channels.graph = graph
             self.channels.forget_headers()
-        return WholeBatch(self, images, samples, needs_gradient, form, in_order, 1 if whole else self.microbatches)
+        if self.terms is not None:
+            self.terms.first_ranks = self._first_ranks()
 
-    def run_tasks(self, kind: Any, sizes: Sequence[int], key: Callable[[int], Hashable], run: Any) -> None:
-        """Run all forwards or all backwards of the microbatches that have samples.
+    def run_tasks(
+        self,
+        kinds: Sequence[Kind],
+        schedule: Schedule,
+        sizes: Sequence[int],
+        key: Callable[[int], Hashable],
+        run: Callable[[Task], None],
+    ) -> None:
+        """Run forwards, backwards, or both, of the microbatches that have samples. All ranks must call this.
 
         Args:
-            kind: ``forward`` or ``backward``.
+            kinds: Kinds of the tasks.
+            schedule: Order of the tasks.
             sizes: Number of samples of each microbatch.
             key: Function that returns the size key of a microbatch; see `Channels.plan`.
-            run: Function that runs the task of a microbatch.
+            run: Function that runs a task.
         """
-        tasks = [task for task in self._tasks[kind] if sizes[task.microbatch]]
+        tasks = [task for task in self._tasks(schedule) if task.kind in kinds and sizes[task.microbatch]]
+        turn = self.channels.turn = self._turns[schedule]
         self.channels.plan(tasks, key)
-        times = [*map(self._turn, tasks), *[math.inf] * (self.ahead + 1)]
+        times = [*map(turn, tasks), *[math.inf] * (self.ahead + 1)]
         self.channels.exchange(times[0], times[self.ahead])
         for index, task in enumerate(tasks):
             try:
-                run(task.microbatch)
-                self.channels.exchange(times[index + 1], times[index + 1 + self.ahead])
+                run(task)
+                with self.times.timed("send", task.microbatch):
+                    self.channels.exchange(times[index + 1], times[index + 1 + self.ahead])
             except Exception as error:
-                error.add_note(f"in {self.transport.me}: {kind} of microbatch {task.microbatch}")
+                error.add_note(f"in {self.transport.me}: {task.kind} of microbatch {task.microbatch}")
                 raise
-        self.channels.finish()
+        with self.times.timed("send"):
+            self.channels.finish()
 
 
 def _modules_of(division: Division, graph: StageGraph) -> tuple[nn.Module, Counter[str]]:

@@ -7,7 +7,8 @@ each microbatch.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import is_
 from types import CellType, FunctionType, MethodType
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from cnnstrategies._torch_private import writes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
+from cnnstrategies.pipeline.noted_state import NotedState, Restorer
+from cnnstrategies.pipeline.saved_copies import saving_copies
 from cnnstrategies.placed import ForeignTensor
 
 # Attributes in which torch keeps a module's parameters, submodules and settings.
@@ -76,7 +79,8 @@ class StoredWatch:
         self._owner = owner
         self._network = owner if network is None else network
         self._records: list[_ModuleState] = []
-        self._tensors: WeakValueDictionary[int, _WatchedTensor] = WeakValueDictionary()
+        self._tensors: WeakValueDictionary[int, WatchedTensor] = WeakValueDictionary()
+        self._changing: set[tuple[Any, ...]] = set()  # Paths of tensors that forwards have changed in place.
         self.before: dict[StoredKey, Any] = {}
         self.modules: list[nn.Module] = []
 
@@ -103,7 +107,30 @@ class StoredWatch:
         for record in self._records:
             if record.has_changed():
                 record.take(stored, self.before, seen)
+        self._changing |= {key.path for key in stored if key.kind == "values"}
         return stored
+
+    def saving_copies(self, of_all: bool) -> AbstractContextManager[object]:
+        """Return a context for a forward, in which autograd saves copies of tensors that the forward changes in place.
+
+        Args:
+            of_all: Whether autograd saves copies of all watched tensors, because it is not known which of them the
+                forward changes.
+        """
+        tensors = [tensor for record in self._records for tensor in record.tensors]
+        return saving_copies(tensor.target for tensor in tensors if of_all or tensor.path in self._changing)
+
+    def noted(self) -> NotedState:
+        """Return the state that :meth:`begin` has noted."""
+        watched: list[Container | WatchedTensor] = []
+        for record in self._records:
+            watched += [*record.containers, *record.tensors]
+        return NotedState(watched, self.modules, self._changing)
+
+    def outside_network(self) -> list[nn.Module]:
+        """Return the owner's modules that are not in the network."""
+        inside = set(self._network.modules())
+        return [module for module in self._owner.modules() if module not in inside]
 
     def put(self, key: StoredKey, value: Any) -> None:
         """Store a value, as a forward has done on this rank or on another one.
@@ -166,12 +193,12 @@ class _ModuleState:
     """The state of one module, and of the containers and tensors that can be reached from its attributes."""
 
     def __init__(
-        self, name: str, module: nn.Module, tree: set[int], tensors: "WeakValueDictionary[int, _WatchedTensor]"
+        self, name: str, module: nn.Module, tree: set[int], tensors: "WeakValueDictionary[int, WatchedTensor]"
     ) -> None:
         self.name, self.module, self._tree, self._known = name, module, tree, tensors
         self._modules = list(vars(module)["_modules"].values())
-        self._containers: list[_Container] = []
-        self._tensors: list[_WatchedTensor] = []
+        self.containers: list[Container] = []
+        self.tensors: list[WatchedTensor] = []
         self._search()
 
     def has_other_modules(self) -> bool:
@@ -181,13 +208,13 @@ class _ModuleState:
 
     def has_changed(self) -> bool:
         """Whether a container or a tensor has changed."""
-        return any(container.has_changed() for container in self._containers) or any(
-            tensor.has_changed() for tensor in self._tensors
+        return any(container.has_changed() for container in self.containers) or any(
+            tensor.has_changed() for tensor in self.tensors
         )
 
     def refresh(self) -> None:
         """Note the current state."""
-        if self.has_changed():
+        if self.has_changed() or _hooks_of(self.module) != self._hooks:
             self._search()
 
     def take(self, stored: dict[StoredKey, Any], before: dict[StoredKey, Any], seen: set[int]) -> None:
@@ -198,17 +225,18 @@ class _ModuleState:
             before: The function adds the values from before.
             seen: Ids of containers and tensors whose changes are already known. The function adds ids.
         """
-        for container in self._containers:
+        for container in self.containers:
             if id(container.target) not in seen and container.has_changed():
                 seen.add(id(container.target))
                 container.take(stored, before)
-        for tensor in self._tensors:
-            if id(tensor.tensor) not in seen and tensor.has_changed():
-                seen.add(id(tensor.tensor))
+        for tensor in self.tensors:
+            if id(tensor.target) not in seen and tensor.has_changed():
+                seen.add(id(tensor.target))
                 tensor.take(stored, before)
 
     def _search(self) -> None:
-        before, self._containers, self._tensors = self._tensors, [], []
+        before, self.containers, self.tensors = self.tensors, [], []
+        self._hooks = _hooks_of(self.module)
         seen: set[int] = set()
 
         def search(value: Any, path: tuple[Any, ...], depth: int) -> None:
@@ -217,9 +245,9 @@ class _ModuleState:
             if isinstance(value, Tensor):
                 seen.add(id(value))
                 if is_watched(value):
-                    tensor = self._known.setdefault(id(value), _WatchedTensor(path, value))
+                    tensor = self._known.setdefault(id(value), WatchedTensor(path, value))
                     tensor.refresh()
-                    self._tensors.append(tensor)
+                    self.tensors.append(tensor)
                 return
             if isinstance(value, nn.Module):
                 # Modules of the tree have records of their own. Others may be in a list, for example.
@@ -231,7 +259,7 @@ class _ModuleState:
             seen.add(id(value))
             target = _content(value)
             if target is not None:
-                self._containers.append(_Container(path, target, None if target is value else type(value)))
+                self.containers.append(Container(path, target, None if target is value else type(value)))
                 if len(target) > _LARGE:
                     return
             for key, child in _held(value):
@@ -239,7 +267,7 @@ class _ModuleState:
 
         def search_module(module: nn.Module, path: tuple[Any, ...], depth: int) -> None:
             seen.add(id(module))
-            self._containers.append(_Container(path, vars(module), type(module)))
+            self.containers.append(Container(path, vars(module), type(module)))
             is_recorded = isinstance(module, BATCH_NORMS) and module.track_running_stats
             for key, value in vars(module).items():
                 if key in _TABLES:
@@ -252,7 +280,7 @@ class _ModuleState:
         del before  # Until here, the records of tensors that are still there were kept.
 
 
-class _Container:
+class Container:
     """A list, a dictionary or an object's dictionary of attributes, with its noted content.
 
     Args:
@@ -289,8 +317,7 @@ class _Container:
             for name in noted:
                 if name not in target:
                     stored[StoredKey("delete", (*self.path, name))] = None
-            target.clear()
-            target.update(noted)
+            _fill(target, noted)
             return
         content = list(target)
         kept = 0
@@ -300,47 +327,97 @@ class _Container:
             stored[StoredKey("append", self.path)] = content[kept:]
         elif not is_equal(content, self._values):
             stored[StoredKey("replace", (*self.path, kept))] = content[kept:]
-        target.clear()
-        target.extend(self._values)
+        _fill(target, self._values)
+
+    def restorer(self) -> Restorer:
+        """Return a function that restores the noted content, also after the content has changed."""
+        return self._restore
+
+    def _restore(self) -> Callable[[], None] | None:
+        if not self.has_changed():
+            return None
+        target, is_dict = self.target, isinstance(self.target, dict)
+        present = dict(target) if is_dict else list(target)
+        _fill(target, dict(zip(self._keys, self._values, strict=True)) if is_dict else self._values)
+        return partial(_fill, target, present)
 
 
-class _WatchedTensor:
+class WatchedTensor:
     """A tensor that a forward may change in place, such as a buffer."""
 
     def __init__(self, path: tuple[Any, ...], tensor: Tensor) -> None:
-        self.path, self.tensor = path, tensor
+        self.path, self.target = path, tensor
         self._is_copied = "_buffers" in path[:2] or tensor.nbytes <= _LARGEST_COPY
         self._version = -1
         self._copy: Tensor | None = None
 
     def has_changed(self) -> bool:
         """Whether the tensor has been changed in place."""
-        return writes(self.tensor) != self._version
+        return writes(self.target) != self._version
 
     def refresh(self) -> None:
         """Note the current values."""
         if self.has_changed():
-            self._version = writes(self.tensor)
-            self._copy = self.tensor.detach().clone() if self._is_copied else None
+            self._version = writes(self.target)
+            self._copy = self.target.detach().clone() if self._is_copied else None
 
     def take(self, stored: dict[StoredKey, Any], before: dict[StoredKey, Any]) -> None:
         """Move the tensor's values into a dictionary, and restore the noted values."""
         key = StoredKey("values", self.path)
         if self._copy is None:
             raise ConfigurationError(
-                f"the network's forward changes {key} in place, a tensor of {self.tensor.nbytes} bytes that is not a "
+                f"the network's forward changes {key} in place, a tensor of {self.target.nbytes} bytes that is not a "
                 "buffer: register it as a buffer, or change it in the module's step"
             )
-        stored[key] = self.tensor.clone()
+        stored[key] = self.target.clone()
         before[key] = self._copy
-        # The graph may need the changed values, so the tensor gets a new storage. The storage's attributes tell where
-        # the tensor's copies are.
-        attributes = vars(self.tensor.untyped_storage())
-        if self.tensor.grad_fn is not None:
-            self.tensor.detach_()
-        self.tensor.data = self._copy.clone()
-        vars(self.tensor.untyped_storage()).update(attributes)
-        self._version = writes(self.tensor)
+        if self.target.grad_fn is not None:
+            self.target.detach_()
+        self._put(torch.empty_like(self._copy))
+        with torch.no_grad():
+            # This increases the tensor's version, so that a graph that has saved the tensor itself fails.
+            self.target.copy_(self._copy)
+        self._version = writes(self.target)
+
+    def restorer(self) -> Restorer:
+        """Return a function that restores the values that are noted at present.
+
+        If the tensor is too large for a copy, the function raises a ConfigurationError if the values have changed.
+        """
+        return partial(self._restore, self._copy, self._version)
+
+    def _restore(self, values: Tensor | None, version: int) -> Callable[[], None] | None:
+        if values is None and writes(self.target) != version:
+            raise ConfigurationError(
+                f"{StoredKey('values', self.path)} was changed in place after the network's forward, which has to run "
+                "again for the backward: change the tensor after the backward, or register it as a buffer"
+            )
+        if values is None or (values is self._copy and not self.has_changed()):
+            return None
+        present = self.target.detach()
+        self._put(values.clone())
+        self._copy, self._version = values, writes(self.target)
+
+        def undo() -> None:
+            self._put(present)
+            self._version = -1  # The values must be noted again.
+
+        return undo
+
+    def _put(self, values: Tensor) -> None:
+        """Give the tensor another storage. The present values may be needed again.
+
+        The storage's attributes tell where the tensor's copies are.
+        """
+        attributes = vars(self.target.untyped_storage())
+        self.target.data = values
+        vars(self.target.untyped_storage()).update(attributes)
+
+
+def _hooks_of(module: nn.Module) -> list[Any]:
+    """Return the hooks of a module that run in a forward."""
+    attributes = vars(module)
+    return [*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values()]
 
 
 def is_watched(tensor: Tensor) -> bool:
@@ -369,6 +446,15 @@ def _is_searched(value: Any) -> bool:
     if isinstance(value, (nn.Module, dict, list, tuple, deque, FunctionType, MethodType, partial)):
         return True
     return hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in (*_LIBRARIES, "cnnstrategies")
+
+
+def _fill(target: Any, content: Any) -> None:
+    """Replace the content of a list or dictionary."""
+    target.clear()
+    if isinstance(target, dict):
+        target.update(content)
+    else:
+        target.extend(content)
 
 
 def _content(value: Any) -> Any:

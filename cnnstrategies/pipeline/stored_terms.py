@@ -6,6 +6,7 @@ output of the network's autograd function, like the network's result.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.channels import TensorHeader, pack
 from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, combine, gradient_of_part, is_same
 from cnnstrategies.pipeline.mixing import MixingProbe
+from cnnstrategies.pipeline.noted_state import NotedState
 from cnnstrategies.pipeline.stored import PLAIN, StoredKey, StoredWatch
 from cnnstrategies.placed import Places, RefusedError
 
@@ -79,23 +82,24 @@ class StoredTerms:
         self.run, self.places, self.ranks, self.first_ranks = run, places, ranks, first_ranks
         self.stage = next(stage for stage, members in enumerate(ranks) if places.rank in members)
         self.group = ranks[self.stage]
+        self.run_forms: set[Hashable] = set()  # Forms of earlier calls.
         self.known: dict[Hashable, tuple[StoredValues, list[CombiningRule]]] = {}
         self.reports: dict[int, _Report] = {}
         # Forms of batches in whose first call no stage has stored anything.
         self.without_terms: set[Hashable] = set()
         self.may_store = may_store
 
-    def begin(self, sizes: Sequence[int], needs_gradient: bool, device: torch.device, form: Hashable) -> "CallTerms":
+    def begin(self, rows: BatchRows, needs_gradient: bool, device: torch.device, form: Hashable) -> "CallTerms":
         """Begin a call of the network.
 
         Args:
-            sizes: Number of samples of each microbatch, also of those that run on other replicas.
+            rows: The rows of the batch that each microbatch contains, also of microbatches of other replicas.
             needs_gradient: Whether the forwards run with autograd.
             device: Device of this rank.
             form: Key that is equal for batches of the same form.
         """
         self.watch.begin()
-        return CallTerms(self, sizes, needs_gradient, device, (form, tuple(sizes)))
+        return CallTerms(self, rows, needs_gradient, device, (form, rows.sizes))
 
 
 class CallTerms:
@@ -106,9 +110,10 @@ class CallTerms:
     """
 
     def __init__(
-        self, terms: StoredTerms, sizes: Sequence[int], needs_gradient: bool, device: torch.device, form: Hashable
+        self, terms: StoredTerms, rows: BatchRows, needs_gradient: bool, device: torch.device, form: Hashable
     ) -> None:
-        self._terms, self._sizes, self._needs_gradient, self._device = terms, sizes, needs_gradient, device
+        self._terms, self._rows, self._needs_gradient, self._device = terms, rows, needs_gradient, device
+        self._sizes = rows.sizes
         self._form = form
         self.reason: str | None = None
         self._arguments: dict[int, tuple[Any, ...]] = {}
@@ -121,6 +126,12 @@ class CallTerms:
         # Tensors of this stage that the forwards have changed in place, with the values of the whole batch.
         self._changed: list[tuple[Tensor, Tensor]] = []
         self._headers: list[TensorHeader] = []
+        self._without_graph: set[int] = set()
+        self._keeps_arguments = True
+
+    def noted_state(self) -> NotedState:
+        """Return the state of modules in which the call's forwards begin."""
+        return self._terms.watch.noted()
 
     def run(self, microbatch: int, arguments: tuple[Any, ...]) -> Any:
         """Run the stage for a microbatch, and take away what it stores.
@@ -129,12 +140,36 @@ class CallTerms:
             microbatch: The microbatch.
             arguments: Arguments of the stage.
         """
-        watch = self._terms.watch
-        result = self._terms.run(*arguments)
+        watch, terms = self._terms.watch, self._terms
+        is_new = self._form not in terms.run_forms
+        with watch.saving_copies(is_new) if self._needs_gradient else nullcontext():
+            result = terms.run(*arguments)
         self._stored[microbatch] = StoredValues.of(watch.take())
         self._before |= watch.before
-        self._arguments[microbatch] = arguments
+        if self._keeps_arguments:
+            self._arguments[microbatch] = arguments
         return result
+
+    def drop_arguments(self) -> None:
+        """Keep no arguments of the stage, if the rules by which stored values are combined are known."""
+        self._keeps_arguments = self._form not in self._terms.known
+
+    def begin_watch(self) -> None:
+        """Note the current state of modules, to which :meth:`undo` returns."""
+        self._terms.watch.begin()
+
+    def undo(self) -> None:
+        """Undo what code has stored on modules since the last forward."""
+        self._terms.watch.take()
+
+    def outside_network(self) -> list[nn.Module]:
+        """Return the modules of the user's module that are not in the network."""
+        return self._terms.watch.outside_network()
+
+    def drop_graph(self, microbatch: int) -> None:
+        """Drop the graph of what a microbatch has stored. Its forward then has to run again for the backward."""
+        self._stored[microbatch] = self._stored[microbatch].detached().attached(self._device)
+        self._without_graph.add(microbatch)
 
     def finish(self) -> None:
         """Combine what the microbatches have stored, and tell the other ranks. All ranks must call this.
@@ -149,6 +184,7 @@ class CallTerms:
             return
         with torch.set_grad_enabled(self._needs_gradient):
             reason = self._find_rules()
+        terms.run_forms.add(self._form)
         reason = self.reason or reason
         self._arguments.clear()
         report = _Report(reason, _NOTHING)
@@ -167,6 +203,8 @@ class CallTerms:
             for tensor, values in self._changed:
                 tensor.copy_(values)
         self._headers = [stage_report.header for stage_report in reports]
+        for microbatch in self._without_graph:
+            self._stored[microbatch] = self._stored[microbatch]._replace(leaves=[])
         if all(report == _Report(None, _NOTHING) for report in terms.reports.values()):
             terms.without_terms.add(self._form)
 
@@ -236,7 +274,11 @@ class CallTerms:
         return result
 
     def roots(
-        self, microbatch: int, gradients: Sequence[Tensor | None], keep: bool
+        self,
+        microbatch: int,
+        gradients: Sequence[Tensor | None],
+        keep: bool,
+        second: StoredValues | None = None,
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return a microbatch's stored tensors with their gradients.
 
@@ -244,13 +286,24 @@ class CallTerms:
             microbatch: The microbatch.
             gradients: Result of :meth:`own_gradients`.
             keep: Whether the tensors are needed again.
+            second: What the microbatch's second forward has stored, if there was one.
+
+        Raises:
+            ConfigurationError: The second forward has stored other things than the first.
         """
-        leaves = self._stored[microbatch].leaves if keep else self._stored.pop(microbatch).leaves
+        stored = self._stored[microbatch] if keep else self._stored.pop(microbatch)
+        if second is not None and not second.has_form_of(stored) and any(start is not None for start in gradients):
+            names = {*map(str, stored.keys)} ^ {*map(str, second.keys)} or {*map(str, stored.keys)}
+            raise ConfigurationError(
+                f"a forward that ran again for the backward has stored something else in {min(names)} than at first: "
+                "let it store the same in each call, or set activation_checkpointing to never"
+            )
+        leaves = (stored if second is None else second).leaves
         tensors, starts = [], []
         for index, gradient in zip(self._with_gradient, gradients, strict=True):
             if gradient is not None:
                 tensors.append(leaves[index])
-                starts.append(gradient_of_part(self._rules[index], gradient, self._sizes, microbatch))
+                starts.append(gradient_of_part(self._rules[index], gradient, self._rows, microbatch))
         return tensors, starts
 
     def _find_rules(self) -> str | None:
@@ -268,6 +321,8 @@ class CallTerms:
         if known is not None and self._fits(*known):
             self._rules = known[1]
             return None
+        if not self._keeps_arguments:
+            return "it stores other things than in an earlier batch of the same shapes"
         verdict = terms.probe.verdict(list(self._arguments.values()), [self._sizes[m] for m in self._arguments])
         if len(terms.group) > 1:
             verdicts = [v for v in terms.places.exchange(verdict, terms.group, "probe") if v is not None]
@@ -334,6 +389,7 @@ class CallTerms:
         with torch.no_grad():
             for rule, column, old in zip(self._rules, columns, before, strict=True):
                 leaf = combine(rule, column, samples, old)
+                leaf = self._rows.in_order(leaf) if rule.kind == "rows" else leaf
                 needs.append(any(isinstance(part, Tensor) and part.requires_grad for part in column))
                 # A tensor with a storage of its own can have a place of its own.
                 leaves.append(leaf.clone().requires_grad_(needs[-1]) if isinstance(leaf, Tensor) else leaf)

@@ -1,6 +1,7 @@
 """Run one call of a divided network with a whole batch: all forwards of a stage now, and all backwards later."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies._torch_private import without_tensor_hooks
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.channels import TensorHeader, TensorSpec, memory_format_of, pack
+from cnnstrategies.pipeline.combining import StoredValues
 from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of
 from cnnstrategies.pipeline.random_draws import Draws
+from cnnstrategies.pipeline.second_forward import KeptInputs, SecondForwards
 from cnnstrategies.pipeline.stored_terms import CallTerms
+from cnnstrategies.pipeline.timetable import Checkpointing, Task
+from cnnstrategies.placed.partial import PartialTensor
 
 if TYPE_CHECKING:
     from cnnstrategies.pipeline.stage_runner import StageRunner
@@ -22,14 +28,21 @@ if TYPE_CHECKING:
 class WholeBatch:
     """One call of a divided network with a whole batch.
 
+    The arguments are those of `StageRunner.begin`, and the largest number of microbatches.
+
     Attributes:
+        rows: The rows of the batch that each microbatch contains.
         sizes: Number of samples of each microbatch.
+        microbatches: This rank's microbatches that have samples.
         parameters: Trainable parameters of the stage.
         draws: Random draws of this rank's forwards.
         header: In the last stage, the header of the network's result for the whole batch. None in other stages, and if
             this rank has not run a microbatch.
         terms: What the forwards have stored on modules; None if the runner does not watch them.
     """
+
+    # Whether backwards run between forwards. If not, the receivers of activations do not wait for gradients from here.
+    interleaves = False
 
     def __init__(
         self,
@@ -40,31 +53,41 @@ class WholeBatch:
         form: Hashable,
         in_order: bool,
         parts: int,
+        checkpointing: Checkpointing | None = None,
     ) -> None:
         self._runner, self._images, self._needs_gradient, self._form = runner, images, needs_gradient, form
         kind = runner.transport.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        unused = [0] * (runner.placement.microbatches - parts)
-        self.sizes = [samples // parts + (index < samples % parts) for index in range(parts)] + unused
+        self._placement = runner.placement
+        self.rows = BatchRows.of(samples, runner.placement, parts, runner.usual if needs_gradient else 0)
+        self.sizes = self.rows.sizes
+        if runner.stage == 0:
+            self._images = tree_map(self._available, images)
+        self.microbatches = [m for m in runner.placement.microbatches_of(runner.transport.rank) if self.sizes[m]]
         self.parameters = runner.parameters
-        is_one_microbatch = sum(size > 0 for size in self.sizes) == 1
-        self.draws = Draws(runner.transport, in_order and is_one_microbatch, runner.unseen_draws)
+        self.draws = Draws(runner.transport, in_order and self.rows.is_one_microbatch, runner.unseen_draws)
         self.header: TensorHeader | None = None
         self._parts: dict[int, Any] = {}
         self._leaves: dict[int, dict[int, list[Tensor]]] = {}
         self._roots: dict[int, list[Tensor]] = {}
         self._results: dict[int, list[Tensor]] = {}
+        self._kept: dict[int, KeptInputs] = {}
         self._is_done = False
         runner.buffers.begin(len(self.sizes), form)
         self.terms: CallTerms | None = None
         if runner.terms is not None:
-            self.terms = runner.terms.begin(self.sizes, needs_gradient, runner.transport.device, form)
+            self.terms = runner.terms.begin(self.rows, needs_gradient, runner.transport.device, form)
+        checkpointing = checkpointing or runner.activation_checkpointing if needs_gradient else "never"
+        again = {"never": 0, "except_last": -1, "always": len(self.microbatches)}[checkpointing]
+        self._runs_again = frozenset(self.microbatches[:again])
+        self._second: SecondForwards | None = None
+        if self._runs_again:
+            self._second = SecondForwards(runner, self.draws, self.terms, self._autocast, form)
         try:
-            runner.run_tasks("forward", self.sizes, self._key, self._forward)
+            self._run_forwards()
             if self.terms is not None:
                 self.terms.finish()
-            with runner.transport.collective("combining the buffers of the stage"):
-                runner.buffers.finish()
+            self._finish_buffers()
         except BaseException:
             runner.buffers.abandon()
             raise
@@ -83,10 +106,10 @@ class WholeBatch:
         tensors = [spec.empty(self._runner.transport.device) for spec in header.tensors]
         for microbatch, parts in self._results.items():
             for tensor, part in zip(tensors, parts, strict=True):
-                self._rows(tensor, microbatch).copy_(part.detach())
+                self._slot(tensor, microbatch).copy_(part)
         self._results.clear()
         self._runner.replicas.share_rows(tensors, self.sizes)
-        return tensors
+        return [self.rows.in_order(tensor) for tensor in tensors]
 
     def backward(
         self, gradients: Sequence[Tensor | None], keep: bool = False, of_stored: Sequence[Tensor | None] = ()
@@ -103,54 +126,134 @@ class WholeBatch:
 
         Returns:
             The gradients of ``parameters``, and in the first stage the gradients of the tensors in the images,
-            in which the rows of microbatches that other replicas have run are 0. A gradient is None if no microbatch of
-            this rank gives the tensor a gradient.
+            with the rows of one microbatch after the other, see `BatchRows.in_order`. The rows of microbatches that
+            other replicas have run are 0. A gradient is None if no microbatch of this rank gives the tensor a gradient.
 
         Raises:
             RuntimeError: This method was called before without ``keep``.
         """
+        self._use_graph(keep)
+        self._begin_backward()
+
+        def run(task: Task) -> None:
+            rows_of = self.rows.of_microbatch
+            rows = [None if whole is None else rows_of(whole, task.microbatch) for whole in gradients]
+            self._backward(task.microbatch, rows, keep, of_stored)
+
+        with self._runner.under(self._placement):
+            self._runner.run_tasks(("backward",), "gpipe", self.sizes, self._key, run)
+        return self._sums, self._of_images
+
+    def _use_graph(self, keep: bool) -> None:
         if self._is_done:
             raise RuntimeError(
                 "Trying to backward through the graph a second time: call backward(retain_graph=True) the first time"
             )
         self._is_done = not keep
+
+    def _run_forwards(self) -> None:
+        def run(task: Task) -> None:
+            self._forward(task.microbatch)
+
+        self._runner.run_tasks(("forward",), "gpipe", self.sizes, self._key, run)
+
+    def _finish_buffers(self) -> None:
+        runner = self._runner
+        with runner.times.timed("reduce"), runner.transport.collective("combining the buffers of the stage"):
+            runner.buffers.finish()
+
+    def _begin_backward(self) -> None:
+        self._sums: list[Tensor | None] = [None] * len(self.parameters)
+        self._summed: set[int] = set()
+        images = tensors_in(self._images) if self._runner.stage == 0 else []
+        self._of_images: list[Tensor | None] = [None] * len(images)
+
+    def _backward(
+        self,
+        microbatch: int,
+        received: Sequence[Tensor | None],
+        keep: bool,
+        of_stored: Sequence[Tensor | None] | None,
+    ) -> None:
+        """Run a microbatch's backward, and add the gradients to the sums.
+
+        Args:
+            microbatch: The microbatch.
+            received: In the last stage, the gradients of the microbatch's results; ignored in other stages.
+            keep: See :meth:`backward`.
+            of_stored: See :meth:`backward`; None if what the stage stores has no gradients.
+        """
         runner, parameters = self._runner, self.parameters
-        sums: list[Tensor | None] = [None] * len(parameters)
-        summed: set[int] = set()
-        of_images: list[Tensor | None] = [None] * len(tensors_in(self._images)) if runner.stage == 0 else []
-
-        def run(microbatch: int) -> None:
-            if runner.last:
-                received = [None if whole is None else self._rows(whole, microbatch) for whole in gradients]
-            else:
+        if not runner.last:
+            with runner.times.timed("receive", microbatch):
                 parts = runner.channels.receive_backward(microbatch)
-                received = [gradient for part in parts.values() for gradient in part]
-            leaves, roots, part = self._leaves[microbatch], self._roots[microbatch], self._parts.get(microbatch)
+            received = [gradient for part in parts.values() for gradient in part]
+        part, kept = self._parts.get(microbatch), self._kept.get(microbatch)
+        leaves = self._leaves[microbatch] if kept is None else kept.leaves
+        inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], tensors_in(part)
+        second: StoredValues | None = None
+        with (
+            runner.times.timed("backward", microbatch, trains=True),
+            torch.autocast(runner.transport.device.type, enabled=False),
+            without_tensor_hooks(parameters),
+        ):
+            if kept is None:
+                roots = self._roots[microbatch]
+            else:
+                roots, second = self.run_again(microbatch, kept.checked_arguments())
             if not keep:
-                for held in (self._leaves, self._roots, self._parts):
+                for held in (self._leaves, self._roots, self._parts, self._kept):
                     held.pop(microbatch, None)
-            if self.terms is not None:
-                stored, starts = self.terms.roots(microbatch, of_stored, keep)
+            if self.terms is not None and of_stored is not None:
+                stored, starts = self.terms.roots(microbatch, of_stored, keep, second)
                 roots, received = [*roots, *stored], [*received, *starts]
-            inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], tensors_in(part)
-            results = gradients_of(roots, received, [*parameters, *inputs, *images], keep)
-            add_gradients(sums, results[: len(parameters)], summed)
-            for tensor, gradient in zip(inputs, results[len(parameters) :], strict=False):
-                tensor.grad = gradient
-            for index, gradient in enumerate(results[len(parameters) + len(inputs) :]):
-                if gradient is not None:
-                    whole = of_images[index]
-                    if whole is None:
-                        whole = of_images[index] = self._zeros_like_images(index)
-                    self._rows(whole, microbatch).copy_(gradient)
-            runner.channels.send_backward(microbatch, leaves)
+            results = gradients_of(roots, received, [*parameters, *inputs, *images], keep and kept is None)
+        add_gradients(self._sums, results[: len(parameters)], self._summed)
+        for tensor, gradient in zip(inputs, results[len(parameters) :], strict=False):
+            tensor.grad = gradient
+        for index, gradient in enumerate(results[len(parameters) + len(inputs) :]):
+            if gradient is not None:
+                whole = self._of_images[index]
+                if whole is None:
+                    whole = self._of_images[index] = self._zeros_like_images(index)
+                self._slot(whole, microbatch).copy_(gradient)
+        runner.channels.send_backward(microbatch, leaves)
 
-        with torch.autocast(runner.transport.device.type, enabled=False), without_tensor_hooks(parameters):
-            runner.run_tasks("backward", self.sizes, self._key, run)
-        return sums, of_images
+    def run_again(self, microbatch: int, arguments: tuple[Any, ...]) -> tuple[list[Tensor], StoredValues]:
+        """Run a microbatch's forward again, as in :class:`SecondForwards`. Nothing is sent.
+
+        Args:
+            microbatch: The microbatch.
+            arguments: The arguments of the microbatch's first forward. Tensors whose gradients are needed must be
+                leaves of the graph.
+
+        Returns:
+            The tensors in the stage's result, in the order of the gradients that the microbatch's backward gets, and
+            what the forward has stored, see `CallTerms.roots`.
+        """
+        assert self._second is not None
+        result, stored = self._second.run(microbatch, arguments)
+        roots = self._roots_of(result)
+        self._second.check(microbatch, roots)
+        return roots, stored
+
+    def _roots_of(self, result: Any) -> list[Tensor]:
+        """Return the tensors in a stage's result whose gradients the backward gets."""
+        channels = self._runner.channels
+        if self._runner.last:
+            return pack((result,), ask_for_all=False)[1]
+        roots = channels.roots(dict(zip(channels.graph.outputs, result, strict=True)))
+        return [tensor for tensors in roots.values() for tensor in tensors]
+
+    def under_autocast(self) -> AbstractContextManager[Any]:
+        """Return a context with the autocast of the call."""
+        enabled, dtype = self._autocast
+        return torch.autocast(self._runner.transport.device.type, dtype, enabled=enabled)
 
     def image_gradients(self, local: Mapping[Any, Tensor | None], indices: Sequence[int]) -> list[Tensor]:
-        """Return the gradients of tensors in the images, with all rows. All replicas of the first stage must call this.
+        """Return the gradients of tensors in the images, with all rows in the order of the batch.
+
+        All replicas of the first stage must call this.
 
         Args:
             local: By index, gradients as :meth:`backward` returns them on this rank.
@@ -158,8 +261,9 @@ class WholeBatch:
         """
         present = {index: gradient for index, gradient in local.items() if gradient is not None}
         gradients = [present[index] if index in present else self._zeros_like_images(index) for index in indices]
-        self._runner.replicas.share_rows(gradients, self.sizes)
-        return gradients
+        with self._runner.under(self._placement):
+            self._runner.replicas.share_rows(gradients, self.sizes)
+        return [self.rows.in_order(gradient) for gradient in gradients]
 
     def _zeros_like_images(self, index: int) -> Tensor:
         like = tensors_in(self._images)[index]
@@ -171,14 +275,18 @@ class WholeBatch:
     def _forward(self, microbatch: int) -> None:
         runner = self._runner
         channels, key = runner.channels, self._key(microbatch)
+        runs_again = microbatch in self._runs_again
         with torch.set_grad_enabled(self._needs_gradient):
-            values, leaves = channels.receive_forward(microbatch, key)
+            with runner.times.timed("receive", microbatch):
+                values, leaves = channels.receive_forward(microbatch, key)
             images = None
             if runner.stage == 0:
-                images = tree_map(lambda rows: self._part(rows, microbatch), self._images)
+                images = tree_map(lambda image: self._part(image, microbatch), self._images)
                 self._parts[microbatch] = images
-            with runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
+            timed = runner.times.timed("forward", microbatch, trains=self._needs_gradient)
+            with timed, runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
                 arguments = channels.inputs(values, images)
+                kept = KeptInputs.of(arguments, leaves, runner.changes_inputs) if runs_again else None
                 if self.terms is None:
                     result = runner.division.run(runner.stage, *arguments)
                 else:
@@ -187,10 +295,19 @@ class WholeBatch:
                 roots = self._hold(microbatch, result)
             else:
                 named = dict(zip(channels.graph.outputs, result, strict=True))
-                sent = channels.send_forward(microbatch, key, named, training=self._needs_gradient)
+                sent = channels.send_forward(microbatch, key, named, training=self.interleaves)
                 roots = [tensor for tensors in sent.values() for tensor in tensors]
         self.draws.pass_on(microbatch)
-        if self._needs_gradient:
+        if kept is not None and kept.have_changed:
+            # This forward cannot run again, so its graph is kept. For the next forwards, copies are kept.
+            kept, runner.changes_inputs = None, True
+        if kept is not None:
+            assert self._second is not None
+            self._second.note(microbatch, roots)
+            self._kept[microbatch] = kept
+            if self.terms is not None:
+                self.terms.drop_graph(microbatch)
+        elif self._needs_gradient:
             self._leaves[microbatch], self._roots[microbatch] = leaves, roots
 
     def _hold(self, microbatch: int, result: Any) -> list[Tensor]:
@@ -213,7 +330,7 @@ class WholeBatch:
             return self._need_whole(
                 f"the network returns {header.leaves} for one part of the batch, and {self.header.leaves} for another"
             )
-        self._results[microbatch] = tensors
+        self._results[microbatch] = [tensor.detach() for tensor in tensors]
         return tensors
 
     def _need_whole(self, reason: str) -> list[Tensor]:
@@ -227,15 +344,24 @@ class WholeBatch:
         self.terms.reason = reason
         return []
 
-    def _part(self, rows: Any, microbatch: int) -> Any:
-        """Return the rows of a microbatch, as a leaf of a graph of its own."""
-        if not isinstance(rows, Tensor):
-            return rows
-        part = self._rows(rows, microbatch).detach()
-        return part.requires_grad_(self._needs_gradient and rows.requires_grad)
+    def _available(self, image: Any) -> Any:
+        """Return a tensor in the images with the rows of this rank's microbatches; other values as they are."""
+        if not isinstance(image, PartialTensor) or self.rows.has_all(image):
+            return image
+        return image.made_whole().detach().requires_grad_(image.requires_grad)
 
-    def _rows(self, tensor: Tensor, microbatch: int) -> Tensor:
-        """Return a microbatch's rows of a tensor. If the batch is one microbatch, results need not have rows."""
+    def _part(self, image: Any, microbatch: int) -> Any:
+        """Return the rows of a microbatch, as a leaf of a graph of its own."""
+        if not isinstance(image, Tensor):
+            return image
+        part = self.rows.of_image(image, microbatch).detach()
+        return part.requires_grad_(self._needs_gradient and image.requires_grad)
+
+    def _slot(self, tensor: Tensor, microbatch: int) -> Tensor:
+        """Return the part of a tensor for a microbatch, if the microbatches' rows are one after the other in it.
+
+        If the batch is one microbatch, results need not have rows.
+        """
         if self.sizes[microbatch] == sum(self.sizes):
             return tensor
         start = sum(self.sizes[:microbatch])

@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_map
 
 from cnnstrategies._torch_private import without_modes
 from cnnstrategies.placed.foreign import ForeignTensor
+from cnnstrategies.placed.messages import RefusedError
+from cnnstrategies.placed.partial import PartialTensor
 
 if TYPE_CHECKING:
     from cnnstrategies.placed.places import Places
@@ -92,6 +94,13 @@ class Functions(TorchFunctionMode):
         The assignment of a foreign tensor to a tensor with a storage would end the process.
         """
         places, value = self._places, value.detach()
+        if isinstance(tensor, PartialTensor):
+            if value.shape != tensor.shape:
+                raise RefusedError(
+                    f"a value of shape {tuple(value.shape)} is assigned to the data of {tensor!r}: assign a value of "
+                    "the same shape, or create a new tensor"
+                )
+            tensor = tensor.checked_whole()
         place = places.place_of(tensor)
         if place is not None and places.place_of(value) is None:
             value = places.take(value, place, places.label_of(tensor))

@@ -40,15 +40,14 @@ class GlooLink:
         for peer in self._peers:
             self._post(peer)
 
-    def send(self, target: int, message: bytes) -> None:
+    def send(self, target: int, message: bytearray) -> None:
         """Begin to send a message."""
         self._sending = [(work, tensor) for work, tensor in self._sending if not work.is_completed()]
-        framed = len(message).to_bytes(_LENGTH, "little") + message
-        self._begin(target, framed[:FIRST].ljust(FIRST, b"\0"), _FIRST_TAG)
-        if len(framed) > FIRST:
-            self._begin(target, framed[FIRST:], _REST_TAG)
+        self._begin_first(target, len(message).to_bytes(_LENGTH, "little") + message[: FIRST - _LENGTH])
+        if len(message) > FIRST - _LENGTH:
+            self._begin(target, message, FIRST - _LENGTH, _REST_TAG)
 
-    def receive(self, source: int) -> bytes:
+    def receive(self, source: int) -> bytes | bytearray:
         """Wait for the next message from a rank."""
         length, first = self._first(source)
         if length == _GOODBYE:
@@ -56,18 +55,20 @@ class GlooLink:
         self._post(source)
         if length <= len(first):
             return first[:length]
+        message = bytearray(length)
+        message[: len(first)] = first
         with without_modes():
-            rest = torch.empty(length - len(first), dtype=torch.uint8)
+            rest = torch.frombuffer(message, dtype=torch.uint8, offset=len(first))
             try:
                 dist.recv(rest, source, group=self._group, tag=_REST_TAG)
             except RuntimeError as error:
                 raise LinkError(_first_line(error)) from error
-            return first + rest.numpy().tobytes()
+        return message
 
     def close(self) -> None:
         """Send the last message to all ranks, and wait for theirs. All ranks call this."""
         for peer in self._peers:
-            self._begin(peer, _GOODBYE.to_bytes(_LENGTH, "little").ljust(FIRST, b"\0"), _FIRST_TAG)
+            self._begin_first(peer, _GOODBYE.to_bytes(_LENGTH, "little"))
         for peer in list(self._posted):  # A peer whose last message has been received has no posted receive.
             if self._first(peer)[0] != _GOODBYE:
                 raise LinkError(f"rank {peer} has sent a message that this rank has not received")
@@ -75,9 +76,12 @@ class GlooLink:
             work.wait()
         self._sending, self._posted, self._group = [], {}, None
 
-    def _begin(self, target: int, data: bytes, tag: int) -> None:
+    def _begin_first(self, target: int, data: bytes) -> None:
+        self._begin(target, bytearray(data.ljust(FIRST, b"\0")), 0, _FIRST_TAG)
+
+    def _begin(self, target: int, data: bytearray, offset: int, tag: int) -> None:
         with without_modes():
-            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            tensor = torch.frombuffer(data, dtype=torch.uint8, offset=offset)
             try:
                 self._sending.append((dist.isend(tensor, target, group=self._group, tag=tag), tensor))
             except RuntimeError as error:

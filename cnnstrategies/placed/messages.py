@@ -2,12 +2,14 @@
 
 import hashlib
 import struct
+import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from cnnstrategies.codec import from_bytes, to_bytes
+from cnnstrategies.codec import from_bytes, to_buffers
 from cnnstrategies.placed.call_site import call_site
 
 # Number of the message between sender and receiver, digest of the subject, and length of the subject in bytes.
@@ -30,14 +32,14 @@ class LinkError(RuntimeError):
 class MessageLink(Protocol):
     """A rank's connections to all other ranks. Messages between two ranks arrive in order."""
 
-    def send(self, target: int, message: bytes) -> None:
-        """Begin to send a message, and return at once.
+    def send(self, target: int, message: bytearray) -> None:
+        """Begin to send a message, and return at once. Nobody may change the message afterwards.
 
         Raises:
             LinkError: The connection is broken.
         """
 
-    def receive(self, source: int) -> bytes:
+    def receive(self, source: int) -> bytes | bytearray:
         """Wait for the next message from a rank.
 
         Raises:
@@ -57,11 +59,16 @@ class Messages:
     Attributes:
         rank: This rank.
         counts: Number of messages that this rank has sent, by the first word of the subject.
+        note_wait: Function that is called after each wait for a message, with the message's subject and the times at
+            which the wait began and ended; None if nothing measures the waits.
+        describe: Function that returns a text that names a rank, for error messages.
     """
 
     def __init__(self, rank: int, world_size: int, link: MessageLink) -> None:
         self.rank = rank
         self.counts: Counter[str] = Counter()
+        self.note_wait: Callable[[str, float, float], None] | None = None
+        self.describe: Callable[[int], str] = "rank {}".format
         self._link = link
         self._sent, self._received = [0] * world_size, [0] * world_size
 
@@ -78,9 +85,10 @@ class Messages:
         self._sent[target] += 1
         self.counts[subject.split(" ", 1)[0]] += 1
         try:
-            self._link.send(target, header + text + to_bytes(value))
+            # Large tensors are copied once, and the link sends a bytearray without a copy.
+            self._link.send(target, bytearray().join((header, text, *to_buffers(value))))
         except LinkError as error:
-            raise DivergedError(f"rank {self.rank} sends {subject} to rank {target}: {error}") from error
+            raise DivergedError(f"{self._me} sends {subject} to {self.describe(target)}: {error}") from error
 
     def receive(self, source: int, subject: str) -> Any:
         """Wait for a rank's next message, and return its value.
@@ -88,23 +96,26 @@ class Messages:
         Raises:
             DivergedError: The message has another subject, or does not arrive.
         """
+        start = time.time()
         try:
             message = self._link.receive(source)
         except LinkError as error:
             raise DivergedError(
-                f"rank {self.rank} waits for rank {source}, which should send {subject}: {error}. All ranks must run "
-                "this line, and none of them may have ended"
+                f"{self._me} waits for {self.describe(source)}, which should send {subject}: {error}. All ranks must "
+                "run this line, and none of them may have ended"
             ) from error
+        if self.note_wait is not None:
+            self.note_wait(subject, start, time.time())
         number, sent_digest, length = _HEADER.unpack_from(message)
-        text = message[_HEADER.size : _HEADER.size + length]
+        text = bytes(message[_HEADER.size : _HEADER.size + length])
         if number != self._received[source] or sent_digest != digest(subject.encode()):
             raise DivergedError(
-                f"the ranks run different code: rank {self.rank} waits for {subject} (message "
-                f"{self._received[source]}) from rank {source}, which sends {text.decode(errors='replace')} (message "
+                f"the ranks run different code: {self._me} waits for {subject} (message {self._received[source]}) "
+                f"from {self.describe(source)}, which sends {text.decode(errors='replace')} (message "
                 f"{number}); all ranks must read the values of other ranks in the same order"
             )
         self._received[source] += 1
-        value = from_bytes(message[_HEADER.size + length :])
+        value = from_bytes(memoryview(message)[_HEADER.size + length :])
         if isinstance(value, tuple) and len(value) == 3 and value[0] == _COMPLEX:
             return complex(value[1], value[2])
         return value
@@ -112,6 +123,10 @@ class Messages:
     def close(self) -> None:
         """Close the link. All ranks call this."""
         self._link.close()
+
+    @property
+    def _me(self) -> str:
+        return self.describe(self.rank)
 
 
 def digest(text: bytes) -> bytes:

@@ -11,7 +11,7 @@ from cnnstrategies.placed.device_link import DeviceLink
 CPU = torch.device("cpu")
 
 
-class Parcel:
+class TensorParcel:
     """Tensors that are sent together. The sender packs them into parts, from which a receiver unpacks copies.
 
     Parts of tensors on the CPU travel in a message. Parts of tensors on a device travel from device to device after the

@@ -15,7 +15,8 @@ from cnnstrategies.placed.device_link import DeviceLink
 from cnnstrategies.placed.foreign import ForeignTensor
 from cnnstrategies.placed.functions import Functions
 from cnnstrategies.placed.messages import MessageLink, Messages, RefusedError, as_plain
-from cnnstrategies.placed.parcel import Parcel
+from cnnstrategies.placed.parcel import TensorParcel
+from cnnstrategies.placed.partial import PartialTensor, joined_rows
 from cnnstrategies.placed.results import check_layout
 from cnnstrategies.placed.runner import OperationRunner, Operations
 from cnnstrategies.placed.sums import DeferredSum, DeferredSums
@@ -57,10 +58,12 @@ class Places:
     Attributes:
         messages: Messages to and from other ranks.
         sums: Sums over the ranks of a place that have not been computed yet.
+        has_partial: Whether this rank has created a `PartialTensor`. Otherwise operations need not look for them.
     """
 
     def __init__(self, rank: int, world_size: int, link: MessageLink, devices: DeviceLink | None = None) -> None:
         self.rank, self.world_size = rank, world_size
+        self.has_partial = False
         self.messages = Messages(rank, world_size, link)
         self.sums = DeferredSums(self)
         self._devices = devices
@@ -126,14 +129,14 @@ class Places:
 
     def place_of(self, tensor: Tensor) -> Place:
         """Return the ranks that have copies of a tensor; None if all ranks have copies."""
-        if type(tensor) is ForeignTensor:
+        if isinstance(tensor, ForeignTensor):
             return tensor.place
         mark = self._mark_of(tensor)
         return None if mark is None else mark.place
 
     def label_of(self, tensor: Tensor) -> str:
         """Return a tensor's name; an empty text if it has no name."""
-        if type(tensor) is ForeignTensor:
+        if isinstance(tensor, ForeignTensor):
             return tensor.label
         mark = self._mark_of(tensor)
         return "" if mark is None else mark.label
@@ -163,7 +166,7 @@ class Places:
         A storage keeps its first mark, because an operation may return an operand or a view of it.
         """
         for tensor in (value,) if isinstance(value, Tensor) else tree_leaves(value):
-            if isinstance(tensor, Tensor) and type(tensor) is not ForeignTensor:
+            if isinstance(tensor, Tensor) and not isinstance(tensor, ForeignTensor):
                 check_layout(tensor)
                 if self._mark_of(tensor) is None:
                     setattr(Tensor.untyped_storage(tensor), MARK, Mark(self, place, label))
@@ -241,13 +244,13 @@ class Places:
         for tensor in tensors:
             place = self.place_of(tensor)
             if place is not None and not is_at(place, ranks):
-                elsewhere.setdefault(place, {})[id(tensor)] = tensor
+                elsewhere.setdefault(place, {})[id(tensor)] = self._with_all_rows(tensor)
         brought: dict[int, Tensor] = {}
         for place in sorted(elsewhere):
             moved = list(elsewhere[place].values())
             subject = self._subject(why, moved)
             with self.local():
-                parcel = Parcel(moved, self._devices)
+                parcel = TensorParcel(moved, self._devices)
                 parts = parcel.pack() if self.rank == place[0] or (self.rank in place and self.rank in ranks) else []
                 if self.rank == place[0]:
                     for rank in ranks:
@@ -278,13 +281,13 @@ class Places:
         for tensor in tensors:
             place = self.place_of(tensor)
             if place is not None:
-                placed.setdefault(place, {})[id(tensor)] = tensor
+                placed.setdefault(place, {})[id(tensor)] = self._with_all_rows(tensor)
         copies: dict[int, Tensor] = {}
         for place in sorted(placed):
             read = list(placed[place].values())
             subject = self._subject(why, read)
             with self.local():
-                parcel = Parcel(read, self._devices)
+                parcel = TensorParcel(read, self._devices)
                 packed = parcel.pack() if self.rank == place[0] else []
                 message = self._told(place, partial(parcel.for_message, packed), subject)
                 parts = parcel.share(packed or message, place[0])
@@ -305,6 +308,21 @@ class Places:
         if is_at(source, place):
             return self.give(tensor.detach().clone(), place)
         return self.bring(tensor, place, why)
+
+    def _with_all_rows(self, tensor: Tensor) -> Tensor:
+        return tensor.checked_whole() if isinstance(tensor, PartialTensor) else tensor
+
+    def join_rows(self, tensor: PartialTensor, rows: Tensor) -> Tensor:
+        """Return a partial tensor with all rows. All ranks of the tensor's place must call this.
+
+        Args:
+            tensor: The partial tensor.
+            rows: This rank's rows.
+        """
+        subject = self.messages.subject("rows", self.describe([tensor]))
+        with self.local():
+            parts = self.exchange(rows.detach().cpu(), tensor.place, subject)
+            return self.mark(joined_rows(tensor, parts, tensor.counts), tensor.place, tensor.label)
 
     def settle_gradients(self, tensors: Iterable[Tensor], why: str = "gradients") -> None:
         """Bring gradients to the places of their tensors, in one message for each pair of places.

@@ -13,6 +13,7 @@ from cnnstrategies.placed.draws import draw_and_drop, generator_of
 from cnnstrategies.placed.foreign import ForeignTensor
 from cnnstrategies.placed.messages import DivergedError, RefusedError
 from cnnstrategies.placed.operations import Operation, operation_of, tensors_in, with_tensors
+from cnnstrategies.placed.partial import partial_in, run_partial
 from cnnstrategies.placed.results import ResultForm, ResultForms, as_forms, run_on_meta
 from cnnstrategies.placed.rows import run_rows
 from cnnstrategies.placed.rules import Rule
@@ -36,6 +37,8 @@ class OperationRunner:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation by its rule, and return its results."""
+        if self.places.has_partial and (partial := partial_in(args, kwargs)):
+            return run_partial(self, func, partial, args, kwargs)
         operation = operation_of(func)
         if operation.writes_first_only and args and type(args[0]) is ForeignTensor and self._all_at(args, kwargs):
             return args[0]

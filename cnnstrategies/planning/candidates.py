@@ -14,6 +14,9 @@ from cnnstrategies.shares import NORMALISED_TOGETHER, deal, proposal
 Bottleneck = Literal["compute", "nic", "link", "server", "fill"]
 # Repeats the type `pipeline.timetable.Checkpointing`, so that this module does not import the pipeline.
 Checkpointing = Literal["never", "except_last", "always"]
+# The values of `Checkpointing` in the order of their memory, the largest first. Each value takes more time than the
+# values before it.
+CHECKPOINTINGS: tuple[Checkpointing, ...] = ("never", "except_last", "always")
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Job:
         cuts: For each cut of the network, the index of the first node after the cut.
         schedule: Schedule of the pipeline: ``gpipe`` or ``1f1b``.
         activation_checkpointing: Whether activations are recomputed before the backward: for no microbatch (``never``),
-            for all except the last (``except_last``), or for all (``always``).
+            for all except the last (``except_last``), or for all (``always``). If None, activations are recomputed
+            only if no layout fits into memory without.
         run_ahead: Whether stages hold one additional microbatch, so that messages travel while the stages compute. If
             None, stages run ahead if that saves time and fits into memory.
         state_copies: Training state (parameters, gradients and optimizer state) as a multiple of the parameters' size.
@@ -49,7 +53,7 @@ class Job:
     shares: tuple[float, ...] | None = None
     cuts: tuple[int, ...] | None = None
     schedule: str = "1f1b"
-    activation_checkpointing: Checkpointing = "never"
+    activation_checkpointing: Checkpointing | None = "never"
     run_ahead: bool | None = None
     state_copies: int = 4
     memory_limit: int | None = None
@@ -62,6 +66,13 @@ class Job:
     def memory(self) -> int | None:
         """Largest number of bytes that a device may hold. None if neither the user nor the cluster sets a limit."""
         return min((limit for limit in (self.memory_limit, self.cluster.memory) if limit is not None), default=None)
+
+    @property
+    def checkpointings(self) -> tuple[Checkpointing, ...]:
+        """Values of ``activation_checkpointing`` to try, until a layout fits into memory."""
+        if self.activation_checkpointing is not None:
+            return (self.activation_checkpointing,)
+        return CHECKPOINTINGS[:1] if self.memory is None else CHECKPOINTINGS
 
     @property
     def network(self) -> Bottleneck:

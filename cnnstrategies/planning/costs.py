@@ -89,6 +89,7 @@ class GraphCosts:
         microbatch_size: Number of samples in the microbatch. If the microbatches of a step differ by one sample, this
             is the mean, for example 2.5.
         input_bytes: Bytes of the network's inputs.
+        output_bytes: Bytes of the network's result; 0 if not known.
     """
 
     nodes: tuple[NodeCost, ...]
@@ -96,6 +97,7 @@ class GraphCosts:
     cut_positions: tuple[int, ...]
     microbatch_size: float
     input_bytes: int
+    output_bytes: int = 0
 
     @cached_property
     def sent_bytes(self) -> tuple[int, ...]:
@@ -188,7 +190,8 @@ def _scaled(profile: Profile, samples: float) -> GraphCosts:
         replace(value, bytes=round(value.bytes * factor), gradient_bytes=round(value.gradient_bytes * factor))
         for value in costs.values
     )
-    return GraphCosts(nodes, values, costs.cut_positions, samples, round(costs.input_bytes * factor))
+    sizes = round(costs.input_bytes * factor), round(costs.output_bytes * factor)
+    return GraphCosts(nodes, values, costs.cut_positions, samples, *sizes)
 
 
 def from_two_sizes(large: GraphCosts, small: GraphCosts, batch_norm: bool) -> Profile:

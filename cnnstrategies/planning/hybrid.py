@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cnnstrategies.pipeline.timetable import Layout
-from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job
+from cnnstrategies.planning.candidates import Bottleneck, Candidate, Checkpointing, Effect, Job
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.stage_costs import sent_in_a_step
 
@@ -36,20 +36,24 @@ def hybrids(job: Job) -> Iterator[Hybrid]:
     candidate so far.
     """
     best = float("inf")
-    known: list[Layout] = []
+    known: dict[Checkpointing, list[Layout]] = {checkpointing: [] for checkpointing in job.checkpointings}
     for microbatches in _microbatches(job):
         costs = job.profile.at(job.samples / microbatches)
         # The ideal step time: all devices compute all the time. No layout has a shorter step time.
         least = microbatches * costs.time / sum(job.cluster.speeds)
         if least > 1.03 * best:
             continue
-        predictor = Predictor(replace(job, microbatches=microbatches))
-        layout = predictor.fixed_layout() or _best(predictor, known)
+        for checkpointing in job.checkpointings:
+            fixed = replace(job, microbatches=microbatches, activation_checkpointing=checkpointing)
+            predictor = Predictor(fixed)
+            layout = predictor.fixed_layout() or _best(predictor, known[checkpointing])
+            if layout is not None and predictor.time(layout) < float("inf"):
+                break
         if layout is not None and len(layout.replicas) == 1 and job.stages is None and job.cluster.devices <= SHOWN:
             # A layout with one stage is data parallelism. The best layout with two stages replaces it, so that the plan
             # can compare a pipeline with DDP.
-            predictor = Predictor(replace(job, microbatches=microbatches, stages=2))
-            layout = _best(predictor, known)
+            predictor = Predictor(replace(fixed, stages=2))
+            layout = _best(predictor, known[checkpointing])
         if layout is None or len(layout.replicas) == 1:
             continue
         candidate = _candidate(predictor, layout, microbatches)

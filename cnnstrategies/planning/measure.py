@@ -115,7 +115,10 @@ def profile(
         if consumers:
             size, gradient = counted.sizes[node]
             values.append(Value(position[node], consumers, size, gradient))
-    return GraphCosts(nodes, tuple(values), tuple(cut_positions(traced)), len(tree_leaves(microbatch)[0]), input_bytes)
+    (end_node,) = (node for node in traced.graph.nodes if node.op == "output")
+    output_bytes = sum(counted.sizes[node][0] for node in end_node.all_input_nodes if node in counted.sizes)
+    size, cuts = len(tree_leaves(microbatch)[0]), tuple(cut_positions(traced))
+    return GraphCosts(nodes, tuple(values), cuts, size, input_bytes, output_bytes)
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:

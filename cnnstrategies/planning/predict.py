@@ -5,7 +5,7 @@ from math import lcm
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Layout, even_replicas, timetable
-from cnnstrategies.planning.candidates import Job
+from cnnstrategies.planning.candidates import CHECKPOINTINGS, Job
 from cnnstrategies.planning.partition import Cost, best_layout
 from cnnstrategies.planning.problem import Problem
 from cnnstrategies.planning.simulate import Simulation, simulate
@@ -117,8 +117,8 @@ class Predictor:
         for index, cost in enumerate(self._costs_of(layout.cuts)):
             state = self.job.state_copies * cost.parameter_bytes
             peak = problem.flights(layout.replicas, index, run_ahead)
-            kept = 1 if problem.recomputes else peak
-            memory.append(state + peak * cost.received_bytes + kept * cost.saved_bytes)
+            activations = peak * cost.received_bytes + problem.kept(peak) * cost.saved_bytes
+            memory.append(state + activations + problem.joined_bytes(layout, index))
         return memory
 
     def _costs_of(self, cuts: tuple[int, ...]) -> list[StageCost]:
@@ -132,7 +132,7 @@ class Predictor:
         If the backward recomputes activations, the time of the forward is added to the time of the backward.
         """
         stages = self._costs_of(layout.cuts)
-        if self.job.activation_checkpointing == "never":
+        if not self.problem.recomputes:
             return stages
         return [replace(stage, backward=stage.forward + stage.backward) for stage in stages]
 
@@ -155,8 +155,11 @@ class Predictor:
         return second + (second - first) * (count - last) / period
 
 
-def choose_layout(job: Job) -> tuple[Layout, bool]:
-    """Return the layout with the least predicted step time, and whether its stages run ahead.
+def choose_layout(job: Job) -> tuple[Layout, Predictor]:
+    """Return the layout with the least predicted step time, and its predictor.
+
+    The predictor's job says whether activations are recomputed: if the given job does not say it, they are recomputed
+    only if no layout fits into memory without.
 
     In a distributed run only one rank may call this function. The other ranks must use the result of that rank, because
     measured times vary, and the profiles of two ranks may lead to different layouts.
@@ -164,13 +167,17 @@ def choose_layout(job: Job) -> tuple[Layout, bool]:
     Raises:
         ConfigurationError: No layout fits into memory.
     """
-    predictor = Predictor(job)
-    layout = predictor.fixed_layout() or predictor.search()
-    assert layout is not None, "the network has enough cut positions"
-    if predictor.time(layout) == float("inf"):
-        raise ConfigurationError(
-            f"memory_limit={job.memory}: with {layout.devices} devices and {job.microbatches} microbatches, one device "
-            f"needs {predictor.memory(layout):.0f} bytes; raise the limit, use more stages or microbatches, or set "
-            "activation_checkpointing='always'"
-        )
-    return layout, predictor.runs_ahead(layout)
+    for checkpointing in job.checkpointings:
+        predictor = Predictor(replace(job, activation_checkpointing=checkpointing))
+        possible = predictor.fixed_layout() or predictor.search()
+        assert possible is not None, "the network has enough cut positions"
+        layout = possible
+        if predictor.time(layout) < float("inf"):
+            return layout, predictor
+    advice = "raise the limit, use more stages or microbatches"
+    if checkpointing != CHECKPOINTINGS[-1]:
+        advice += ", or set activation_checkpointing='always'"
+    raise ConfigurationError(
+        f"memory_limit={job.memory}: with {layout.devices} devices and {job.microbatches} microbatches, one device "
+        f"needs {predictor.memory(layout):.0f} bytes; {advice}"
+    )

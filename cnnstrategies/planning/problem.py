@@ -35,7 +35,7 @@ class Problem:
         self.cluster = job.cluster
         self.microbatches = job.microbatches
         self.costs = job.profile.at(job.samples / job.microbatches)
-        self.recomputes = job.activation_checkpointing != "never"
+        self.recomputes = job.checkpointings[0] != "never"
         forwards = 2 if self.recomputes else 1
         # In each of these lists, element i is the sum over the nodes before node i.
         self._time = self._sums(lambda node: forwards * node.forward + node.backward)
@@ -111,6 +111,24 @@ class Problem:
         # of these microbatches that belong to one replica.
         return _most_for_one_replica(counts, sum(replicas[stage:]) + (run_ahead and stage + 1 < len(replicas)))
 
+    def kept(self, peak: int) -> int:
+        """Return the largest number of microbatches whose activations a device holds at once.
+
+        Args:
+            peak: Largest number of microbatches whose inputs a device holds at once.
+        """
+        # Recomputed activations live as long as one backward. Under `except_last`, the last microbatch's activations
+        # are held at the same time.
+        return min(peak, {"never": peak, "except_last": 2, "always": 1}[self.job.checkpointings[0]])
+
+    def joined_bytes(self, layout: Layout, stage: int) -> int:
+        """Return the bytes of the network's results that a device of a stage holds.
+
+        The replicas of the last stage hold the results of the microbatches, the result of the whole batch, and its
+        gradient.
+        """
+        return 3 * self.microbatches * self.costs.output_bytes if stage == len(layout.replicas) - 1 else 0
+
     def memory(self, layout: Layout) -> float:
         """Return an upper bound for the largest number of bytes that a device holds.
 
@@ -121,9 +139,9 @@ class Problem:
         for stage, (start, end, _) in enumerate(self.stages(layout)):
             peak = self.flights(layout.replicas, stage, self.job.run_ahead or False)
             received = self.costs.sent_bytes[start] if start else self.costs.input_bytes
-            kept = (1 if self.recomputes else peak) * (self._saved[end] - self._saved[start])
+            kept = self.kept(peak) * (self._saved[end] - self._saved[start])
             state = self.job.state_copies * (self._parameters[end] - self._parameters[start])
-            most = max(most, state + peak * received + kept)
+            most = max(most, state + peak * received + kept + self.joined_bytes(layout, stage))
         return most
 
     def model(self, layout: Layout) -> float:

@@ -105,9 +105,11 @@ def summary(predictor: Predictor, layout: Layout, step: Simulation) -> str:
     """
     job, microbatches = predictor.job, predictor.problem.microbatches
     samples = predictor.costs.microbatch_size * microbatches
+    again = f", activation_checkpointing: {job.activation_checkpointing}" if predictor.problem.recomputes else ""
     return (
         f"Predicted step: {step.step_time * 1e3:.1f} ms for {samples:.0f} samples ({samples / step.step_time:.0f} "
-        f"samples/s) on {layout.devices} devices, {job.schedule} with {microbatches} microbatches"
+        f"samples/s) on {layout.devices} devices, {job.schedule} with {microbatches} "
+        f"microbatches{again}"
     )
 
 
@@ -142,7 +144,10 @@ def write_overlay(file: Path, ranking: Ranking) -> None:
         if "shares" in options:
             # The shares are listed stage by stage, so the ranks must be numbered stage by stage as well.
             options["placement"] = "stages"
-        options |= {"schedule": job.schedule, "activation_checkpointing": job.activation_checkpointing}
+        options |= {
+            "schedule": job.schedule,
+            "activation_checkpointing": row.predictor.job.activation_checkpointing,
+        }
     if row.family in CLASSES and options:
         strategy = f"cnnstrategies.strategies.{CLASSES[row.family]}"
         trainer["strategy"] = {"class_path": strategy, "init_args": options}

@@ -26,9 +26,11 @@ from typing_extensions import override
 from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from cnnstrategies.paramserver.membership import Membership
     from cnnstrategies.paramserver.worker.connections import Counters
-    from cnnstrategies.pipeline.engine import Pipeline
+    from cnnstrategies.pipeline.task_times import MeasuredPipeline
     from cnnstrategies.shares import Deals
     from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
@@ -241,8 +243,8 @@ class StrategyFacts:
         return "replica"
 
     @property
-    def pipeline(self) -> "Pipeline | None":
-        """The pipeline engine that runs the network's stages.
+    def pipeline(self) -> "MeasuredPipeline | None":
+        """The pipeline that runs the network's stages, and whose spans can be measured.
 
         The value is None for a strategy without stages, and before `setup`.
         """
@@ -285,6 +287,23 @@ class StrategyFacts:
     def steps_in_lockstep(self) -> bool:
         """Whether all processes make each step together, so that they may wait for each other after a step."""
         return True
+
+    def gather_from_ranks(self, values: "Tensor") -> "Tensor":
+        """Return tensors of all ranks, whose values may differ, such as measured times. All ranks must call this.
+
+        Under a strategy whose ranks all run the whole step, ``all_gather`` of the strategy itself returns the argument.
+
+        Args:
+            values: Tensor of this rank (...), of the same shape on all ranks.
+
+        Returns:
+            The tensors of all ranks in rank order (ranks, ...). If the connections of the ranks are already closed, the
+            tensor of this rank is the only one.
+        """
+        strategy = self._described
+        gathered: Tensor = strategy.all_gather(values)
+        ranks = gathered.numel() // values.numel() if values.numel() else getattr(strategy, "world_size", 1)
+        return gathered.reshape(ranks, *values.shape)
 
     # Stopping of the run
 

@@ -176,9 +176,8 @@ class Recorder(Checkpoint):
             keeper.writes = trainer.is_global_zero or not has_global_batches
             keeper.keeps_generator = keeper.writes and has_global_batches
             loader = trainer.train_dataloader
-            if keeper.writes:
-                folder.mkdir(parents=True)
-            if keeper.writes and getattr(loader, "loads", True):
+            folder.mkdir(parents=True)
+            if getattr(loader, "loads", True):
                 loaded = {"drawn": drawn_samples(loader), "count": epoch_samples(getattr(loader, "loader", loader))}
                 (folder / LOADED).write_text(json.dumps(loaded))
         else:

@@ -1,12 +1,12 @@
 """The profile gives each part of a step its time, and counts communication only where backward does not hide it."""
 
 import csv
+import os
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import quiet_trainer
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.loggers import CSVLogger
@@ -157,7 +157,8 @@ class Slow(nn.Tanh):
         self.register_full_backward_pre_hook(lambda *_: self.sleep(self.backward_seconds))
 
     def sleep(self, seconds):
-        if dist.get_rank() == self.rank:
+        # In a step, the default process group of a pipeline's rank has one process.
+        if int(os.environ["LOCAL_RANK"]) == self.rank:
             time.sleep(seconds)
 
     def forward(self, input):
@@ -215,8 +216,8 @@ def test_a_replica_that_waits_for_the_others_gradients_reduces():
     first, last = stages_of([2, 1], Slow(0, forward=0.0, backward=0.1), nn.Tanh())
     # These are means over a replica that takes 200 ms for its two backwards and a replica that waits for it.
     assert first["backward"] >= 100
-    assert first["reduce"] > 50
-    assert last["reduce"] < first["reduce"] / 2
+    assert first["reduce"] + first["gather"] > 50, "it waits for gradients, or for their names"
+    assert last["reduce"] < 50
     assert last["gather"] + last["other"] > 50, "it waits for outputs of all ranks, or for a callback's broadcast"
 
 

@@ -98,6 +98,19 @@ class UpdatedFirst(Centred):
         return x - self.center
 
 
+class Annealed(Layer):
+    """A layer with a buffer that its forward changes in place and then multiplies, so that the backward needs it."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__(inputs)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones((), dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.mul_(0.5).add_(0.1)
+        return super().forward(x) * self.scale
+
+
 class MinibatchDeviation(Layer):
     """A layer whose result depends on all samples of a batch."""
 
@@ -224,6 +237,7 @@ CASES: dict[str, tuple[Sequence[type[Layer]], str | None]] = {
     "mixed": ((Bayesian, MinibatchDeviation, Centred), "middle (MinibatchDeviation)"),
     "returned": ((Clamped, Layer, Accumulating), "the network returns a tensor of shape ()"),
     "updated": ((UpdatedFirst, Keeping, Late), "stem (UpdatedFirst)"),
+    "annealed": ((Layer, Annealed, Centred), None),
 }
 # Numbers of replicas of the stages. The cuts are after the layers "stem" and "middle".
 
@@ -237,58 +251,66 @@ def create(case: str) -> Module:
 
 def train(module: Module, network: Any) -> list[float]:
     """Train some steps, and return the losses."""
+    calls: list[int] = []
     generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
     losses = []
     for module.step in range(STEPS):
         images = torch.randn(SAMPLES, 3, 4, 4, dtype=F64, generator=generator)
         targets = torch.randint(3, (SAMPLES,), generator=generator)
+        if module.step == 1:
+            module.layers[0].conv.register_forward_hook(lambda *_: calls.append(0))
         loss = module.loss(network(images), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    assert len(calls) == STEPS - 1, "a hook that is registered after the first call counts once in a step"
     return losses
 
 
-def train_stage(replicas: tuple[int, ...]) -> dict[str, Any]:
-    """Train all cases on a rank of a pipeline."""
+def train_stage(replicas: tuple[int, ...], ways: Sequence[tuple[str, Any]]) -> list[Any]:
+    """Train cases on a rank of a pipeline. Each way is a case, and which forwards run again for the backward."""
     size = dist.get_world_size()
     places = Places(dist.get_rank(), size, GlooLink(dist.new_group(range(size)), dist.get_rank(), size))
     transport = Transport(Placement(replicas, microbatches=3), timedelta(minutes=1))
-    results = {}
-    for case in CASES:
+    results = []
+    for case, checkpointing in ways:
         module = create(case)
         cuts = ["stem", "middle"][: len(replicas) - 1]
         network = PlacedNetwork(module.net, cuts, places, transport, AHEAD, module)
+        network.runner.activation_checkpointing = checkpointing
         with places:
             losses = train(module, network)
             state = {name: places.everywhere(tensor.detach()) for name, tensor in module.net.state_dict().items()}
-        results[case] = losses, state, network.one_microbatch
+        results.append((losses, state, network.one_microbatch))
     places.messages.close()
     return results
 
 
-def check_layout(replicas: tuple[int, ...]) -> None:
+def check_layout(replicas: tuple[int, ...], cases_again: Sequence[str]) -> None:
     modules = {case: create(case) for case in CASES}
     expected = {case: (train(module, module.net), module.net.state_dict()) for case, module in modules.items()}
-    for result in run_ranks(sum(replicas), train_stage, replicas):
-        for case, (losses, state) in expected.items():
-            stage_losses, stage_state, reason = result[case]
+    ways = [*((case, "never") for case in CASES), *((case, "always") for case in cases_again)]
+    for results in run_ranks(sum(replicas), train_stage, replicas, ways):
+        for (case, checkpointing), (stage_losses, stage_state, reason) in zip(ways, results, strict=True):
+            losses, state = expected[case]
             culprit = CASES[case][1]
             assert (reason is None) if culprit is None else reason.startswith(culprit), reason
-            assert stage_losses == pytest.approx(losses, rel=1e-12, abs=0), case
+            assert stage_losses == pytest.approx(losses, rel=1e-12, abs=0), (case, checkpointing)
             for name, tensor in state.items():
-                torch.testing.assert_close(stage_state[name], tensor, rtol=1e-12, atol=1e-12, msg=f"{case} {name}")
+                message = f"{case} {name} {checkpointing}"
+                torch.testing.assert_close(stage_state[name], tensor, rtol=1e-12, atol=1e-12, msg=message)
 
 
 def test_stored_values_are_those_of_the_whole_batch() -> None:
-    check_layout((1, 1, 1))
+    check_layout((1, 1, 1), ["annealed"])
 
 
 @pytest.mark.cluster
-def test_stored_values_of_replicas_are_those_of_the_whole_batch() -> None:
-    check_layout((2, 2))
+@pytest.mark.parametrize("replicas", [(2, 2), (2, 1), (1, 1, 1)])
+def test_stored_values_of_replicas_are_those_of_the_whole_batch(replicas: tuple[int, ...]) -> None:
+    check_layout(replicas, list(CASES))
 
 
 @pytest.mark.light

@@ -12,8 +12,9 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import GraphCosts, Link
+from cnnstrategies.planning.hybrid import hybrids
 from cnnstrategies.planning.predict import Predictor, choose_layout
-from cnnstrategies.planning.report import stages_table
+from cnnstrategies.planning.report import stages_table, summary
 
 pytestmark = pytest.mark.light
 
@@ -51,6 +52,45 @@ def test_stages_times_memory_and_step_by_hand() -> None:
     light, _ = plan(2, schedule="gpipe", stages=2, state_copies=2, activation_checkpointing="always")
     assert light.stage_memory(layout, False)[0] == 2 * 800 + 4 * 700 + 10000, "with checkpointing only the inputs"
     assert light.time(layout) == pytest.approx(held.time(layout) * 4 / 3), "the forward runs twice"
+    last, _ = plan(2, schedule="gpipe", stages=2, state_copies=2, activation_checkpointing="except_last")
+    assert last.stage_memory(layout, False)[0] == 2 * 800 + 4 * 700 + 2 * 10000, "and the last microbatch's"
+    joined, _ = plan(2, replace(COSTS, output_bytes=50), stages=2, state_copies=2)
+    memory = [2 * 800 + 2 * (700 + 10000), 2 * 800 + 1000 + 10000 + 3 * 4 * 50]
+    assert joined.stage_memory(layout, False) == memory, "results of the whole batch are joined in the last stage"
+    assert joined.problem.memory(layout) == max(memory)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "limit", "expected"),
+    [
+        ("gpipe", 4 * 800 + 4 * (1000 + 10000), "never"),
+        ("gpipe", 4 * 800 + 4 * 1000 + 2 * 10000, "except_last"),
+        ("gpipe", 4 * 800 + 4 * 1000 + 10000, "always"),
+        ("1f1b", 4 * 800 + 2 * (700 + 10000), "never"),
+    ],
+)
+def test_activations_are_recomputed_where_they_do_not_fit(schedule: str, limit: int, expected: str) -> None:
+    """The order of the tasks determines how many microbatches a stage holds, and so what fits."""
+    options: dict[str, Any] = {"schedule": schedule, "stages": 2, "state_copies": 4, "activation_checkpointing": None}
+    made = predictor(COSTS, Link(bandwidth=1e12, latency=0.0), 2, 4, memory_limit=limit, **options)
+    layout, chosen = choose_layout(made.job)
+    assert chosen.job.activation_checkpointing == expected
+    assert layout == Layout((2,), (1, 1))
+    assert max(chosen.stage_memory(layout, False)) == limit
+    (candidate,) = [row for row in hybrids(made.job) if row.layout == layout]
+    assert candidate.predictor.job.activation_checkpointing == expected
+    assert candidate.memory == limit
+    text = " ".join(summary(chosen, layout, chosen.simulate(layout, False)).split())
+    assert text.endswith(
+        "with 4 microbatches" + ("" if expected == "never" else f", activation_checkpointing: {expected}")
+    )
+    if expected != "never":
+        with pytest.raises(ConfigurationError, match=r"set activation_checkpointing='always'"):
+            choose_layout(replace(made.job, activation_checkpointing="never"))
+        with pytest.raises(
+            ConfigurationError, match=r"needs \d+ bytes; raise the limit, use more stages or microbatches$"
+        ):
+            choose_layout(replace(made.job, memory_limit=100))
 
 
 def test_replicas_run_microbatches_as_fast_as_their_devices_do() -> None:

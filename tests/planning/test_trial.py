@@ -1,5 +1,6 @@
 """Tests of `tune`'s trials: programs that are forked from a process that has imported their module."""
 
+import multiprocessing
 import signal
 
 import pytest
@@ -10,9 +11,11 @@ from cnnstrategies.planning.tune import trial
 
 MODULE = "forked_program"
 PROGRAM = """
-import os, signal, sys, time
+import multiprocessing, os, signal, sys, time
 
 def main():
+    if "ends" in sys.argv:
+        print(multiprocessing.get_start_method())
     if "waits" in sys.argv:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if os.fork() == 0:
@@ -53,6 +56,8 @@ def test_a_trial_reports_its_end_and_ends_all_its_processes(start):
         failed.wait_until_ready()
     assert reporting.cause() == "no such row", "the first rank's error is the cause"
     assert ended.cause().startswith("it ended by itself")
+    started = ended.output.read_text().split()[0]
+    assert started == multiprocessing.get_start_method(), "workers of loaders start as in fit"
     wait_until(lambda: waiting.output.read_text().endswith("\n"), waiting.output.read_text)
     group = int(waiting.output.read_text())
     assert group == waiting.process.pid

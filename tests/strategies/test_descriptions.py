@@ -11,7 +11,6 @@ from torch import nn
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.differences import OWN_MEANS, OWN_OTHER_LOSSES, RANK_ZERO, differences_of_replicas
@@ -117,12 +116,12 @@ def test_a_parameter_server_reports_stale_and_rounded_values():
 
 def test_small_microbatches_with_batch_norm_lead_to_a_warning():
     with pytest.warns(UserWarning, match="BatchNorm normalises over 3 to 4 images: a batch of 28 is cut into 8"):
-        warn_of_small_microbatches(NORMALISED, Split((28,), (0,) * 8))
+        warn_of_small_microbatches(NORMALISED, [4] * 4 + [3] * 4)
     with pytest.warns(UserWarning, match="BatchNorm normalises over 1 image: a batch of 3 is cut into 8"):
-        warn_of_small_microbatches(NORMALISED, Split((3,), (0,) * 8))
+        warn_of_small_microbatches(NORMALISED, [1] * 3 + [0] * 5)
     with warnings.catch_warnings(action="error"):
-        warn_of_small_microbatches(NORMALISED, Split((64,), (0,) * 8))
-        warn_of_small_microbatches(PlainCNN(), Split((8,), (0,) * 8))
+        warn_of_small_microbatches(NORMALISED, [8] * 8)
+        warn_of_small_microbatches(PlainCNN(), [1] * 8)
 
 
 @pytest.mark.parametrize("strategy", [HybridPipelineStrategy, ParameterServerStrategy])

@@ -7,7 +7,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from cnnstrategies._lightning_private import MultiProcessingLauncher
 from cnnstrategies.pipeline.transport import PeerError
-from cnnstrategies.strategies.hybrid_pipeline import steps
+from cnnstrategies.strategies import lost_rank
 
 pytestmark = pytest.mark.light
 FORKED = MultiProcessingLauncher(DDPStrategy(), "fork")
@@ -16,17 +16,17 @@ FORKED = MultiProcessingLauncher(DDPStrategy(), "fork")
 @pytest.mark.parametrize(
     ("launcher", "error", "waits"),
     [
-        (FORKED, PeerError("Connection closed by peer"), [steps.GRACE]),
-        (FORKED, PeerError("Timed out waiting 6000ms"), [steps.SILENT]),
+        (FORKED, PeerError("Connection closed by peer"), [lost_rank.GRACE]),
+        (FORKED, PeerError("Timed out waiting 6000ms"), [lost_rank.SILENT]),
         (None, PeerError("Connection closed by peer"), []),
         (FORKED, ValueError("gone"), []),
     ],
 )
 def test_only_a_rank_of_a_launcher_waits_after_losing_another_rank(monkeypatch, launcher, error, waits):
     waited = []
-    monkeypatch.setattr(steps, "wait_to_be_ended", waited.append)
+    monkeypatch.setattr(lost_rank, "wait_to_be_ended", waited.append)
 
-    @steps.after_the_lost_rank
+    @lost_rank.after_the_lost_rank
     def step(strategy):
         raise error
 

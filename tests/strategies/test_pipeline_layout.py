@@ -1,5 +1,6 @@
 """Tests of the layout that a pipeline chooses from its arguments, the network and the data."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,9 @@ from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Profile, Value
 from cnnstrategies.planning.rank import rank
-from cnnstrategies.strategies import HybridPipelineStrategy
+from cnnstrategies.strategies import HybridPipelineStrategy, WholeStepStrategy
 from cnnstrategies.strategies.hybrid_pipeline import layout as layout_module
+from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,37 @@ def test_fit_chooses_the_cuts_of_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(seen) == {"bf16-mixed"}
     assert cuts["fast"] != cuts["slow"], "the link must matter"
     assert cuts["adam"] != cuts["room"], "the limit of memory must matter"
+
+
+def test_activations_are_computed_again_where_the_memory_limit_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The schedule gpipe keeps the activations of all microbatches, and 1f1b those of few."""
+    costs = uneven().costs
+    profile = Profile(replace(costs, nodes=tuple(replace(node, saved_bytes=10**6) for node in costs.nodes)))
+    monkeypatch.setattr(layout_module, "measure_profile", lambda *_: profile)
+    monkeypatch.setattr(layout_module, "broadcast_value", lambda value, *_: value)
+    monkeypatch.setattr(layout_module, "measure_cluster", lambda *_: Cluster.flat(2, Link(1e10, 5e-5)))
+    trainer: Any = SimpleNamespace(
+        datamodule=SimpleNamespace(batch_size=64), num_nodes=1, global_rank=0, precision="32-true",
+        strategy=SimpleNamespace(optimizers=[]), lightning_module=None, state=SimpleNamespace(fn=None),
+    )  # fmt: skip
+
+    def choose(kind: type[HybridPipelineStrategy], **options: Any) -> ChosenLayout:
+        request = kind(replicas=[1, 1], microbatches=8, **options).request
+        return request.choose(PlainCNN(), trainer, 2, torch.device("cpu"), lambda size: torch.randn(size, 1, 8, 8))
+
+    limit = 15 * 10**6
+    for layout in (choose(HybridPipelineStrategy, memory_limit=limit), choose(WholeStepStrategy)):
+        assert layout.checkpointing == "never"
+        assert not layout.panel_rows()
+    layout = choose(WholeStepStrategy, memory_limit=limit)
+    assert layout.checkpointing == "except_last"
+    ((_, text),) = layout.panel_rows()
+    assert "except those of a rank's last microbatch: a device with stored activations would need 30 MiB" in text
+    assert text.endswith("and the limit is 14 MiB")
+    with pytest.raises(ConfigurationError, match="set activation_checkpointing='always'"):
+        choose(WholeStepStrategy, memory_limit=limit, activation_checkpointing="never")
+    ((_, text),) = choose(WholeStepStrategy, activation_checkpointing="always").panel_rows()
+    assert text == "computed again in the backward: as configured"
 
 
 def test_a_network_that_fails_on_the_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

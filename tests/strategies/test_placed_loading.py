@@ -22,6 +22,7 @@ from turns import generator_states, on_ranks, outcomes, set_generators
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.placed import ForeignTensor, Places
+from cnnstrategies.placed.partial import PartialTensor
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
 from cnnstrategies.strategies.whole_step.loader_messages import end_together
 from cnnstrategies.strategies.whole_step.loading import PlacedLoader, PlacedPredictionLoader
@@ -118,7 +119,7 @@ def seen(places: Places, value: Any) -> Any:
     """Return a batch with the values of foreign tensors, and with each tensor's place beside it."""
     if isinstance(value, Tensor):
         place = places.place_of(value)
-        assert isinstance(value, ForeignTensor) == (place is not None and places.rank not in place)
+        assert (type(value) is ForeignTensor) == (place is not None and places.rank not in place)
         return place, places.everywhere(value).clone()
     if isinstance(value, dict):
         return type(value)({key: seen(places, item) for key, item in value.items()})
@@ -410,6 +411,18 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
     "scalars": (lambda rank: (torch.ones(2), torch.tensor(rank)), r"batch\[1\] .* differ, .* \(\(\) and \(\)\)"),
     "numbers": (lambda rank: {"x": torch.ones(2), "lam": rank / 2}, r"batch\['lam'\] .* differ \(0.0 and 0.5\)"),
     "sizes": (lambda rank: [torch.ones(2, rank + 1)], r"batch\[0\] .* have different sizes \(\(1,\) and \(2,\)\)"),
+    "large sizes": (
+        lambda rank: [torch.ones(99, rank + 1)],
+        r"batch\[0\] .* have different sizes \(\(1,\) and \(2,\)\)",
+    ),
+    "large rows": (
+        lambda rank: {"x": torch.ones(99 + rank, 2), "y": torch.ones(99, 9)},
+        r"batch\['y'\] .* differ, .* each of 99 and 100 samples",
+    ),
+    "large dtypes": (
+        lambda rank: torch.ones(99, 2, dtype=[torch.half, torch.int8][rank]),
+        "batch .* have different dtypes",
+    ),
     "keys": (lambda rank: {"x": torch.ones(2), rank: 0}, r"batch .* have different keys"),
     "types": (lambda rank: (torch.ones(2), [1.0, 2][rank]), r"batch\[1\] .* different types \(float and int\)"),
 }
@@ -463,6 +476,45 @@ def test_a_step_needs_one_message_for_each_rank_of_other_stages():
         return places.messages.counts.total() - before
 
     assert on_ranks(3, program) == [2 * 6, 0, 0]
+
+
+def test_replicas_do_not_send_each_other_images_that_only_the_network_uses():
+    """Large tensors stay on the replicas that have loaded them, also if a replica has loaded only few samples."""
+
+    class Counting:
+        def __init__(self, link: Any) -> None:
+            self.link, self.sent = link, 0
+
+        def send(self, target: int, message: Any) -> None:
+            self.sent += len(message)
+            self.link.send(target, message)
+
+        def receive(self, source: int) -> Any:
+            return self.link.receive(source)
+
+    def part(rank: int, count: int) -> Any:
+        numbers = torch.arange(count) * 2 + rank
+        rows = numbers[:, None].expand(-1, 1000).double()
+        return {"images": rows, "views": [rows + 100, rows.float()], "label": numbers, "table": torch.ones(9000)}
+
+    def program(places):
+        counts = [5, 1][places.rank : places.rank + 1] or [0]
+        loader = placed(places, [part(places.rank, counts[0])], (2, 1), small=10_000)
+        loader.ranks.all_load = False
+        link = vars(places.messages)["_link"] = Counting(vars(places.messages)["_link"])
+        (batch,) = loader
+        # The table of 36 kB and, in one message, the rows of the second replica are sent.
+        assert link.sent < [45_000, 62_000, 1][places.rank]
+        large = batch["images"], *batch["views"]
+        assert [type(tensor) for tensor in large] == [PartialTensor if places.rank < 2 else ForeignTensor] * 3
+        order = [0, 1, 2, 4, 6, 8]
+        assert batch["label"].tolist() == order
+        assert places.everywhere(batch["images"])[:, 7].tolist() == order
+        assert places.everywhere(batch["views"][0])[:, 7].tolist() == [n + 100 for n in order]
+        assert batch["views"][1].dtype == torch.float32
+        assert places.everywhere(batch["table"]).sum() == 9000
+
+    on_ranks(3, program)
 
 
 def test_prediction_writers_get_the_indices_of_the_global_batch():

@@ -1,5 +1,6 @@
 """Options of the whole step, and which network it divides."""
 
+import inspect
 import warnings
 from types import SimpleNamespace
 
@@ -9,22 +10,46 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.strategies import WholeStepStrategy
+from cnnstrategies.commands.plan.measured import _request
+from cnnstrategies.strategies import HybridPipelineStrategy, WholeStepStrategy
 from cnnstrategies.strategies.whole_step.network import WHOLE, DividedForward, find_network
+from cnnstrategies.strategies.whole_step.order import describe_order
 
 pytestmark = pytest.mark.light
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("shares", "auto"), ("activation_checkpointing", "always"), ("run_ahead", True)]
-)
-def test_options_without_effect_are_refused(name: str, value: object) -> None:
-    with pytest.raises(ConfigurationError, match=f"{name}={value!r}.*or use strategy hybrid_pipeline"):
-        WholeStepStrategy(stages=2, **{name: value})
+def test_options_without_effect_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"run_ahead=True: .*; leave run_ahead out"):
+        WholeStepStrategy(stages=2, run_ahead=True)
+    assert WholeStepStrategy(stages=2, run_ahead=False).request.run_ahead is False
 
 
-def test_the_schedule_is_gpipe() -> None:
+def test_memory_is_planned_for_the_first_step_which_runs_in_the_order_of_gpipe() -> None:
     assert WholeStepStrategy(stages=2, schedule="1f1b").request.schedule == "gpipe"
+
+
+def test_the_start_panel_says_which_order_runs() -> None:
+    class Declared(Own):
+        def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return (outputs - targets).square().mean()
+
+    def text(module: LightningModule, schedule: str = "1f1b", reason: str | None = None) -> str:
+        declared = SimpleNamespace(reason=reason) if isinstance(module, Declared) else None
+        return describe_order(SimpleNamespace(declared=declared), module, schedule)
+
+    assert text(Declared(), "gpipe") == "gpipe, as configured"
+    assert "for 1f1b, give Own a method loss(outputs, targets)" in text(Own())
+    assert text(Declared()).startswith("gpipe in the first step, then 1f1b if training_step trains Declared.loss")
+    assert text(Declared(), reason="it draws").endswith("all microbatches: it draws")
+
+
+def test_the_plan_is_for_the_schedule_that_runs() -> None:
+    options = {name: value.default for name, value in inspect.signature(HybridPipelineStrategy).parameters.items()}
+    for name, schedule in (("HybridPipelineStrategy", "1f1b"), ("WholeStepStrategy", "gpipe")):
+        strategy = SimpleNamespace(class_path=f"cnnstrategies.strategies.{name}", init_args=options)
+        request = _request(strategy)
+        assert request is not None
+        assert request.schedule == schedule
 
 
 class Parts(LightningModule):

@@ -55,7 +55,7 @@ def job_from_files(options: PlanOptions) -> Job:
         )
     profile = read_profile(options.profile, options.profile_batch)
     states = 2 if options.optimizer_states is None else options.optimizer_states
-    return Job(profile, cluster, samples, state_copies=2 + states)
+    return Job(profile, cluster, samples, activation_checkpointing=None, state_copies=2 + states)
 
 
 def show(ranking: Ranking, options: PlanOptions) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import pkgutil
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -24,6 +25,7 @@ from cnnstrategies.planning.cluster import Cluster, read_cluster
 from cnnstrategies.planning.costs import Link, Profile
 from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of
 from cnnstrategies.planning.measure_links import measure_local_link
+from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.contract import find_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 
@@ -77,7 +79,7 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
         shares=request.shares_on(devices) if request else None,
         cuts=tuple(find_cut(traced, name) for name in request.cuts) if request and request.cuts is not None else None,
         schedule=request.schedule if request else "1f1b",
-        activation_checkpointing=request.activation_checkpointing if request else "never",
+        activation_checkpointing=request.activation_checkpointing if request else None,
         run_ahead=request.run_ahead if request else None,
         state_copies=2 + _states(model, options),
         memory_limit=request.memory_limit if request else None,
@@ -151,12 +153,20 @@ def _request(strategy: Any) -> LayoutRequest | None:
         if strategy not in StrategyRegistry:
             return None
         entry = StrategyRegistry[strategy]
-        defaults = {name: value.default for name, value in inspect.signature(entry["strategy"]).parameters.items()}
+        kind = entry["strategy"]
+        # A subclass may pass its keyword arguments on to the class that has the options.
+        constructors = [vars(base)["__init__"] for base in reversed(kind.__mro__) if "__init__" in vars(base)]
+        signatures = [inspect.signature(constructor).parameters for constructor in constructors]
+        defaults = {name: value.default for parameters in signatures for name, value in parameters.items()}
         arguments = {**defaults, **entry["init_params"]}
     else:
         arguments = dict(getattr(strategy, "init_args", None) or {})
-    names = [field.name for field in fields(LayoutRequest)]
-    return LayoutRequest(**{name: arguments[name] for name in names}) if set(names) <= set(arguments) else None
+        path = str(getattr(strategy, "class_path", ""))
+        kind = pkgutil.resolve_name(path) if "." in path else None
+    if not {field.name for field in fields(LayoutRequest)} <= set(arguments):
+        return None
+    is_pipeline = isinstance(kind, type) and issubclass(kind, PipelineStrategy)
+    return kind.layout_request(arguments) if is_pipeline else PipelineStrategy.layout_request(arguments)
 
 
 def _device_count(devices: Any) -> int:

@@ -209,6 +209,9 @@ def _run(module: str, words: list[str], output: Path, variables: Mapping[str, st
         os.dup2(file, stream)
     os.environ.clear()
     os.environ.update(variables)
+    # A child of a fork server would start its own children by another fork server. Workers of loaders would then import
+    # torch at the start of each epoch, which they do not do in `fit`.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     program = importlib.import_module(module)
     sys.argv = [str(program.__file__), *words]
     # Lightning starts the other ranks by running the main module again, so the program must be the main module.

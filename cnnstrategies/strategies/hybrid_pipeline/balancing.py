@@ -2,21 +2,49 @@
 
 from collections.abc import Sequence
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.timetable import KINDS, Placement
+from cnnstrategies.pipeline.timeline import Clock
+from cnnstrategies.pipeline.timetable import KINDS, Placement, Schedule, Task
 from cnnstrategies.planning.redeal import in_flight, redeal
 from cnnstrategies.shares import Deals, Proposal
 from cnnstrategies.strategies.balancing import Balance, GatherRows
 from cnnstrategies.strategies.stopwatch import Measured, Stopwatch
 
 if TYPE_CHECKING:
-    from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
+    from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
+
+
+class TimedStages(Protocol):
+    """Stages of a pipeline, whose microbatches can be timed."""
+
+    @property
+    def clocks(self) -> dict[str, list[Clock]]:
+        """Stopwatches of the computation of a microbatch, without waits. Keys are kinds of tasks."""
+
+    @property
+    def placement(self) -> Placement:
+        """The current shares of the ranks."""
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """Tasks of this rank for a batch, in order."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule."""
+
+    @property
+    def run_ahead(self) -> bool:
+        """Whether stages hold one additional microbatch."""
+
+    @property
+    def connections(self) -> list[tuple[int, int]]:
+        """Pairs of stages, the first of which sends its outputs to the second."""
 
 
 class StageBalance(Balance):
@@ -28,15 +56,15 @@ class StageBalance(Balance):
         super().__init__(deals, device, gather)
         self._clocks = {kind: Stopwatch(device) for kind in KINDS}
         self._placement = placement
-        self._pipeline: Pipeline | None = None
+        self._pipeline: TimedStages | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         strategy: Any = trainer.strategy
-        self._pipeline = strategy.pipeline
+        self._pipeline = stages = strategy.timed_stages
         for kind, clock in self._clocks.items():
-            strategy.pipeline.clocks.setdefault(kind, []).append(clock)
+            stages.clocks.setdefault(kind, []).append(clock)
 
     @override
     def can_deal(self) -> bool:
@@ -71,9 +99,8 @@ class StageBalance(Balance):
     ) -> Proposal | None:
         pipeline = self._pipeline
         assert pipeline is not None
-        graphs = enumerate(pipeline.blueprint.stages[True])
-        pairs = [(source, target) for source, graph in graphs for target in graph.names_to]
-        return redeal(pipeline.placement, pipeline.schedule, pipeline.run_ahead, pairs, seconds, step, most)
+        placement, pairs = pipeline.placement, pipeline.connections
+        return redeal(placement, pipeline.schedule, pipeline.run_ahead, pairs, seconds, step, most)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -89,7 +116,7 @@ class StageBalance(Balance):
         return [list(self._placement.ranks(stage)) for stage in range(self._placement.stages)]
 
 
-def begin_dealing(strategy: "HybridPipelineStrategy", trainer: Trainer, gather: GatherRows) -> Deals | None:
+def begin_dealing(strategy: "PipelineStrategy", trainer: Trainer, gather: GatherRows) -> Deals | None:
     """The shares of all ranks in each batch of training, None where they are equal.
 
     Where they are to be found, a callback does that, which is added before Lightning gives callbacks their states of a

@@ -15,6 +15,7 @@ from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.batch import Batch, Images
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.probes import Rows
+from cnnstrategies.strategies.hybrid_pipeline.first_samples import as_given
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
 from cnnstrategies.strategies.hybrid_pipeline.placeholders import ImagesElsewhere
 
@@ -38,12 +39,6 @@ class Form:
 def flatten(batch: Any) -> tuple[list[Any], TreeSpec]:
     """The leaves of a batch and how they are nested; a list without tensors, such as names of files, is one leaf."""
     return tree_flatten(batch, is_leaf=_is_list_of_items)
-
-
-def as_given(images: Sequence[Any]) -> Images:
-    """Images as a network takes them: a tuple where it takes several."""
-    given: Images = images[0] if len(images) == 1 else tuple(images)
-    return given
 
 
 def take_apart(batch: Any, inputs: Sequence[int]) -> tuple[Images, tuple[Tensor, ...], Form]:

@@ -10,8 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils._pytree import tree_leaves
 
 from cnnstrategies._lightning_private import train_loader
 from cnnstrategies.errors import ConfigurationError
@@ -23,9 +22,16 @@ from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.stage import IMAGES, Blueprint, divide
 from cnnstrategies.pipeline.tracing import mode
 from cnnstrategies.pipeline.transport import broadcast_value
-from cnnstrategies.strategies.hybrid_pipeline.batches import as_given
+from cnnstrategies.strategies.hybrid_pipeline.first_samples import (
+    as_given,
+    as_loaded,
+    first_samples,
+    is_attached,
+    on_device_of,
+    repeated,
+)
 from cnnstrategies.strategies.hybrid_pipeline.inputs import Inputs
-from cnnstrategies.strategies.shadow import copy_metrics, same_random_numbers, shadow_of
+from cnnstrategies.strategies.shadow import same_random_numbers
 
 # How far two ways to add up the same numbers may be apart, in parts of the greatest of them. A GPU adds up in another
 # order each time, and the fewer values batch normalisation sees, the more it makes of that.
@@ -59,45 +65,6 @@ def example_on_device(module: LightningModule, path: str, size: int) -> Images |
     """The same on the network's device and of its type; None before the module has a trainer, too."""
     images = example_images(module, path, size) if is_attached(module) else None
     return None if images is None else on_device_of(network_at(module, path), images)
-
-
-def is_attached(module: LightningModule) -> bool:
-    """Whether a module has its trainer already, which it gets in each rank."""
-    try:
-        return module.trainer is not None
-    except RuntimeError:
-        return False
-
-
-def on_device_of(network: nn.Module, images: Images) -> Images:
-    """The images on the network's device and, unless they are integers, of its type."""
-    like = next(network.parameters())
-    result: Images = tree_map(lambda one: one.to(like.device, like.dtype if one.is_floating_point() else None), images)
-    return result
-
-
-def repeated(images: Images, size: int) -> Images:
-    """The samples again and again, up to a number of them."""
-    rows = torch.arange(size) % len(tree_leaves(images)[0])
-    repeated: Images = tree_map(lambda one: one[rows.to(one.device)], images)
-    return repeated
-
-
-def first_samples(loader: Any, size: int) -> Any:
-    """A batch of the first samples of the data; nothing that a sampler or an iterator gives is used up."""
-    dataset: Any = getattr(loader, "dataset", None)
-    if not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset):
-        return None
-    if loader.batch_size is None and loader.batch_sampler is None:
-        return loader.collate_fn(dataset[next(iter(copy.deepcopy(loader.sampler)))])
-    return loader.collate_fn([dataset[index] for index in range(min(size, len(dataset)))])
-
-
-def as_loaded(module: LightningModule, path: str, network: nn.Module, batch: Any) -> Any:
-    """Return a batch as the steps get it, after the hooks of its transfer."""
-    shadow = shadow_of(module, path, network, copy_metrics(module))
-    batch = module.trainer.precision_plugin.convert_input(batch)  # As when it is loaded.
-    return shadow.on_after_batch_transfer(shadow.on_before_batch_transfer(batch, 0), 0)
 
 
 def _inputs(module: LightningModule, path: str, network: nn.Module, batch: Any) -> Images:

@@ -21,7 +21,7 @@ from cnnstrategies.optimizer_trial import (
 )
 from cnnstrategies.pipeline.losses import ADVICE
 from cnnstrategies.pipeline.stage import check_backend
-from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached
+from cnnstrategies.strategies.hybrid_pipeline.first_samples import is_attached
 from cnnstrategies.strategies.hybrid_pipeline.placeholders import COMPILE_STAGES
 from cnnstrategies.strategies.shadow import same_random_numbers
 

@@ -6,15 +6,12 @@ gradients or an average of the network, is refused.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
@@ -163,38 +160,3 @@ def _item_by_item(given: Sequence[Any]) -> Iterator[list[Any]]:
     others = [one for one in given if not isinstance(one, (list, tuple))]
     for place in range(len(lists[0])):
         yield [*(one[place] for one in lists if place < len(one)), *others]
-
-
-class EndTogether(Callback):
-    """Has all ranks meet where a rank is that has ended an epoch, before it exchanges anything else there.
-
-    It must be the trainer's first callback. To meet raises if a rank is in the middle of the epoch; a collective.
-    """
-
-    def __init__(self, meet: Callable[[], None]) -> None:
-        self._meet = meet
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._meet()
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._meet()
-
-
-def summarise_whole(trainer: Trainer, module: LightningModule, callbacks: Iterable[Callback]) -> None:
-    """Have each ModelSummary print now, and not in ``on_fit_start``, where it would take a stage for the network.
-
-    It is not to send the module's example input through that, which may be too large for one device.
-    """
-    for callback in callbacks:
-        if isinstance(callback, ModelSummary):
-            example, module.example_input_array = module.example_input_array, None
-            callback.on_fit_start(trainer, module)
-            module.example_input_array = example
-            vars(callback)["on_fit_start"] = partial(_skip, callback)
-
-
-def _skip(callback: Callback, trainer: Trainer, module: LightningModule) -> None:
-    del vars(callback)["on_fit_start"]  # This function, which hides the method.

@@ -1,6 +1,5 @@
 """Which parts of a batch the network takes: found by running a step, on a copy of the module, up to the call."""
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,14 +13,9 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
-from cnnstrategies.strategies.hybrid_pipeline.batches import Form, as_given, flatten, take_apart
-from cnnstrategies.strategies.hybrid_pipeline.placeholders import OF_THE_BATCH, described, one_of
-from cnnstrategies.strategies.shadow import (
-    NoCollectives,
-    copy_metrics,
-    same_random_numbers,
-    shadow_of,
-)
+from cnnstrategies.strategies.hybrid_pipeline.batches import Form, flatten, take_apart
+from cnnstrategies.strategies.hybrid_pipeline.first_samples import arguments_of_call, as_given
+from cnnstrategies.strategies.hybrid_pipeline.placeholders import OF_THE_BATCH, described
 
 STEPS = {
     RunningStage.TRAINING: "training_step",
@@ -30,26 +24,6 @@ STEPS = {
     RunningStage.TESTING: "test_step",
     RunningStage.PREDICTING: "predict_step",
 }
-
-
-class _CallSeen(BaseException):
-    """Ends a step; no ``except Exception`` of the step's own catches it."""
-
-
-class _Recorder(nn.Module):
-    """Takes the network's place and keeps what it is called with; all else that a step asks for is the network's."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._network = [network]  # Hidden, for its layers are none of this module's.
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_network"][0], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.call = (args, kwargs)
-        raise _CallSeen
 
 
 class Inputs:
@@ -127,30 +101,7 @@ class Inputs:
         None where the step does not come to call it, or not as the network can be called; errors come again when the
         step runs in full.
         """
-        recorder = _Recorder(self._network)
-        recorder.training = self._module.training
-        shadow = shadow_of(self._module, self._path, recorder, copy_metrics(self._module))
-        with same_random_numbers(self._device), NoCollectives(self._module, step) as watched:
-            try:
-                with torch.no_grad():
-                    getattr(shadow, step)(*self._arguments(step, batch, dataloader))
-            except (_CallSeen, Exception):
-                pass
-        if watched.refusal is not None:
-            raise watched.refusal
-        if recorder.call is None:
-            return None
-        try:
-            bound = inspect.signature(self._network.forward).bind(*recorder.call[0], **recorder.call[1])
-        except TypeError:
-            return None
-        return [one_of(bound.arguments.get(name)) for name in network_inputs(self._network)]
-
-    def _arguments(self, step: str, batch: Any, dataloader: int) -> list[Any]:
-        """What a trainer calls a step with, as far as the step takes it."""
-        parameters = inspect.signature(getattr(self._module, step)).parameters.values()
-        wanted = [one for one in parameters if one.kind is not one.VAR_KEYWORD]
-        return [batch, 0, dataloader][: max(1, len(wanted))]
+        return arguments_of_call(self._module, self._path, self._network, step, batch, dataloader, self._device)
 
 
 def _place_of(value: Any, rows: dict[int, Tensor]) -> int | None:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from cnnstrategies.pipeline.timetable import (
     ORDERS,
     SCHEDULES,
     Checkpointing,
+    Layout,
     Order,
     Placement,
     Schedule,
@@ -35,14 +36,14 @@ from cnnstrategies.pipeline.timetable import (
 from cnnstrategies.pipeline.tracing import cut_positions, trace
 from cnnstrategies.pipeline.transport import broadcast_value
 from cnnstrategies.planning.candidates import Job
-from cnnstrategies.planning.costs import Profile
+from cnnstrategies.planning.costs import Profile, format_bytes
 from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of
 from cnnstrategies.planning.measure_links import measure_cluster
-from cnnstrategies.planning.predict import choose_layout
+from cnnstrategies.planning.predict import Predictor, choose_layout
 from cnnstrategies.planning.recut import Recut, recut
 from cnnstrategies.shares import check_count, check_initial, deal
 from cnnstrategies.strategies.differences import RANDOM_DRAWS
-from cnnstrategies.strategies.hybrid_pipeline.comparison import on_device_of
+from cnnstrategies.strategies.hybrid_pipeline.first_samples import on_device_of
 
 DEFAULT_STAGES = 2
 USUAL_SAMPLES = 8  # of a batch in each replica of the first stage, for a profile where they are not known
@@ -58,6 +59,8 @@ class ChosenLayout:
 
     Attributes:
         cuts: Names of modules, or positions.
+        checkpointing: Whether activations are computed again in the backward.
+        reason: Why the profile has chosen to compute activations again; None if it has not.
         planned: Whether the cuts are chosen by a profile, and so rank 0 has ``recut``.
     """
 
@@ -65,8 +68,18 @@ class ChosenLayout:
     replicas: tuple[int, ...]
     microbatches: int
     run_ahead: bool
+    checkpointing: Checkpointing = "never"
+    reason: str | None = None
     planned: bool = False
     recut: Recutter | None = None
+
+    def panel_rows(self) -> list[tuple[str, str]]:
+        """Return a row of the start panel if activations are computed again."""
+        if self.checkpointing == "never":
+            return []
+        exception = ", except those of a rank's last microbatch" if self.checkpointing == "except_last" else ""
+        reason = "as configured" if self.reason is None else self.reason
+        return [("activations", f"computed again in the backward{exception}: {reason}")]
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,7 @@ class LayoutRequest:
     schedule: Schedule
     run_ahead: bool | None
     memory_limit: int | None
-    activation_checkpointing: Checkpointing
+    activation_checkpointing: Checkpointing | None
     placement: Order
     shares: Literal["auto", "equal"] | Sequence[float]
     initial_shares: Literal["equal"] | Sequence[float]
@@ -92,7 +105,7 @@ class LayoutRequest:
             ("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING),
             ("placement", self.placement, ORDERS),
         ):
-            if value not in accepted:
+            if value is not None and value not in accepted:
                 raise ConfigurationError(f"{name}={value!r}: accepted are {', '.join(accepted)}")
         for name, number in (
             ("stages", self.stages),
@@ -163,15 +176,18 @@ class LayoutRequest:
         devices: int,
         device: torch.device,
         example: Callable[[int], Images | None],
+        trace_network: Callable[[nn.Module], fx.GraphModule] = trace,
     ) -> ChosenLayout:
-        """The layout; automatic cuts are chosen by rank 0, which profiles the network. A collective."""
+        """The layout; automatic cuts are chosen by rank 0, which profiles the traced network. A collective."""
         replicas = self.replicas_on(devices)
         samples = _loaded_samples(trainer)
         microbatches = self.microbatches_on(devices, network, samples)
         if self.cuts is not None or self.stage_count == 1:
             # Without a profile nobody knows what fits.
             run_ahead = self.memory_limit is None if self.run_ahead is None else self.run_ahead
-            return ChosenLayout(self.cuts or [], replicas, microbatches, run_ahead)
+            return ChosenLayout(
+                self.cuts or [], replicas, microbatches, run_ahead, self.activation_checkpointing or "never"
+            )
         whole = (samples or USUAL_SAMPLES) * replicas[0]
         images = example(max(1, whole // devices))
         if images is None:
@@ -186,7 +202,7 @@ class LayoutRequest:
             optimizers = trainer.strategy.optimizers
             try:
                 job = Job(
-                    profile=_measured(network, images, max(1, whole // devices), device, trainer),
+                    profile=_measured(network, trace_network, images, max(1, whole // devices), device, trainer),
                     cluster=cluster,
                     samples=whole,
                     microbatches=microbatches,
@@ -198,21 +214,41 @@ class LayoutRequest:
                     state_copies=2 + (states_of(optimizers[0]) if optimizers else USUAL_STATES),
                     memory_limit=self.memory_limit,
                 )
-                layout, run_ahead = choose_layout(job)
-                chosen, recutter = (list(layout.cuts), run_ahead), partial(recut, job, layout)
+                layout, predictor = choose_layout(job)
+                checkpointing = predictor.job.activation_checkpointing
+                reason = _reason(job, layout) if checkpointing != self.activation_checkpointing else None
+                chosen = list(layout.cuts), predictor.runs_ahead(layout), checkpointing, reason
+                recutter = partial(recut, predictor.job, layout)
             except ConfigurationError as error:
                 chosen = str(error)
         chosen = broadcast_value(chosen, 0, device)
         if isinstance(chosen, str):
             raise ConfigurationError(chosen)
-        return ChosenLayout(chosen[0], replicas, microbatches, chosen[1], True, recutter)
+        cuts, run_ahead, checkpointing, reason = chosen
+        return ChosenLayout(cuts, replicas, microbatches, run_ahead, checkpointing, reason, True, recutter)
 
 
-def _measured(network: nn.Module, images: Images, size: int, device: torch.device, trainer: Trainer) -> Profile:
+def _reason(job: Job, layout: Layout) -> str | None:
+    """Return why activations are computed again; None if memory is not limited."""
+    if job.memory is None:
+        return None
+    stored = Predictor(replace(job, activation_checkpointing="never")).memory(layout)
+    needed, limit = format_bytes(stored), format_bytes(job.memory)
+    return f"a device with stored activations would need {needed}, and the limit is {limit}"
+
+
+def _measured(
+    network: nn.Module,
+    trace_network: Callable[[nn.Module], fx.GraphModule],
+    images: Images,
+    size: int,
+    device: torch.device,
+    trainer: Trainer,
+) -> Profile:
     channels_last = bool(getattr(trainer.lightning_module, "channels_last", False))
     try:
         given = on_device_of(network, images)
-        return measure_profile(trace(network), given, size, device, str(trainer.precision), channels_last)
+        return measure_profile(trace_network(network), given, size, device, str(trainer.precision), channels_last)
     except Exception as error:
         shapes = " and ".join(str(tuple(one.shape[1:])) for one in tree_leaves(images))
         raise ConfigurationError(
@@ -282,13 +318,18 @@ def differences_of_pipeline(network: nn.Module, placement: Placement, batch_size
     return [*lines, RANDOM_DRAWS]
 
 
-def warn_of_small_microbatches(network: nn.Module, split: Split) -> None:
-    """Say it when batch normalisation has few images at a time."""
-    sizes = [size for size in split.sizes if size]
-    if sizes and min(sizes) < NORMALISED_TOGETHER and has_batch_norm(network):
+def warn_of_small_microbatches(network: nn.Module, sizes: Sequence[int]) -> None:
+    """Warn if batch normalisation has few images at a time.
+
+    Args:
+        network: The network.
+        sizes: Number of images of each microbatch.
+    """
+    filled = [size for size in sizes if size]
+    if filled and min(filled) < NORMALISED_TOGETHER and has_batch_norm(network):
         rank_zero_warn(
-            f"BatchNorm normalises over {_range(sizes)}: a batch of {split.samples} is cut into "
-            f"{split.microbatches} microbatches. With fewer than {NORMALISED_TOGETHER} its statistics are poor: lower "
+            f"BatchNorm normalises over {_range(filled)}: a batch of {sum(sizes)} is cut into "
+            f"{len(sizes)} microbatches. With fewer than {NORMALISED_TOGETHER} its statistics are poor: lower "
             "microbatches or raise the batch size"
         )
 

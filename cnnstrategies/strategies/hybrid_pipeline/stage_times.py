@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from cnnstrategies.models.samples import count_samples
-from cnnstrategies.pipeline.engine import Pipeline
+from cnnstrategies.pipeline.task_times import MeasuredPipeline
 from cnnstrategies.pipeline.timetable import KINDS
 from cnnstrategies.strategies.balancing import GatherRows
 from cnnstrategies.strategies.hybrid_pipeline.layout import Recutter
@@ -29,7 +29,7 @@ class StageTimes(Callback):
         gather: Brings the numbers of all ranks together.
     """
 
-    def __init__(self, pipeline: Pipeline, recut: Recutter | None, gather: GatherRows) -> None:
+    def __init__(self, pipeline: MeasuredPipeline, recut: Recutter | None, gather: GatherRows) -> None:
         self._pipeline = pipeline
         self._recut = recut
         self._gather = gather

@@ -1,9 +1,6 @@
 """The steps of a divided module: from the batches that the first stage loads to what Lightning gets of them."""
 
-import functools
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,15 +12,12 @@ from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch
 from cnnstrategies.pipeline.losses import MeanLoss, PartialLoss, WeighedLoss, with_gradients
 from cnnstrategies.pipeline.probes import Rows
 from cnnstrategies.pipeline.step import RandomState
-from cnnstrategies.pipeline.transport import PeerError
-from cnnstrategies.placed import DivergedError
 from cnnstrategies.strategies.differences import has_mean_loss
 from cnnstrategies.strategies.hybrid_pipeline.batches import check_forms, seen
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss
@@ -138,7 +132,7 @@ class Steps:
         pipeline, plugin = self._pipeline, self._trainer.precision_plugin
         batch = self._take_batch()
         if not self._loss_checked:
-            warn_of_small_microbatches(self.divided.network, batch.split)
+            warn_of_small_microbatches(self.divided.network, batch.split.sizes)
         scaler = getattr(plugin, "scaler", None)
         # Left on the device: reading a number there would wait for all that was computed.
         scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self._device))
@@ -271,37 +265,3 @@ class Overflow:
         if own:
             own[0].masked_fill_(self._found > 0, float("inf"))
         self._found = torch.zeros_like(self._found)
-
-
-# Seconds that a rank leaves to the one that it has lost, and to the process that has started them to see it end. If it
-# was asked to end before it came here, nobody asks again, and the whole time passes.
-GRACE = 5.0
-SILENT = 2.0  # The same after a time-out: the other one does not end by itself.
-
-
-def after_the_lost_rank(method: Callable[P, T]) -> Callable[P, T]:
-    """Have a rank that was forked or spawned end after the one that it has lost, in a method of the strategy.
-
-    The process that has started them tells of the first that it sees to have ended, and ends the others at once; and
-    Lightning calls no ``on_exception`` in the ranks.
-    """
-
-    @functools.wraps(method)
-    def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return method(*args, **kwargs)
-        except (PeerError, DivergedError) as error:
-            strategy: Any = args[0]
-            if ranks_are_children(strategy.launcher):
-                wait_to_be_ended(SILENT if "timed out" in str(error).lower() else GRACE)
-            raise
-
-    return waiting
-
-
-def wait_to_be_ended(seconds: float) -> None:
-    """Wait until the process that has started this one asks it to end, or for some seconds."""
-    asked = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    asked.wait(seconds)
-    signal.signal(signal.SIGTERM, before)

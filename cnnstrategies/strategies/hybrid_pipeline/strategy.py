@@ -1,57 +1,41 @@
 """`strategy: hybrid_pipeline`: the network is cut into stages, each of them replicated as often as it needs."""
 
-import os
-import sys
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
 from torch.distributed import ReduceOp
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import (
     asks_of_sigterm,
-    check_start,
-    keep_batches,
-    leave_samplers,
-    ranks_are_children,
 )
 from cnnstrategies.checkpoints.io import load_mapped
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
-from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule
 from cnnstrategies.pipeline.tracing import decide_by_shapes
-from cnnstrategies.pipeline.transport import PeerError, Transport, broadcast_value, cpu_group
-from cnnstrategies.quantities import Duration, Size, as_timedelta, size_in_bytes
-from cnnstrategies.runtime.processes import end_group_at_exit, failed_before, leave_group_at_exit
-from cnnstrategies.shares import Deals
+from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.strategies.balancing import gather_rows
-from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.exact_means import widened
-from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
-from cnnstrategies.strategies.hybrid_pipeline.balancing import begin_dealing
+from cnnstrategies.strategies.hybrid_pipeline.balancing import TimedStages
+from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.batches import NoBatch, PredictionLoader, StageLoader
 from cnnstrategies.strategies.hybrid_pipeline.comparison import (
     compare_on_rank_zero,
     example_images,
     example_on_device,
-    is_attached,
 )
 from cnnstrategies.strategies.hybrid_pipeline.contract import (
     check_callbacks,
@@ -60,15 +44,14 @@ from cnnstrategies.strategies.hybrid_pipeline.contract import (
     compile_backend_of,
 )
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
-from cnnstrategies.strategies.hybrid_pipeline.hooks import EndTogether, summarise_whole
+from cnnstrategies.strategies.hybrid_pipeline.epoch_ends import EndTogether, summarise_whole
+from cnnstrategies.strategies.hybrid_pipeline.first_samples import is_attached
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
     ChosenLayout,
-    LayoutRequest,
     describe_pipeline,
     differences_of_pipeline,
     stage_parameters,
 )
-from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks, warn_of_shares
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
     Plan,
     broadcast_weights,
@@ -80,12 +63,11 @@ from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
     values_alone_to_cpu,
 )
 from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
-from cnnstrategies.strategies.hybrid_pipeline.steps import Steps, after_the_lost_rank, clip_by_joint_norm, clip_by_value
-from cnnstrategies.strategies.protocol import GradientWeighting, StepKind, StrategyFacts
-from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
+from cnnstrategies.strategies.hybrid_pipeline.steps import Steps, clip_by_joint_norm, clip_by_value
+from cnnstrategies.strategies.lost_rank import after_the_lost_rank
 
 
-class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
+class HybridPipelineStrategy(PipelineStrategy):
     """Pipeline and data parallel training: the network is cut into stages, and a stage may have several replicas.
 
     Each replica is one device. The replicas of the first stage load batches as DDP processes do; the other ranks load
@@ -99,103 +81,18 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
     If the module builds the network in ``configure_model``, each rank keeps only the parameters of its own stage. The
     cuts must then be named.
 
-    Args:
-        stages: Number of stages. By default it follows from ``replicas`` or ``cuts``; without both it is 2.
-        replicas: Number of replicas of each stage, such as ``[3, 1]``. By default all devices are divided evenly among
-            the stages.
-        cuts: Names of the modules after which the network is cut. By default the network is profiled when the run
-            starts, and the cuts with the smallest predicted step time are chosen.
-        microbatches: Number of microbatches of a global batch. The default is 4 times the number of stages times the
-            largest number of replicas. If the network has batch normalisation and the batch size is known, the default
-            is lowered until each microbatch has at least 8 samples.
-        schedule: Order of the forward and backward passes: ``1f1b`` runs the backward pass of a microbatch as soon as
-            possible; ``gpipe`` runs all forward passes first, and stores the activations of all microbatches.
-        run_ahead: Whether stages under ``1f1b`` store the activations of one more microbatch than necessary, so that
-            messages are sent during computation. If the cuts are chosen automatically, the default is true if the
-            profile predicts that this saves time and fits into ``memory_limit``. With ``cuts`` or one stage, the
-            default is true if there is no ``memory_limit``.
-        memory_limit: Largest memory of a device for automatic cuts: a number of bytes, or a size such as ``8GiB``.
-        activation_checkpointing: Whether activations are computed again in the backward, which saves memory:
-            ``never``, ``always``, or ``except_last`` for all microbatches except the last of each rank.
-        placement: Order in which ranks are numbered, which decides which ranks are on one node. ``stages`` puts the
-            replicas of a stage, which sum their gradients, on the same node. ``replicas`` puts ranks that send each
-            other activations on the same node.
-        shares: Division of the microbatches among the replicas of each stage, with one number above 0 for each rank.
-            With ``replicas: [2, 1]`` and ``[3, 1, 1]``, the first rank runs three of four microbatches of the first
-            stage. ``equal`` gives all replicas of a stage the same number. ``auto`` begins with ``initial_shares`` and
-            measures each rank's time for a microbatch; whenever other shares would make a step more than 3 % faster,
-            the shares are rebalanced.
-        initial_shares: The shares with which ``auto`` begins: ``equal``, or a list as for ``shares``. The command
-            ``plan`` writes such a list.
-        submodule: Path of the submodule that is divided, such as ``model``. By default it is the submodule that has all
-            of the module's parameters.
-        timeout: Longest time to wait for another rank: seconds, ``minutes:seconds`` or a timedelta.
-        **kwargs: Options of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices and launching.
-
-    Raises:
-        ConfigurationError: Options contradict each other. Options that do not fit the devices or the module are refused
-            before processes are started.
+    The arguments are those of :class:`.PipelineStrategy`.
     """
 
-    gradient_weighting: GradientWeighting = "by_sample"
-    compiles_network = True
-    step_kind: StepKind = "stages"
     pipeline: Pipeline | None = None
-
-    def __init__(
-        self,
-        stages: int | None = None,
-        replicas: list[int] | None = None,
-        cuts: list[str] | None = None,
-        microbatches: int | None = None,
-        schedule: Schedule = "1f1b",
-        run_ahead: bool | None = None,
-        memory_limit: Size | None = None,
-        activation_checkpointing: Checkpointing = "never",
-        placement: Order = "stages",
-        shares: Literal["auto", "equal"] | list[float] = "equal",
-        initial_shares: Literal["equal"] | list[float] = "equal",
-        submodule: str | None = None,
-        process_group_backend: str | None = None,
-        timeout: Duration = 600.0,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **kwargs: Any,
-    ) -> None:
-        limit = as_timedelta(timeout, "timeout")
-        given = {**locals(), "memory_limit": size_in_bytes(memory_limit, "memory_limit")}
-        refuse_old_names(HybridPipelineStrategy, kwargs)
-        check_keywords(type(self).__name__, kwargs)
-        super().__init__(
-            process_group_backend=process_group_backend, timeout=limit, start_method=start_method, **kwargs
-        )
-        self.request = LayoutRequest(**{field.name: given[field.name] for field in fields(LayoutRequest)})
-        self.submodule = submodule
-        self.time_limit = limit
-        self._deals: Deals | None = None
-        self._checked: LightningModule | None = None
-        self._layout: tuple[nn.Module, ChosenLayout] | None = None
-        self._steps: Steps | None = None
-        self._failed = False
-        self._callbacks: list[Any] = []  # the trainer's own, while it trains
-        self._in_parts = False
-        self._made_in = os.getpid()
-        self._plan: Plan | None = None
-        self._examined: tuple[object, LoadingRanks] | None = None  # the last loader, and the ranks that load its data
-        self._apart: LightningModule | None = None  # the module, where each rank has built its own stage alone
+    _steps: Steps | None = None
+    _callbacks: list[Any] | None = None  # the trainer's own, while it trains
+    _plan: Plan | None = None
+    _apart: LightningModule | None = None  # the module, where each rank has built its own stage alone
 
     # Before the processes start
 
-    @property
     @override
-    def launcher(self) -> Any:
-        """Lightning's launcher. It is asked for right before processes are started: the last place for checks."""
-        launcher = super().launcher
-        if not self._in_parts:  # After a failure it is asked to end the ranks; `setup` refuses to go on.
-            if os.getpid() == self._made_in and ranks_are_children(launcher):  # In a rank nothing is started any more.
-                check_start(self._start_method, self.root_device)
-            self._check(before_setup=True)
-        return launcher
-
     def _check(self, before_setup: bool = False) -> None:
         module = self.lightning_module
         if module is None or module is self._checked:
@@ -232,18 +129,6 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
 
     # Devices and data
 
-    @property
-    def placement(self) -> Placement:
-        """The numbering of the ranks."""
-        return self.request.placement_on(self.num_nodes * self.num_processes)
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The shards are those of the first stage's replicas; the other ranks name one and do not load it."""
-        place = self.placement.place(self.global_rank)
-        return {"num_replicas": self.placement.replicas[0], "rank": 0 if place.stage else place.replica}
-
     @override
     def process_dataloader(self, dataloader: object) -> StageLoader:
         assert self.lightning_module is not None
@@ -251,24 +136,7 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         ranks = self._loading_ranks(dataloader)
         if trainer.state.fn == TrainerFn.PREDICTING:
             return PredictionLoader(dataloader, ranks, self._most, has_rows=self.is_global_zero)
-        if self._deals is not None and self.placement.replicas[0] > 1:
-            if not ranks.all_load:
-                dataloader = by_shares(dataloader, trainer, self._deals)
-            elif trainer.training:
-                warn_of_shares(dataloader)
-        return StageLoader(dataloader, ranks, self._most)
-
-    @override
-    def keeps_sampler(self, loader: DataLoader[Any]) -> bool:
-        """Whether the user's code has divided a loader's data among all ranks. All ranks must call this."""
-        return bool(self._loading_ranks(loader).all_load)
-
-    def _loading_ranks(self, loader: object) -> LoadingRanks:
-        """Return the ranks that load a loader's data. All ranks must call this."""
-        if self._examined is None or self._examined[0] is not loader:
-            ranks = LoadingRanks(loader, self.placement, self.global_rank, self._gather_early, self._transport)
-            self._examined = loader, ranks
-        return self._examined[1]
+        return StageLoader(self._by_shares(dataloader, ranks), ranks, self._most)
 
     @override
     @after_the_lost_rank
@@ -287,31 +155,7 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
             self._pipeline.deal(self._deals.at(trainer.current_epoch, trainer.fit_loop.batch_idx + 1))
         return self._steps.load(own, dataloader_idx)
 
-    @property
-    @override
-    def batch_shares(self) -> Deals | None:
-        return self._deals
-
-    def loads(self, shares: Sequence[float]) -> tuple[float, ...]:
-        """By which shares the replicas of the first stage load, where all ranks have such ones."""
-        assert self._layout is not None, "the strategy has been set up"
-        microbatches = self._layout[1].microbatches
-        return replace(self.placement, microbatches=microbatches, shares=tuple(shares)).loads
-
     # Set-up
-
-    @override
-    def setup_environment(self) -> None:
-        assert self.lightning_module is not None
-        existed = dist.is_initialized()
-        super().setup_environment()
-        own_metric_states(self.lightning_module)
-        keep_batches(self.lightning_module.trainer)
-        if self.placement.replicas[0] == 1:
-            leave_samplers(self.lightning_module.trainer)  # Lightning's would shuffle what is not to be.
-        if not existed:
-            end_group_at_exit()
-        self._deals = begin_dealing(self, self.lightning_module.trainer, self._gather)
 
     @property
     def _is_whole(self) -> bool:
@@ -372,7 +216,7 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
             layout.microbatches,
             self.request.schedule,
             layout.run_ahead,
-            self.request.activation_checkpointing,
+            layout.checkpointing,
             self.root_device,
             self.time_limit,
             placement=self.request.placement,
@@ -419,6 +263,11 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.root_device)
         return layout
+
+    @property
+    @override
+    def timed_stages(self) -> TimedStages:
+        return self._pipeline
 
     @property
     def steps(self) -> Steps:
@@ -489,15 +338,6 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         return super().reduce(widened(tensor, reduce_op), group, reduce_op)
 
     @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any, have decided so."""
-        return bool(self._most(int(not decision)) == 0 if all else self._most(int(decision)))
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object of one rank, on all; nothing is pickled."""
-        return broadcast_value(obj, src, self.root_device) if dist.is_initialized() else obj
-
     def _most(self, number: int) -> int:
         # On the host, where it can be: to read it there waits for nothing that a device computes.
         group = None if self.pipeline is None else self.pipeline.transport.control
@@ -506,16 +346,15 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
             dist.all_reduce(value, op=ReduceOp.MAX, group=group)
         return int(value)
 
+    @override
     def _gather(self, row: list[float]) -> list[list[float]]:
         return gather_rows(row, self._pipeline.transport.control)
 
+    @override
     def _gather_early(self, row: list[float]) -> list[list[float]]:
-        """Gather rows of numbers, also before the set-up: `configure_optimizers` may ask for the length of an epoch."""
-        if self.pipeline is not None:
-            return self._gather(row)
-        with cpu_group(self.time_limit) as group:
-            return gather_rows(row, group)
+        return super()._gather_early(row) if self.pipeline is None else self._gather(row)
 
+    @override
     def _transport(self) -> Transport:
         return self._pipeline.transport
 
@@ -588,7 +427,8 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
         pipeline = self._pipeline
         graphs, parameters = pipeline.blueprint.stages[True], stage_parameters(pipeline)
-        return describe_pipeline(pipeline.placement, graphs, parameters, self.request, batch_size)
+        rows = describe_pipeline(pipeline.placement, graphs, parameters, self.request, batch_size)
+        return [*rows, *self._chosen_layout.panel_rows()]
 
     @override
     def differences(self, batch_size: int | None) -> list[str]:
@@ -604,31 +444,14 @@ class HybridPipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
     def check_job(self, module: LightningModule, processes: int) -> None:
         self.request.check(network_at(module, check_module(module, self.submodule)), processes)
 
-    @override
-    def loading_processes(self, processes: int) -> int:
-        """Return the number of replicas of the first stage."""
-        return self.request.replicas_on(processes)[0]
-
     # The end
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        self._failed = True
-        leave_group_at_exit()
-        if isinstance(exception, PeerError) and not (failed_before() or self.failed_elsewhere):
-            # Lightning kills all ranks when it sees a dead one, maybe before the traceback is shown.
-            print(exception, file=sys.stderr, flush=True)
-        if isinstance(
-            exception, ProcessExitedException | ProcessRaisedException
-        ):  # In the process that forked or spawned the ranks.
-            exception.add_note(f"it was {self.placement.describe(exception.error_index)}")
-        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
         """Put the whole network back, with its weights on every rank; after a failure, what this rank has."""
-        self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, EndTogether | StageTimes)]
-        self._callbacks = []
+        if self._callbacks is not None:
+            self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, EndTogether | StageTimes)]
+        self._callbacks = None
         if self._steps is not None:
             self._steps.watch.end()
             self._steps.divided.restore(merge=not self._failed and self._is_whole)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -9,9 +10,13 @@ from cnnstrategies._lightning_private import train_loader
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.microbatches import CPU
-from cnnstrategies.strategies.hybrid_pipeline.batches import as_given
-from cnnstrategies.strategies.hybrid_pipeline.comparison import as_loaded, first_samples, repeated
-from cnnstrategies.strategies.hybrid_pipeline.inputs import Inputs
+from cnnstrategies.strategies.hybrid_pipeline.first_samples import (
+    arguments_of_call,
+    as_given,
+    as_loaded,
+    first_samples,
+    repeated,
+)
 from cnnstrategies.strategies.shadow import same_random_numbers
 from cnnstrategies.strategies.whole_step.network import module_at
 
@@ -19,9 +24,9 @@ from cnnstrategies.strategies.whole_step.network import module_at
 def example_inputs(module: LightningModule, path: str, size: int) -> Images | None:
     """Return inputs of the network for about ``size`` samples; None if they are not known.
 
-    The inputs are the module's ``example_input_array``, or what ``training_step`` passes to the network for the first
-    samples of the training data. The step runs on a copy of the module, up to the call of the network. No loader is
-    iterated.
+    The inputs are the module's ``example_input_array``, or random numbers of the data module's ``image_shape``, or what
+    ``training_step`` passes to the network for the first samples of the training data. The step runs on a copy of the
+    module, up to the call of the network. No loader is iterated.
 
     Args:
         module: The module, which has a trainer.
@@ -35,12 +40,15 @@ def example_inputs(module: LightningModule, path: str, size: int) -> Images | No
     arrays: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
     if len(arrays) == len(names) and all(isinstance(array, Tensor) for array in arrays):
         return repeated(as_given(arrays), size)
+    shape = getattr(getattr(module.trainer, "datamodule", None), "image_shape", None)
     with same_random_numbers(CPU):
+        if shape is not None and len(names) == 1:
+            return torch.randn(size, *shape)
         batch = first_samples(train_loader(module.trainer), size)
         if batch is None:
             return None
-        inputs = Inputs(module, path, network, CPU)
-        arguments = inputs.given("training_step", as_loaded(module, path, network, batch), 0)
+        batch = as_loaded(module, path, network, batch)
+        arguments = arguments_of_call(module, path, network, "training_step", batch, 0, CPU)
     if arguments is None or not all(isinstance(value, Tensor) for value in arguments):
         return None
     return as_given(arguments)

@@ -5,7 +5,7 @@ A part is a result of :func:`~cnnstrategies.strategies.whole_step.batch_form.tak
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,49 @@ from torch import Tensor
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.shares import turns
+
+
+class DividedRows(NamedTuple):
+    """Metadata of a large tensor with a row for each sample, whose rows stay on the replicas that have loaded them.
+
+    Attributes:
+        shape: Shape of the rows of a part, or of the whole batch.
+        dtype: Dtype of the tensor.
+        key: Text that is the same in all parts, and different for each tensor of a part.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    key: str
+
+
+def keep_rows(part: Any, samples: int, largest: int) -> tuple[Any, dict[str, Tensor]]:
+    """Replace large tensors with a row for each sample by their metadata.
+
+    Args:
+        part: The part.
+        samples: Number of samples of the part.
+        largest: Largest number of bytes of a tensor that is not replaced.
+
+    Returns:
+        The part, and all its tensors with a row for each sample, by the keys of :class:`DividedRows`.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def kept(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor) and value.ndim and len(value) == samples:
+            tensors[path] = value
+            return DividedRows(tuple(value.shape), value.dtype, path) if value.nbytes > largest else value
+        if isinstance(value, dict):
+            return {key: kept(item, f"{path}[{key!r}]") for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            if not hasattr(value, "_fields") and _has_items([value], [samples]):
+                return value
+            items = [kept(item, f"{path}.{index}") for index, item in enumerate(value)]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return value
+
+    return kept(part, ""), tensors
 
 
 def count_samples(part: Any) -> int:
@@ -72,6 +115,8 @@ def join_parts(parts: Sequence[Any], counts: Sequence[int]) -> Any:
 
 def _joined(parts: Sequence[Any], counts: Sequence[int], positions: Sequence[int], path: str) -> Any:
     first = parts[0]
+    if any(isinstance(part, DividedRows) for part in parts):
+        return _divided(parts, counts, path)
     if any(type(part) is not type(first) for part in parts):
         raise _refusal(path, f"are of different types ({_texts(type(part).__name__ for part in parts)})")
     if isinstance(first, (Tensor, np.ndarray)):
@@ -98,6 +143,25 @@ def _joined(parts: Sequence[Any], counts: Sequence[int], positions: Sequence[int
     if any(part != first and (part == part or first == first) for part in parts):  # NaN is not equal to itself.
         raise _refusal(path, f"differ ({_texts(map(repr, parts))})")
     return first
+
+
+def _divided(parts: Sequence[Any], counts: Sequence[int], path: str) -> DividedRows:
+    """Return the metadata of a whole tensor. A replica with few samples may have sent its rows."""
+    if any(not isinstance(part, (Tensor, DividedRows)) for part in parts):
+        raise _refusal(path, f"are of different types ({_texts(_type_name(part) for part in parts)})")
+    divided: DividedRows = next(part for part in parts if isinstance(part, DividedRows))
+    if any(part.dtype != divided.dtype for part in parts):
+        raise _refusal(path, f"have different dtypes ({_texts(part.dtype for part in parts)})")
+    shapes = [tuple(part.shape) for part in parts]
+    if any(shape[:1] != (count,) for shape, count in zip(shapes, counts, strict=True)):
+        raise _refusal(path, f"differ, and do not have a row for each of {_texts(counts)} samples ({_texts(shapes)})")
+    if any(shape[1:] != divided.shape[1:] for shape in shapes):
+        raise _refusal(path, f"have different sizes ({_texts(shape[1:] for shape in shapes)})")
+    return divided._replace(shape=(sum(counts), *divided.shape[1:]))
+
+
+def _type_name(value: Any) -> str:
+    return "Tensor" if isinstance(value, DividedRows) else type(value).__name__
 
 
 def _joined_rows(parts: Sequence[Any], counts: Sequence[int], positions: Sequence[int], path: str) -> Any:
@@ -138,8 +202,10 @@ def _has_items(lists: Sequence[Any], counts: Sequence[int]) -> bool:
 
 def _is_homogeneous(items: Sequence[Any]) -> bool:
     """Whether all items of a list are of one kind, as the items of samples are."""
-    kinds = {
-        (type(item), item.dtype, item.ndim)
+    kinds: set[Any] = {
+        (Tensor, item.dtype, len(item.shape))
+        if isinstance(item, DividedRows)
+        else (type(item), item.dtype, item.ndim)
         if isinstance(item, (Tensor, np.ndarray))
         else (type(item), *item)
         if isinstance(item, dict)
@@ -151,7 +217,9 @@ def _is_homogeneous(items: Sequence[Any]) -> bool:
 
 def _values(part: Any, lengths: tuple[int, ...]) -> Iterator[tuple[Any, tuple[int, ...]]]:
     """Yield each value of a part, with the lengths of the homogeneous lists that contain the value."""
-    if isinstance(part, dict):
+    if isinstance(part, DividedRows):
+        yield part, lengths
+    elif isinstance(part, dict):
         for item in part.values():
             yield from _values(item, lengths)
     elif isinstance(part, (list, tuple)):
@@ -164,6 +232,8 @@ def _values(part: Any, lengths: tuple[int, ...]) -> Iterator[tuple[Any, tuple[in
 
 def _size(value: Any) -> tuple[int, ...]:
     """Return the size of a tensor's first dimension, as a tuple; an empty tuple for other values."""
+    if isinstance(value, DividedRows):
+        return value.shape[:1]
     return (len(value),) if isinstance(value, (Tensor, np.ndarray)) and value.ndim else ()
 
 

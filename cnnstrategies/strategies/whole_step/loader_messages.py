@@ -21,12 +21,14 @@ class LoaderMessage(NamedTuple):
         position: Number of the loader, and index of the batch or `START`; None if the rank has ended an epoch.
         batches: The batch as the only item, taken apart; empty without a batch. Between replicas of the first stage,
             this is the part of the batch that the sender has loaded.
+        samples: Number of samples of the part that the sender has loaded.
         states: If the sender is the first loading rank: states of the random generators that have changed.
     """
 
     position: Position
     batches: list[Any]
     states: dict[str, Any]
+    samples: int = 0
 
 
 def exchange(places: Places, sources: Sequence[int], message: LoaderMessage) -> list[LoaderMessage]:

@@ -17,11 +17,18 @@ from cnnstrategies.data.sampling import batches_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.placed import Places
+from cnnstrategies.placed.partial import PartialTensor, contiguous_strides
 from cnnstrategies.runtime.seeds import mixed_seed, seed_all
 from cnnstrategies.strategies.hybrid_pipeline.batches import StageLoader, note_indices
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
 from cnnstrategies.strategies.whole_step.batch_form import put_together, take_apart
-from cnnstrategies.strategies.whole_step.joined_parts import count_samples, first_rows, join_parts
+from cnnstrategies.strategies.whole_step.joined_parts import (
+    DividedRows,
+    count_samples,
+    first_rows,
+    join_parts,
+    keep_rows,
+)
 from cnnstrategies.strategies.whole_step.loader_messages import START, LoaderMessage, exchange, receive, send
 from cnnstrategies.strategies.whole_step.random_states import changed_states, random_states, set_random_states
 
@@ -50,7 +57,8 @@ class PlacedLoader(StageLoader):
 
     Ranks load parts of a batch as for :class:`StageLoader`. The samples of the global batch are in the order in which a
     single process would load them. All ranks have copies of small tensors and of values that are not tensors. Large
-    tensors are on the ranks of the first stage, and foreign on all other ranks.
+    tensors are on the ranks of the first stage, and foreign on all other ranks. If several ranks load, each of them
+    keeps its rows of a large tensor until an operation needs all rows; see :mod:`cnnstrategies.placed.partial`.
 
     After each batch, the random generators of all ranks have the states of those of the first loading rank. Numbers
     that the loader draws in this rank's process are therefore drawn once, as on one device.
@@ -182,6 +190,8 @@ class PlacedBatches(Iterator[Any]):
         self._loader, self._places, self._sources = loader, loader.places, loader.sources
         self._first, self._is_first = self._sources[0], self._places.rank == self._sources[0]
         self._index = 0  # Index of the next batch.
+        self._rows: dict[str, Tensor] = {}  # Tensors of this rank's part of a batch; see `keep_rows`.
+        self._counts: list[int] = []  # Number of samples that each replica of the first stage has loaded.
         # A loader may draw random numbers when its iterator is created, so this must not happen later than on one
         # device, and therefore not in a generator.
         with self._places.local():
@@ -201,21 +211,31 @@ class PlacedBatches(Iterator[Any]):
             part, states = self._drawn(lambda: next(self._parts) if loader.loads_now else None)
             position = (loader.number, self._index)
             if self._places.rank in self._sources:
-                message = LoaderMessage(position, [] if part is None else [part], states)
-                messages = exchange(self._places, self._sources, message)
+                messages = exchange(self._places, self._sources, self._message(position, part, states))
                 batches, states = self._joined(messages), messages[0].states
                 if self._is_first:
                     described = tree_map_only(Tensor, self._described, batches)
                     send(self._places, LoaderMessage(position, described, states), without=self._sources)
             else:
-                _, batches, states = receive(self._places, self._first, position)
+                _, batches, states, _ = receive(self._places, self._first, position)
             if not self._is_first:
                 set_random_states(states)
             if not batches:
                 raise StopIteration
             loader.note(self._index)
             self._index += 1
-            return put_together(batches[0], self._placed)
+            batch = put_together(batches[0], self._placed)
+            self._rows = {}
+            return batch
+
+    def _message(self, position: tuple[int, int], part: Any, states: dict[str, Any]) -> LoaderMessage:
+        """Return the message with this rank's part of a batch. If there are several parts, large rows stay here."""
+        if part is None or isinstance(part, NoneBatch):
+            return LoaderMessage(position, [] if part is None else [part], states)
+        samples = count_samples(part)
+        if len(self._sources) > 1:
+            part, self._rows = keep_rows(part, samples, self._loader.small)
+        return LoaderMessage(position, [part], states, samples)
 
     def _drawn(self, load: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
         """Call a function that may draw random numbers.
@@ -239,14 +259,15 @@ class PlacedBatches(Iterator[Any]):
 
     def _joined(self, messages: Sequence[LoaderMessage]) -> list[Any]:
         """Return the whole batch as the only item of a list, from all replicas' parts; an empty list without parts."""
-        parts = [part for message in messages for part in message.batches]
-        real = [part for part in parts if not isinstance(part, NoneBatch)]
-        if len(real) < 2:
-            return [tree_map_only(Tensor, self._alone, real[0])] if real else [None][: len(parts)]
-        counts = [count_samples(part) for part in real]
+        self._counts = [message.samples for message in messages]
+        pairs = [(part, message.samples) for message in messages for part in message.batches]
+        real = [pair for pair in pairs if not isinstance(pair[0], NoneBatch)]
+        if not real:
+            return [None][: len(pairs)]
         # Parts without samples are left out. If no part has samples, the batch is the first part.
-        real = [part for part, count in zip(real, counts, strict=True) if count] or real[:1]
-        return [tree_map_only(Tensor, self._alone, join_parts(real, [count for count in counts if count]))]
+        real = [pair for pair in real if pair[1]] or real[:1]
+        whole = join_parts([part for part, _ in real], [count for _, count in real])
+        return [tree_map_only(Tensor, self._alone, whole)]
 
     def _is_large(self, tensor: Tensor) -> bool:
         return tensor.nbytes > self._loader.small
@@ -264,12 +285,25 @@ class PlacedBatches(Iterator[Any]):
             return LargeTensor(tuple(tensor.shape), tensor.stride(), tensor.dtype)
         return tensor
 
-    def _placed(self, tensor: Tensor | LargeTensor) -> Tensor:
+    def _placed(self, tensor: Tensor | LargeTensor | DividedRows) -> Tensor:
         """Return a tensor of the batch as this rank has it."""
-        if isinstance(tensor, LargeTensor):
-            form = torch.empty_strided(tensor.shape, tensor.stride, dtype=tensor.dtype, device="meta")
+        if isinstance(tensor, Tensor):
+            tensor = self._pinned(tensor)
+            return self._places.mark(tensor, self._sources, LABEL) if self._is_large(tensor) else tensor
+        stride = tensor.stride if isinstance(tensor, LargeTensor) else contiguous_strides(tensor.shape)
+        if isinstance(tensor, LargeTensor) or self._places.rank not in self._sources:
+            form = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="meta")
             return self._places.foreign_like(form, self._sources, LABEL, CPU)
-        if self._loader.pins:
-            # Tensors that were joined or received are not pinned, and a copy to the GPU would make this process wait.
-            tensor = tensor.pin_memory()
-        return self._places.mark(tensor, self._sources, LABEL) if self._is_large(tensor) else tensor
+        if self._counts[self._sources.index(self._places.rank)]:
+            rows = self._rows[tensor.key]
+            rows = rows if self._loader.makes_tensors else rows.clone()
+        else:
+            rows = torch.empty(0, *tensor.shape[1:], dtype=tensor.dtype)
+        return PartialTensor.of_rows(self._places, self._pinned(rows), self._counts, self._sources, stride, LABEL)
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in pinned memory, if the user's loader yields such tensors.
+
+        Tensors that were joined or received are not pinned, and their copies to a GPU would make this process wait.
+        """
+        return tensor.pin_memory() if self._loader.pins else tensor

@@ -54,6 +54,15 @@ class PlacedLogs:
         for name, value, values, args, kwargs in pending:
             self._log_now(name, value, _replaced(values, copies), args, kwargs)
 
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Return a context in which the module's ``log`` does nothing."""
+        vars(self._module)["log"] = _log_nothing
+        try:
+            yield
+        finally:
+            vars(self._module)["log"] = self._log
+
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(value, Metric):
             self._share_results(value)
@@ -90,6 +99,10 @@ class PlacedLogs:
             return _replaced(result, self._places.all_everywhere(tensors, "metric"))
 
         metric.compute = compute  # type: ignore[method-assign]
+
+
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    """Take the place of ``log``."""
 
 
 def _replaced(value: Any, copies: dict[int, Tensor]) -> Any:

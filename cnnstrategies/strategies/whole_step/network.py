@@ -14,6 +14,7 @@ from cnnstrategies.models.own_forward import has_own_forward
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
+from cnnstrategies.strategies.hybrid_pipeline.first_samples import only
 
 WHOLE = ""  # Path of a network that is the module itself.
 
@@ -111,7 +112,7 @@ class DividedForward:
     def _images(self, args: Any, kwargs: Any) -> Any:
         """Return the network's inputs, a tuple if there are several; None if the call is of another kind."""
         arguments = self._signature.bind(*args, **kwargs).arguments
-        inputs = [_only(arguments.pop(name, None)) for name in self._inputs]
+        inputs = [only(arguments.pop(name, None)) for name in self._inputs]
         options = {name: self._signature.parameters[name].default for name in arguments}
         if any(isinstance(value, Tensor) or value != options[name] for name, value in arguments.items()):
             return None
@@ -122,11 +123,6 @@ class DividedForward:
         if len(rows) > 1 or not rows.pop():
             return None
         return inputs[0] if len(inputs) == 1 else tuple(inputs)
-
-
-def _only(value: Any) -> Any:
-    """Return an argument; of a variable number of arguments, the only one."""
-    return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

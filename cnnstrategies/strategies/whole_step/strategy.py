@@ -1,7 +1,7 @@
 """Pipeline training in which every rank runs the module's steps once, with the whole batch, as one device does."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,51 +14,64 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from cnnstrategies._lightning_private import allow_skipped_steps
+from cnnstrategies._lightning_private import allow_skipped_steps, asks_of_sigterm
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.random_draws import generator_of
-from cnnstrategies.pipeline.stage import check_cuts
-from cnnstrategies.pipeline.timetable import check_layout
-from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
+from cnnstrategies.pipeline.task_times import MeasuredPipeline
+from cnnstrategies.pipeline.timetable import Schedule
+from cnnstrategies.pipeline.tracing import trace_open
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.placed import DeviceLink, GlooLink, Places
 from cnnstrategies.placed.hidden import hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
-from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
-from cnnstrategies.strategies.hybrid_pipeline.comparison import is_attached, on_device_of
+from cnnstrategies.strategies.hybrid_pipeline.balancing import TimedStages
+from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.contract import compile_backend_of
-from cnnstrategies.strategies.hybrid_pipeline.hooks import EndTogether
+from cnnstrategies.strategies.hybrid_pipeline.epoch_ends import EndTogether, summarise_whole
+from cnnstrategies.strategies.hybrid_pipeline.first_samples import is_attached, on_device_of
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
     ChosenLayout,
+    LayoutRequest,
     describe_pipeline,
-    differences_of_pipeline,
 )
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
-from cnnstrategies.strategies.hybrid_pipeline.steps import after_the_lost_rank
-from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
+from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
+from cnnstrategies.strategies.lost_rank import after_the_lost_rank
+from cnnstrategies.strategies.whole_step.checks import check_layout_of, check_state
+from cnnstrategies.strategies.whole_step.dealing import use_shares
 from cnnstrategies.strategies.whole_step.example import example_inputs
+from cnnstrategies.strategies.whole_step.facts import (
+    differences,
+    usual_samples,
+    warn_after_first_batch,
+    weight_of_batch,
+)
+from cnnstrategies.strategies.whole_step.kept_values import bring_kept_values
 from cnnstrategies.strategies.whole_step.loader_messages import end_together
 from cnnstrategies.strategies.whole_step.loading import PlacedLoader, PlacedPredictionLoader
 from cnnstrategies.strategies.whole_step.logs import PlacedLogs
+from cnnstrategies.strategies.whole_step.measuring import callbacks_for_cuts, measure_waits
 from cnnstrategies.strategies.whole_step.metric_values import share_metrics
 from cnnstrategies.strategies.whole_step.metrics import metrics_of_one_process
 from cnnstrategies.strategies.whole_step.network import DividedForward, find_network, module_at
+from cnnstrategies.strategies.whole_step.order import declare_loss, describe_order, tell_news
 from cnnstrategies.strategies.whole_step.placing import PlacedModule
 from cnnstrategies.strategies.whole_step.predictions import predictions_on_rank_zero
 from cnnstrategies.strategies.whole_step.random_states import random_states, set_random_states
 
 
-class WholeStepStrategy(HybridPipelineStrategy):
+class WholeStepStrategy(PipelineStrategy):
     """Pipeline training in which every rank runs the module's steps, hooks and callbacks as one device does.
 
     The module keeps its own network on every rank. Parameters and buffers of other stages are foreign tensors, see
     :mod:`cnnstrategies.placed`. A call of the network runs the stages for all microbatches of the batch, and its result
     is in the last stage. Whatever the module computes from the result follows the rules for placed tensors.
 
-    The arguments are those of :class:`HybridPipelineStrategy`. The schedule is always ``gpipe``.
+    The arguments are those of :class:`.PipelineStrategy`. The schedule is ``gpipe``, or ``1f1b`` for modules that
+    declare their loss, see :mod:`cnnstrategies.pipeline.declared_loss`.
 
     Attributes:
         places: The rules of this rank; None outside of a run.
@@ -69,21 +82,28 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        for name, default in (("shares", "equal"), ("activation_checkpointing", "never"), ("run_ahead", None)):
-            if (value := getattr(self.request, name)) != default:
-                raise ConfigurationError(
-                    f"{name}={value!r}: WholeStepStrategy does not have this option yet; leave it out, or use strategy "
-                    "hybrid_pipeline"
-                )
-        self.request = replace(self.request, schedule="gpipe")
+        # The first step, and steps of modules that do not declare their loss, run in the order of GPipe.
+        self._schedule: Schedule = kwargs.get("schedule", "1f1b")
+        if self.request.run_ahead:
+            raise ConfigurationError(
+                "run_ahead=True: WholeStepStrategy runs all forwards of a step before the first backward, so a stage "
+                "cannot hold more microbatches than it holds anyway; leave run_ahead out"
+            )
         self._connections: Transport | None = None
         self._forward: DividedForward | None = None
         self._placed: PlacedModule | None = None
         self._logs: PlacedLogs | None = None
         self._accumulates = False
         self._alone: dist.ProcessGroup | None = None  # A group of this rank.
+        self._has_trained = False  # Whether a training step has run since the set-up.
         self._replaced = ExitStack()  # Gives objects of the user their own methods back.
         self._entered = ExitStack()  # Turns the rules off.
+
+    @override
+    @classmethod
+    def layout_request(cls, options: Mapping[str, Any]) -> LayoutRequest:
+        """Return the options that say how the network is divided, with the schedule that runs."""
+        return replace(super().layout_request(options), schedule="gpipe")
 
     # Before the processes start
 
@@ -102,24 +122,18 @@ class WholeStepStrategy(HybridPipelineStrategy):
                 "compile_backend: WholeStepStrategy does not compile stages yet; leave it out, or use strategy "
                 "hybrid_pipeline"
             )
+        if self.root_device.type == "cuda" and self.process_group_backend == "gloo":
+            raise ConfigurationError(
+                "process_group_backend=gloo: gloo sends no messages from one GPU to another; leave it out for NCCL"
+            )
         devices = self.num_nodes * self.num_processes
-        network = module_at(module, find_network(module, self.submodule))
+        path = find_network(module, self.submodule)
+        check_state(module, path)
+        network = module_at(module, path)
         if before_setup and not is_attached(module) and not any(True for _ in network.parameters()):
             return
-        placement = self.request.placement_on(devices, self.request.microbatches_on(devices, network))
-        check_layout(self.request.stage_count - 1, placement, devices)
-        if not decide_by_shapes(network, self._example):
-            return  # The ranks, which have the data, check again.
-        traced = trace_open(network)
-        number = len(cut_positions(traced))
-        if number < self.request.stage_count - 1:
-            raise ConfigurationError(
-                f"stages={self.request.stage_count}: {type(network).__name__} has {number} places to cut; use at most "
-                f"{number + 1} stages"
-            )
-        if self.request.cuts is not None:
-            check_cuts(traced, self.request.cuts)
-        self._checked = module
+        if check_layout_of(self.request, network, devices, self._example):
+            self._checked = module  # Otherwise the ranks, which have the data, check again.
 
     def _example(self, size: int) -> Images | None:
         """Return example inputs of the network; None if they are not known, as before the module has a trainer."""
@@ -157,7 +171,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         module = self.lightning_module
         assert module is not None
         self._check()
-        self._failed = False
+        self._failed = self._has_trained = False
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
@@ -166,6 +180,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             # The optimizers are created with the whole network, because their groups are those of a checkpoint.
             self.setup_optimizers(trainer)
+            summarise_whole(trainer, module, trainer.callbacks)  # type: ignore[attr-defined]  # set outside the class
         network = module_at(module, path)
         if self._layout is None or self._layout[0] is not network:
             self._layout = (network, self._layout_of(trainer, path))
@@ -181,28 +196,37 @@ class WholeStepStrategy(HybridPipelineStrategy):
         self._same_random_numbers()
         self._replaced.enter_context(metrics_of_one_process())
         if trainer.state.fn == TrainerFn.FITTING:
-            callbacks.insert(0, EndTogether(partial(end_together, self.places, self.placement.ranks(0))))
-            self._replaced.callback(callbacks.remove, callbacks[0])
+            callbacks.insert(0, EndTogether(self._end_together))
+            callbacks += callbacks_for_cuts(self.places, self._network.runner.times, self._layout[1], self._gather)
+            self._layout = network, replace(self._layout[1], planned=False, recut=None)  # One comparison is enough.
+            self._replaced.callback(_remove, callbacks, EndTogether, StageTimes)
         self._entered.enter_context(self.places)
 
     def _layout_of(self, trainer: Trainer, path: str) -> ChosenLayout:
         example = partial(example_inputs, trainer.lightning_module, path)
         network = module_at(trainer.lightning_module, path)
-        return self.request.choose(network, trainer, trainer.world_size, self.root_device, example)
+        traced = partial(trace_open, training=True)
+        return self.request.choose(network, trainer, trainer.world_size, self.root_device, example, traced)
 
     def _divide(self, network: nn.Module, layout: ChosenLayout) -> None:
         """Divide the network, and give all parameters and buffers of the module their places."""
         assert self.lightning_module is not None
         placement = self.request.placement_on(self.world_size, layout.microbatches)
+        if self._deals is not None:
+            placement = replace(placement, shares=self._deals.shares)
         assert self.places is not None
         self._connections = transport = Transport(placement, self.time_limit, self.root_device)
         ahead = AHEAD if transport.has_tags else 0
         placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead, self.lightning_module)
+        placed.runner.activation_checkpointing = layout.checkpointing
         self._forward = DividedForward(placed)
         self._replaced.callback(self._forward.remove)
+        self.places.messages.describe = placement.describe
+        measure_waits(self.places, placed.runner.times)
         self._placed = PlacedModule(self.lightning_module, placed, self.places)
         self._logs = PlacedLogs(self.lightning_module, self.places)
         self._replaced.callback(self._logs.remove)
+        declare_loss(placed, self.lightning_module, self._logs, self._schedule)
 
     def _same_random_numbers(self) -> None:
         """Continue on all ranks with the random numbers of rank 0."""
@@ -226,20 +250,19 @@ class WholeStepStrategy(HybridPipelineStrategy):
     def process_dataloader(self, dataloader: object) -> Any:
         assert self.lightning_module is not None
         trainer, ranks = self.lightning_module.trainer, self._loading_ranks(dataloader)
-        arguments = dataloader, ranks, self._rules, self.placement, self._most
+        common = ranks, self._rules, self.placement, self._most
         if trainer.state.fn == TrainerFn.PREDICTING:
-            return PlacedPredictionLoader(*arguments, has_rows=self.is_global_zero)
-        return PlacedLoader(*arguments)
+            return PlacedPredictionLoader(dataloader, *common, has_rows=self.is_global_zero)
+        return PlacedLoader(self._by_shares(dataloader, ranks), *common)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        return FailingTogetherDDPStrategy.batch_to_device(self, batch, device, dataloader_idx)
+        assert self.lightning_module is not None
+        if self._connections is not None:
+            use_shares(self.lightning_module.trainer, self._connections, self._deals)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     # Steps
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        pass
 
     @override
     @contextmanager
@@ -253,7 +276,14 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("training_step", self.precision_plugin.train_step_context(), args, kwargs)
+        is_first, self._has_trained = not self._has_trained, True
+        if is_first:
+            assert self.lightning_module is not None
+            self._network.runner.usual = usual_samples(self.lightning_module.trainer, self.placement)
+        result = self._step("training_step", self.precision_plugin.train_step_context(), args, kwargs)
+        if is_first:
+            warn_after_first_batch(self._network)
+        return result
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -269,10 +299,20 @@ class WholeStepStrategy(HybridPipelineStrategy):
         # Predictions are read after the run, by the caller of `Trainer.predict`.
         return predictions_on_rank_zero(self._rules, result)
 
+    def _end_together(self) -> None:
+        assert self.lightning_module is not None
+        if self.world_size > 1 and asks_of_sigterm(self.lightning_module.trainer):
+            # Before each batch, Lightning broadcasts whether rank 0 has got a signal. A rank that continues waits here.
+            with self._rules.local():
+                dist.broadcast(torch.zeros(1, dtype=torch.int64, device=self.root_device), 0)
+        end_together(self._rules, self.placement.ranks(0))
+
     @after_the_lost_rank
     def _step(self, name: str, context: AbstractContextManager[Any], args: Sequence[Any], kwargs: Any) -> Any:
         assert self._logs is not None
-        with context, self._logs.step(), self._one_process():
+        declared = self._network.declared if name == "training_step" else None
+        watched = nullcontext() if declared is None else declared.step((args, kwargs))
+        with context, self._logs.step(), self._one_process(), watched:
             return getattr(self.lightning_module, name)(*args, **kwargs)
 
     @contextmanager
@@ -295,6 +335,8 @@ class WholeStepStrategy(HybridPipelineStrategy):
         module = self.lightning_module
         assert module is not None
         self.pre_backward(closure_loss)
+        if (weight := weight_of_batch(module.trainer)) != 1:
+            closure_loss = closure_loss * weight
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         with self._one_process():
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -304,25 +346,34 @@ class WholeStepStrategy(HybridPipelineStrategy):
             self._placed.finish_gradients()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
+        tell_news(self._network)
         return closure_loss
-
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        return FailingTogetherDDPStrategy.optimizer_step(self, *args, **kwargs)
 
     # Collectives
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return a value that all ranks have.
+        """Return a value that all ranks have: each rank has counted the whole batch, so nothing is combined.
 
-        Each rank has counted the whole batch, so means and sums combine nothing. Only the ranks' own values, such as a
-        signal that one rank has received, have a largest value that is not the same on each rank.
+        Only the largest or the smallest value is combined, because such values, as of a signal, may differ between
+        ranks.
         """
-        if isinstance(tensor, Tensor):
-            tensor = self._rules.everywhere(tensor.detach(), "reduce")
-        is_extreme = reduce_op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN) or str(reduce_op).lower() in ("max", "min")
-        return FailingTogetherDDPStrategy.reduce(self, tensor, group, reduce_op) if is_extreme else tensor
+        if not isinstance(tensor, Tensor):
+            return tensor
+        value = tensor.detach() if self.places is None else self.places.everywhere(tensor.detach(), "reduce")
+        how = str(reduce_op).lower().rpartition(".")[2]
+        return getattr(self.gather_from_ranks(value), f"a{how}")(0) if how in ("max", "min") else value
+
+    @override
+    def gather_from_ranks(self, values: Tensor) -> Tensor:
+        """Return tensors of all ranks, whose values may differ. All ranks must call this."""
+        if self.places is None:  # After the end of a run.
+            return super().all_gather(values).reshape(self.world_size, *values.shape)
+        with self.places.local():
+            own = values.detach().cpu().contiguous()
+            rows = [torch.empty_like(own) for _ in range(self.world_size)]
+            dist.all_gather(rows, own, group=self._transport().control)
+            return torch.stack(rows).to(values.device)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -352,11 +403,12 @@ class WholeStepStrategy(HybridPipelineStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state dict, on rank 0 with the values of all ranks. All ranks must call this."""
         assert self.lightning_module is not None
+        if self._in_parts:
+            raise RuntimeError(
+                "the run has failed, and each rank has the weights of its own stage alone: there is nothing whole to "
+                "save; continue from the last checkpoint"
+            )
         return self.lightning_module.state_dict() if self._placed is None else self._placed.state_on_rank_zero()
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        FailingTogetherDDPStrategy.load_model_state_dict(self, checkpoint, strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -374,9 +426,14 @@ class WholeStepStrategy(HybridPipelineStrategy):
         if self._placed is not None:
             # Callbacks may have added values of their own, such as averaged weights.
             checkpoint = self._placed.on_rank_zero(checkpoint)
-        FailingTogetherDDPStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # Facts
+
+    @property
+    @override
+    def timed_stages(self) -> TimedStages:
+        return self._network.runner
 
     @property
     def _network(self) -> PlacedNetwork:
@@ -389,11 +446,20 @@ class WholeStepStrategy(HybridPipelineStrategy):
         rows = describe_pipeline(
             placement, placed.division.graphs(), self.parameters_per_device, self.request, batch_size
         )
+        assert self.lightning_module is not None
+        rows.append(("order", describe_order(placed, self.lightning_module, self._schedule)))
+        rows += self._chosen_layout.panel_rows()
         return rows if placed.one_microbatch is None else [*rows, ("one microbatch", placed.one_microbatch)]
 
     @override
     def differences(self, batch_size: int | None) -> list[str]:
-        return differences_of_pipeline(self._network.division.network, self._transport().placement, batch_size)
+        return differences(self._network, self._transport().placement, batch_size)
+
+    @property
+    @override
+    def pipeline(self) -> MeasuredPipeline | None:
+        """The times of this rank's stage; None outside of a run."""
+        return None if self._forward is None else self._network.runner.times
 
     @property
     @override
@@ -407,7 +473,7 @@ class WholeStepStrategy(HybridPipelineStrategy):
 
     @override
     def check_job(self, module: LightningModule, processes: int) -> None:
-        pass
+        check_layout_of(self.request, module_at(module, find_network(module, self.submodule)), processes, self._example)
 
     # The end
 
@@ -418,12 +484,22 @@ class WholeStepStrategy(HybridPipelineStrategy):
         # If the set-up has failed, there is nothing to bring back, and the other ranks may have ended.
         self._replaced.close()
         self._in_parts = self._placed is not None and self._failed
+        if self._in_parts:
+            self._checked = None
         if self._placed is not None and not self._failed:
             self._placed.restore(self.optimizers)
             assert places is not None
+            assert self.lightning_module is not None
+            trainer: Any = self.lightning_module.trainer
+            bring_kept_values(places, self.lightning_module, trainer.callbacks)
             self._entered.close()
             places.messages.close()
             self._transport().close()
         self._entered.close()
         self._connections = self._forward = self._placed = self._logs = None
-        FailingTogetherDDPStrategy.teardown(self)
+        super().teardown()
+
+
+def _remove(callbacks: list[Any], *kinds: type[Any]) -> None:
+    """Remove the callbacks of some classes from a list."""
+    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, kinds)]

@@ -164,3 +164,59 @@ class DeclaredSum(Declared):
 class DeclaredAndValidated(Declared):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.loss(self(batch[0]), batch[1]))
+
+
+@case(samples=45)
+class DeclaredWeight(DeclaredClassWeights):
+    """The class weights divide the loss, and the module says so."""
+
+    def loss_weight(self, targets: Tensor) -> Tensor:
+        return torch.arange(1.0, 6.0)[targets].sum()
+
+
+@case(samples=45)
+class DeclaredWithTraces(Declared):
+    """The loss logs, counts and stores values, of which calls for microbatches must not leave a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = super().loss(outputs, targets)
+        self.count += 1
+        self.history.append(loss.item())
+        self.log("inner", loss, on_epoch=True)
+        return loss
+
+
+@case()
+class DeclaredByModule(Declared):
+    """Declares the loss by a module with a parameter, and adds a penalty in the last epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = ScaledLoss()  # type: ignore[assignment]
+
+    def changed(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
+        return loss + 1e-6 * outputs.square().mean() if self.current_epoch == 1 else loss
+
+
+class ScaledLoss(nn.CrossEntropyLoss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(self.scale * outputs, targets) + 0.1 * self.scale.square()
+
+
+@case()
+class DeclaredAdversarial(Declared):
+    """Trains with images that are changed by their own gradient."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0].requires_grad_()
+        loss = self.loss(self.net(x), batch[1])
+        (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
+        return loss + self.loss(self.net(x.detach() + 0.1 * gradient.sign()), batch[1])

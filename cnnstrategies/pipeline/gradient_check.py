@@ -1,0 +1,116 @@
+"""Compare the gradients that arrive at a network's results with those of the declared loss.
+
+A call that has run in the order 1F1B has computed the gradients of its parameters from the declared loss. These
+gradients are right if the step's own gradients of the results are those of the declared loss, times a factor. Two facts
+show this:
+
+- All of the gradient has come through the step's call of the loss. The gradient of each result must be equal, in every
+  bit, to what has come through this call, so that no other term is overlooked, however small it is.
+- The gradient that has come through this call is the sum of the microbatches' gradients. Both are computed by the
+  module's own function, so they may differ by rounding alone. The limit is :func:`tolerance` times the largest element.
+"""
+
+from collections.abc import Callable, Sequence
+from math import isfinite
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cnnstrategies.placed import ForeignTensor
+
+# Results of a comparison.
+#   factor: the gradients are those of the declared loss, times a factor
+#   infinite: an element is not finite, so the gradients cannot be compared
+#   different: they are other gradients
+Kind = Literal["factor", "infinite", "different"]
+
+
+class Verdict(NamedTuple):
+    """Verdict on a backward.
+
+    Attributes:
+        kind: The result of the comparison.
+        factor: Factor by which the gradients of the declared loss must be multiplied.
+        reason: Why the gradients are different.
+    """
+
+    kind: Kind
+    factor: float = 1.0
+    reason: str = ""
+
+
+# For each result of the network: the rows of the gradient that has arrived, and the gradient of the declared loss for
+# these rows. None if there is no gradient.
+Pairs = Sequence[tuple[Tensor | None, Tensor | None]]
+
+
+def different(reason: str) -> Verdict:
+    """Return the verdict for other gradients than those of the declared loss."""
+    return Verdict("different", 1.0, reason)
+
+
+def compare(
+    arrived: Sequence[Tensor | None],
+    through: Sequence[Tensor | None],
+    of_loss: Tensor,
+    scale: Tensor | float,
+    pairs: Callable[[], Pairs],
+) -> Verdict:
+    """Compare gradients on one replica of the last stage. This reads from the device once.
+
+    Args:
+        arrived: For each result of the network, the gradient that has arrived.
+        through: For each result, the gradient that has come through the step's call of the loss.
+        of_loss: The gradient of the value that this call has returned.
+        scale: Factor that the gradients of the declared loss contain.
+        pairs: Function that returns the gradients to compare.
+    """
+    if any((total is None) != (part is None) for total, part in zip(arrived, through, strict=True)):
+        return different(OTHER_TERM)
+    pairs_of_results = zip(arrived, through, strict=True)
+    present = [(total, part) for total, part in pairs_of_results if total is not None and part is not None]
+    if any(isinstance(tensor, ForeignTensor) for pair in (*present, (of_loss,)) for tensor in pair):
+        return different("the step computes with the loss on ranks of other stages")
+    ratio = of_loss.double() / scale
+    numbers = [ratio.reshape(())]
+    for total, part in present:
+        numbers += [total.isfinite().all(), total.eq(part).all()]
+    limits = []
+    for rows, sums in pairs():
+        if (rows is None) != (sums is None):
+            return different("loss() depends on other results for a microbatch than for the batch")
+        if rows is None or sums is None or not rows.numel():
+            continue
+        limits.append(tolerance(rows.dtype))
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        numbers += [(rows.to(wide) - ratio.to(wide) * sums.to(wide)).abs().amax(), rows.abs().amax()]
+    factor, *values = torch.stack([number.double() for number in numbers]).tolist()
+    facts, sizes = values[: 2 * len(present)], values[2 * len(present) :]
+    if not all(facts[::2]) or not isfinite(factor):
+        return Verdict("infinite")
+    if not all(facts[1::2]):
+        return different(OTHER_TERM)
+    for difference, size, limit in zip(sizes[::2], sizes[1::2], limits, strict=True):
+        if not difference <= limit * size:
+            return different(
+                f"the gradients of loss() for a batch and for its microbatches differ by {difference:.1e}, where the "
+                f"largest is {size:.1e}, so loss() is not a mean over samples"
+            )
+    return Verdict("factor", factor)
+
+
+OTHER_TERM = "the step's loss depends on the network's result in other ways than by one call of loss()"
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Return the largest difference that rounding may cause, relative to the largest element.
+
+    In 16 bits both gradients are rounded, and each by at most half a unit in the last place.
+    """
+    return (2 if torch.finfo(dtype).bits == 16 else 64) * torch.finfo(dtype).eps
+
+
+def combine(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return the common verdict of all replicas of the last stage, from the verdicts of the replicas."""
+    return min(verdicts, key=lambda verdict: ("different", "infinite", "factor").index(verdict.kind))

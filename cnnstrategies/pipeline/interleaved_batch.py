@@ -1,0 +1,138 @@
+"""A call of a divided network in the order 1F1B: the backwards of microbatches run between the forwards.
+
+The gradients of the network's results are computed for each microbatch, before the user's code has computed a loss of
+the batch. The sums of the parameters' gradients are kept until the backward of the batch. If the backward needs other
+gradients, the whole call can run again.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from cnnstrategies._torch_private import writes
+from cnnstrategies.pipeline.timetable import KINDS, Task
+from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
+
+if TYPE_CHECKING:
+    from cnnstrategies.pipeline.stage_runner import StageRunner
+
+# Function that returns the gradients of a microbatch's results, in the last stage. The arguments are the results, and a
+# function that returns the microbatch's rows of a tensor with the rows of the batch.
+GradientsOfResults = Callable[[Sequence[Tensor], Callable[[Tensor], Tensor]], Sequence[Tensor | None]]
+
+
+class InterleavedBatch(WholeBatch):
+    """A call in which the backwards run between the forwards.
+
+    Args:
+        runner: The runner of the stage.
+        images: See `StageRunner.begin`.
+        samples: See `StageRunner.begin`.
+        form: See `StageRunner.begin`. A batch of this form must have run before.
+        gradients: See `GradientsOfResults`.
+
+    Attributes:
+        started: The gradients from which the backwards of this rank's microbatches have started, by microbatch. Empty
+            in all stages except the last.
+    """
+
+    interleaves = True
+
+    def __init__(
+        self, runner: "StageRunner", images: Any, samples: int, form: Hashable, gradients: GradientsOfResults
+    ) -> None:
+        self._gradients = gradients
+        self._arguments = (images, samples, form, runner.microbatches)
+        self._salt = runner.unseen_draws
+        self.started: dict[int, Sequence[Tensor | None]] = {}
+        super().__init__(runner, images, samples, True, form, False, runner.microbatches)
+
+    def _run_forwards(self) -> None:
+        self._versions = self._current_versions()
+        self._state = None
+        if self.terms is not None:
+            self._state = self.terms.noted_state()
+            self.terms.drop_arguments()
+        self._begin_backward()
+        self._runner.run_tasks(KINDS, "1f1b", self.sizes, self._key, self._run)
+
+    def _run(self, task: Task) -> None:
+        microbatch = task.microbatch
+        if task.kind == "forward":
+            self._forward(microbatch)
+            if self.terms is not None and microbatch not in self._kept:
+                self.terms.drop_graph(microbatch)
+            return
+        gradients: Sequence[Tensor | None] = ()
+        if self._runner.last and microbatch in self._results:  # If it is missing, the batch runs again as a whole.
+            gradients = self._gradients(
+                self._results[microbatch], partial(self.rows.of_microbatch, microbatch=microbatch)
+            )
+            self.started[microbatch] = gradients
+            if self.terms is not None:
+                self.terms.undo()
+        self._backward(microbatch, gradients, keep=False, of_stored=None)
+
+    def multiplied(self, factor: float, keep: bool) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Return the gradients times a factor. See `WholeBatch.backward`.
+
+        Args:
+            factor: The factor.
+            keep: Whether another backward of this batch may follow.
+        """
+        self._use_graph(keep)
+        results = [_times(self._sums, factor), _times(self._of_images, factor)]
+        if not keep:
+            self._sums, self._of_images = [], []
+        return results[0], results[1]
+
+    def run_forwards_again(self) -> WholeBatch:
+        """Run the forwards again, without the backwards, and return the new call. All ranks must call this.
+
+        The forwards draw the same random numbers, and find the same buffers and the same values on modules. All of
+        these are afterwards what they were before this method.
+
+        Raises:
+            RuntimeError: A parameter or the images have changed since the call.
+        """
+        if self._versions != self._current_versions():
+            raise RuntimeError(
+                "a parameter or the images were changed in place between the network's forward and the backward: call "
+                "the optimizer's step after all backwards, and change a copy of the images"
+            )
+        images, samples, form, parts = self._arguments
+
+        def run() -> WholeBatch:
+            return RepeatedBatch(self._runner, images, samples, True, form, False, parts)
+
+        with self._conditions():
+            return run() if self._state is None else self._state.run(run)[0]
+
+    def _current_versions(self) -> list[int]:
+        images = tensors_in(self._images) if self._runner.stage == 0 else []
+        return [writes(tensor) for tensor in (*self.parameters, *images)]
+
+    @contextmanager
+    def _conditions(self) -> Iterator[None]:
+        """Return a context with the autocast and the random numbers of the call."""
+        runner = self._runner
+        salt, runner.unseen_draws = runner.unseen_draws, self._salt
+        try:
+            with self.under_autocast(), self.draws.at_start(), runner.under(self._placement):
+                yield
+        finally:
+            runner.unseen_draws = salt
+
+
+class RepeatedBatch(WholeBatch):
+    """A call that repeats another call, and does not count for running statistics."""
+
+    def _finish_buffers(self) -> None:
+        self._runner.buffers.abandon()
+
+
+def _times(gradients: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
+    return [gradient if gradient is None or factor == 1 else gradient * factor for gradient in gradients]

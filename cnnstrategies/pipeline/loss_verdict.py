@@ -1,0 +1,100 @@
+"""Find out, in a backward, whether the gradients of a network's result are those of the declared loss."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cnnstrategies.pipeline.buffers import BATCH_NORMS
+from cnnstrategies.pipeline.declared_loss import LossOfCall
+from cnnstrategies.pipeline.gradient_check import Pairs, Verdict, combine
+from cnnstrategies.pipeline.interleaved_batch import InterleavedBatch
+from cnnstrategies.pipeline.random_draws import GeneratorStates
+from cnnstrategies.pipeline.whole_batch import WholeBatch
+from cnnstrategies.placed import Places
+
+
+def judge(
+    places: Places,
+    last: tuple[int, ...],
+    loss: LossOfCall,
+    batch: WholeBatch,
+    of_outputs: Sequence[Tensor | None],
+    has_stored: bool,
+    outputs: Sequence[Tensor],
+) -> Verdict:
+    """Return the verdict of the last stage on a backward, on all ranks. All ranks must call this.
+
+    Args:
+        places: The rules of this rank.
+        last: Ranks of the last stage.
+        loss: The declared loss of the call.
+        batch: The call. If its backwards have not run yet, the gradients of the declared loss are computed here.
+        of_outputs: The gradients that have arrived at the network's result.
+        has_stored: Whether a value that a forward has stored has a gradient as well.
+        outputs: The network's result, if the backwards have not run yet.
+    """
+    if not isinstance(batch, InterleavedBatch) and loss.is_used:
+        loss.prepare()
+    verdict: Verdict | None = None
+    if places.rank in last:
+        with places.local():
+            started = batch.started if isinstance(batch, InterleavedBatch) else _started(loss, batch, outputs)
+            verdict = loss.compare(of_outputs, has_stored, lambda: _pairs(batch, of_outputs, started))
+        received: list[Any] = places.exchange(
+            tuple(verdict), last, "the declared loss"
+        )  # The codec sends plain tuples.
+        verdict = combine([Verdict(*values) for values in received])
+    return Verdict(*places.tell(last, lambda: tuple(verdict or ()), "the declared loss"))
+
+
+def _pairs(
+    batch: WholeBatch, of_outputs: Sequence[Tensor | None], started: Mapping[int, Sequence[Tensor | None]]
+) -> Pairs:
+    """Return the gradients that have arrived, and those of the declared loss, for this rank's microbatches."""
+    pairs: list[tuple[Tensor | None, Tensor | None]] = []
+    for index, whole in enumerate(of_outputs):
+        parts = [started[microbatch][index] for microbatch in batch.microbatches]
+        present = [part for part in parts if part is not None]
+        rows = (
+            [] if whole is None else [batch.rows.of_microbatch(whole, microbatch) for microbatch in batch.microbatches]
+        )
+        if batch.microbatches and len(present) in (0, len(parts)):
+            pairs.append((torch.cat(rows) if rows else None, torch.cat(present) if present else None))
+        elif batch.microbatches:
+            pairs.append((None, torch.cat(present)))  # The microbatches have different results.
+    return pairs
+
+
+def _started(loss: LossOfCall, batch: WholeBatch, outputs: Sequence[Tensor]) -> dict[int, Sequence[Tensor | None]]:
+    """Return the gradients of the declared loss for this rank's microbatches, by microbatch."""
+    started: dict[int, Sequence[Tensor | None]] = {}
+    if not loss.is_used:
+        return started
+    terms, device = batch.terms, outputs[0].device
+    assert terms is not None
+    before = GeneratorStates.current(device)
+    with batch.under_autocast(), _same_statistics(terms.outside_network()):
+        terms.begin_watch()
+        for microbatch in batch.microbatches:
+            rows_of = partial(batch.rows.of_microbatch, microbatch=microbatch)
+            started[microbatch] = loss.gradients([*map(rows_of, outputs)], rows_of)
+            terms.undo()
+    if before.changed(GeneratorStates.current(device)):
+        before.restore(device)
+        loss.failure = "loss() draws random numbers"
+    return started
+
+
+@contextmanager
+def _same_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Return a context after which BatchNorm layers have the same running statistics as before."""
+    layers = [module for module in modules if isinstance(module, BATCH_NORMS) and module.training]
+    buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
+    copies = [buffer.clone() for buffer in buffers]
+    yield
+    for buffer, copy in zip(buffers, copies, strict=True):
+        buffer.copy_(copy)

@@ -1,0 +1,60 @@
+"""The order in which the stages run forwards and backwards: GPipe's, or 1F1B for modules that declare their loss."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from cnnstrategies.pipeline.declared_loss import NAME, DeclaredLoss
+from cnnstrategies.pipeline.placed_network import PlacedNetwork
+from cnnstrategies.pipeline.timetable import Schedule
+from cnnstrategies.strategies.differences import has_mean_loss
+from cnnstrategies.strategies.whole_step.logs import PlacedLogs
+
+
+def declare_loss(placed: PlacedNetwork, module: LightningModule, logs: PlacedLogs, schedule: Schedule) -> None:
+    """Let the stages run in the order 1F1B if the module declares its loss. All ranks must call this.
+
+    Args:
+        placed: The module's divided network.
+        module: The module.
+        logs: The module's logs.
+        schedule: The strategy's option ``schedule``.
+    """
+    if schedule == "gpipe" or not callable(getattr(module, NAME, None)):
+        return
+
+    def scale() -> Tensor | float:
+        scaler = getattr(module.trainer.precision_plugin, "scaler", None)
+        device = placed.runner.transport.device
+        return 1.0 if scaler is None else scaler.scale(torch.ones((), device=device))
+
+    weight: Any = module.loss_weight if has_mean_loss(module) else None
+    placed.declared = DeclaredLoss(module, placed.places, placed.ranks[-1], weight, logs.silent, scale)
+
+
+def tell_news(placed: PlacedNetwork) -> None:
+    """Tell the user in which order the stages run from now on, if a step has shown it."""
+    declared = placed.declared
+    if declared is None or declared.news is None:
+        return
+    (text, is_warning), declared.news = declared.news, None
+    if is_warning:
+        rank_zero_warn(text)
+    else:
+        rank_zero_info(text)
+
+
+def describe_order(placed: PlacedNetwork, module: LightningModule, schedule: Schedule) -> str:
+    """Return a text for the start panel. The arguments are those of :func:`declare_loss`."""
+    if schedule == "gpipe":
+        return "gpipe, as configured"
+    declared, name = placed.declared, type(module).__name__
+    stores = "each stage stores the activations of all microbatches"
+    if declared is None:
+        return f"gpipe, so {stores}: for 1f1b, give {name} a method loss(outputs, targets) that training_step calls"
+    if declared.reason is not None:
+        return f"gpipe, so {stores}: {declared.reason}"
+    return f"gpipe in the first step, then 1f1b if training_step trains {name}.loss(outputs, targets), a mean"
