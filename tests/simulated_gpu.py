@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
-from cnnstrategies.placed import foreign
+from cnnstrategies.placed import call_site, foreign
 from cnnstrategies.placed.runner import OperationRunner
 
 aten = torch.ops.aten
@@ -546,6 +546,9 @@ def claim_foreign_tensors() -> None:
         device: torch.device = DEVICE.name if tensor.on_gpu else is_on_host.__get__(tensor)
         return device
 
+    # Messages must not name the lines of this file, which only ranks with values run.
+    call_site._NEVER = call_site._NEVER + (__file__,)
+    call_site._LIBRARIES = call_site._LIBRARIES + (__file__,)
     foreign.tensor_without_storage = without_storage  # type: ignore[attr-defined]
     OperationRunner.run = run  # type: ignore[method-assign]
     attributes = {
