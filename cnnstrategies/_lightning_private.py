@@ -270,6 +270,21 @@ def train_loader(trainer: Trainer) -> Any:
     return None if source.instance is None or not source.is_defined() else source.dataloader()
 
 
+def first_loader(trainer: Trainer) -> Any:
+    """Return the first loader of the run's own loop, as :func:`train_loader` does for ``fit``."""
+    loops: dict[str, Any] = {
+        "validate": trainer.validate_loop,
+        "test": trainer.test_loop,
+        "predict": trainer.predict_loop,
+    }
+    loop = loops.get(str(trainer.state.fn))
+    if loop is None:
+        return train_loader(trainer)
+    source = loop._data_source
+    loaders = None if source.instance is None or not source.is_defined() else source.dataloader()
+    return next(iter(loaders), None) if isinstance(loaders, (list, tuple)) else loaders
+
+
 def wrapped_sampler(wrapper: DistributedSamplerWrapper) -> Any:
     """Return the user's sampler that Lightning has wrapped in a DistributedSamplerWrapper."""
     return wrapper.dataset._sampler  # type: ignore[attr-defined]

@@ -326,6 +326,11 @@ def hooks_of(module: nn.Module) -> Iterator[Any]:
         yield from getattr(module, name).values()
 
 
+def autocast_settings(context: torch.autocast) -> tuple[str, torch.dtype, bool, bool]:
+    """Return the arguments with which a context `torch.autocast` was created: device, dtype, enabled, and cache."""
+    return context.device, context.fast_dtype, context._enabled, context._cache_enabled
+
+
 # Names of the dictionaries of hooks that run when a module is called, and of their options.
 _HOOK_TABLES = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
 

@@ -547,8 +547,8 @@ def claim_foreign_tensors() -> None:
         return device
 
     # Messages must not name the lines of this file, which only ranks with values run.
-    call_site._NEVER = call_site._NEVER + (__file__,)
-    call_site._LIBRARIES = call_site._LIBRARIES + (__file__,)
+    call_site._NEVER = (*call_site._NEVER, __file__)
+    call_site._LIBRARIES = (*call_site._LIBRARIES, __file__)
     foreign.tensor_without_storage = without_storage  # type: ignore[attr-defined]
     OperationRunner.run = run  # type: ignore[method-assign]
     attributes = {

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from cnnstrategies.pipeline.batch_rows import BatchRows
-from cnnstrategies.pipeline.stored import StoredKey
+from cnnstrategies.pipeline.watched import StoredKey
 
 # How a value of a batch follows from the values of the batch's parts.
 #   same: all parts have the batch's value

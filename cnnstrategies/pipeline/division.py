@@ -11,9 +11,11 @@ from torch import Tensor, fx, nn
 
 from cnnstrategies._torch_private import has_hooks
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.fixed import graph_module
+from cnnstrategies.pipeline.fixed import graph_module, known
 from cnnstrategies.pipeline.leaf_tracer import CallKey, call_keys
 from cnnstrategies.pipeline.open_tracer import TAKEN, Attribute, fingerprint
+from cnnstrategies.pipeline.outside_reads import outside_reads
+from cnnstrategies.pipeline.own_code import contexts_left, with_stores
 from cnnstrategies.pipeline.stage import (
     StageGraph,
     changed_values,
@@ -33,7 +35,8 @@ class _Trace:
     """The stages' graphs for one state of the opened containers.
 
     Attributes:
-        state: Attributes of opened containers whose values the graphs contain, with these values; see `fingerprint`.
+        state: Attributes of modules whose values the graphs contain, with these values; see `fingerprint`.
+        outside: Functions that return other values which the graphs contain, with these values; see `outside_reads`.
         graphs: Graphs of all stages.
         traced: The traced network before its division.
         runs: For each stage, the function that runs its graph. The first argument is ``root``.
@@ -41,6 +44,7 @@ class _Trace:
     """
 
     state: Mapping[Attribute, Any]
+    outside: Sequence[tuple[Callable[[], Any], Any]]
     traced: fx.GraphModule
     graphs: tuple[StageGraph, ...]
     runs: tuple[Callable[..., Any], ...]
@@ -48,8 +52,10 @@ class _Trace:
 
     @property
     def holds(self) -> bool:
-        """Whether the opened containers are still in the state of the trace."""
-        return all(fingerprint(getattr(module, name, None)) == value for (module, name), value in self.state.items())
+        """Whether everything that the graphs contain is still as it was during the trace."""
+        return all(
+            fingerprint(getattr(module, name, None)) == value for (module, name), value in self.state.items()
+        ) and all(fingerprint(read()) == value for read, value in self.outside)
 
 
 class Division:
@@ -112,7 +118,8 @@ class Division:
             ConfigurationError: An opened container has hooks.
         """
         trace = self._current()
-        return trace.runs[stage](trace.root, *inputs)
+        with contexts_left():
+            return trace.runs[stage](trace.root, *inputs)
 
     def compile(self, **options: Any) -> None:
         """Compile the stages. The arguments are passed to ``torch.compile``."""
@@ -121,6 +128,8 @@ class Division:
 
     def for_copy(self, network: nn.Module) -> "Division":
         """Return the division of a copy of the network into the same stages."""
+        if self.network in known:
+            known[network] = known[self.network]  # Numbers that follow from the shapes of images.
         division = copy.copy(self)
         vars(division).update(network=network, _modules=dict(network.named_modules()), _traces=[])
         return division
@@ -194,13 +203,10 @@ class Division:
             The trace, and the stage of each node of its graph.
 
         Raises:
-            ConfigurationError: The network's own code changes attributes or stores tensors, which a graph does not do.
+            ConfigurationError: The network's own code changes something besides attributes, or uses the value of an
+                attribute before it assigns another one, which a graph does not do.
         """
-        if (seal := seals(full).get(self.network)) is not None:
-            raise ConfigurationError(
-                f"{seal.place} cannot be cut into stages: {seal.reason}; move this code into a submodule, which runs "
-                "as a whole"
-            )
+        _check_root(self.network, full)
         try:
             traced, reads = trace_opened(self.network, full, {self._modules[path] for path in self.opened})
             coarse = match(full, traced)
@@ -213,6 +219,9 @@ class Division:
             traced, reads = trace_opened(self.network, full, {self._modules[path] for path in self.opened})
             coarse = match(full, traced)
             assert coarse is not None, f"two traces of {type(self.network).__name__} differ"
+        _check_root(self.network, traced)
+        state = {(module, name): fingerprint(getattr(module, name, None)) for module, name in reads}
+        with_stores(traced.graph, self.network)
         if stage_of is not None:
             place = _stages(traced, {coarse[node]: stage for node, stage in stage_of.items()})
         elif [node.name for node in ordered_nodes(traced)] == [name for name, _ in self._first]:
@@ -228,8 +237,9 @@ class Division:
         constants = constants_of(traced, self.network)
         runs = tuple(type(graph_module(self.network, graph.graph, constants, "Stage")).forward for graph in graphs)
         root = _WithConstants(self.network, constants) if constants else self.network
-        state = {(module, name): fingerprint(getattr(module, name, None)) for module, name in reads}
-        return _Trace(state, traced, graphs, runs, root), place
+        opened = [self._modules[path] for path in self.opened]
+        outside = [(read, fingerprint(read())) for read in outside_reads(opened)]
+        return _Trace(state, outside, traced, graphs, runs, root), place
 
     def _all_traced(self, full: fx.GraphModule) -> tuple[str, ...]:
         """Return the names of all containers that the full trace has traced into."""
@@ -256,6 +266,15 @@ class Division:
         tensors |= network.named_buffers(remove_duplicate=False)
         owner = {name: stages.get(id(tensor), self.stages - 1) for name, tensor in tensors.items()}
         return owner, frozenset(name for name, tensor in tensors.items() if id(tensor) in stages)
+
+
+def _check_root(network: nn.Module, traced: fx.GraphModule) -> None:
+    """Refuse a network whose own code does what a graph does not do."""
+    if (seal := seals(traced).get(network)) is not None:
+        raise ConfigurationError(
+            f"{seal.place} cannot be cut into stages: {seal.reason}; move this code into a submodule, which runs as a "
+            "whole"
+        )
 
 
 class _WithConstants:

@@ -14,6 +14,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch, Images, OutputGatherer, end_together, share_batch
 from cnnstrategies.pipeline.buffers import StageBuffers
 from cnnstrategies.pipeline.channels import Channels
+from cnnstrategies.pipeline.disk_memory import memory_on_disk
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
 from cnnstrategies.pipeline.losses import Loss, MeanLoss, PartialLoss
 from cnnstrategies.pipeline.stage import check_backend, connections, divide
@@ -21,7 +22,6 @@ from cnnstrategies.pipeline.step import Step
 from cnnstrategies.pipeline.timeline import Clock, Span
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule, check_layout, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport, new_group
-from cnnstrategies.pipeline.whole import memory_on_disk
 from cnnstrategies.quantities import Duration, as_timedelta
 from cnnstrategies.runtime.allocation import reuse_freed_memory
 

@@ -34,10 +34,12 @@ class BackwardReport(NamedTuple):
     Attributes:
         used: Names of the parameters, and indices of the images' tensors, that have a gradient on the rank.
         drawn: As in :class:`ForwardReport`.
+        stores: Whether hooks have stored values in the rank's backwards.
     """
 
     used: Sequence[int | str]
     drawn: Sequence[str]
+    stores: bool
 
 
 class Used(NamedTuple):

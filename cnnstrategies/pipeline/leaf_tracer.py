@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from cnnstrategies._torch_private import has_hooks
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.fixed import UndecidedError, contexts, is_of_shapes
+from cnnstrategies.pipeline.own_code import OwnCode
 from cnnstrategies.pipeline.seals import (
     DependsOnValuesError,
     EntersContextError,
@@ -68,6 +69,7 @@ class LeafTracer(fx.Tracer):
         numbers: Known numbers that the network's own forward needs, in the order in which the forward needs them.
 
     Attributes:
+        own_code: Makes nodes for what the network's own forward does besides computing.
         constants: Tensors that the network's code has made or read during the trace, and that are not attributes of
             the network. Keys are names of attributes that the graph reads.
         structures: Results of calls of traced modules that are not a single tensor, with `VALUE` in the place of each
@@ -80,6 +82,7 @@ class LeafTracer(fx.Tracer):
         # are tensors, and proxies are not tensors.
         super().__init__(autowrap_modules=(math, *([sys.modules["einops"]] if "einops" in sys.modules else [])))
         self._contexts = contexts()
+        self.own_code = OwnCode(self, lambda: not self.module_stack)
         self._seals = seals
         self._numbers = iter(numbers)
         self.constants: dict[str, Tensor] = {}
@@ -96,10 +99,17 @@ class LeafTracer(fx.Tracer):
         self._state = {**dict(root.named_parameters()), **dict(root.named_buffers())}
         self._tensors = {id(tensor): name for name, tensor in self._state.items()}
         try:
-            with self._refused_contexts():
+            with self._noted_contexts(), self.own_code.noted(root):
                 return super().trace(root, concrete_args)
         finally:
             self._tensor_proxies.clear()
+
+    def stored(self) -> set[str]:
+        """Return the names of the network's attributes to which its own forward assigns traced values.
+
+        The graph contains nodes for these assignments.
+        """
+        return self.own_code.stored
 
     def leaked(self) -> tuple[fx.Proxy, ...]:
         """Return the proxies that still exist after the trace, because the network's code has stored them."""
@@ -120,11 +130,14 @@ class LeafTracer(fx.Tracer):
         return root_fn, [self.root, *(inputs[index] for index in range(len(names)))]
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Create a node, and check that grad mode and inference mode are as at the start of the trace.
+        """Create a node, and check that grad mode, inference mode and autocast are as the graph says.
 
         Raises:
             EntersContextError: One of the modes is different.
         """
+        if (args[0] if args else kwargs["kind"]) == "output":
+            assert isinstance(self.root, nn.Module)
+            self.own_code.finish(self.root)
         if changed := [name for name, state in contexts().items() if state != self._contexts[name]]:
             raise EntersContextError(self._current(), changed[0])
         return super().create_node(*args, **kwargs)
@@ -239,31 +252,51 @@ class LeafTracer(fx.Tracer):
         return super().call_module(m, forward, args, kwargs)
 
     @contextmanager
-    def _refused_contexts(self) -> Iterator[None]:
-        """Raise an EntersContextError if the network's code enters autocast, or hooks of saved tensors.
+    def _noted_contexts(self) -> Iterator[None]:
+        """Make nodes of the contexts that the network's own forward enters. Raise an error for other contexts.
 
         A comparison of modes, as in :meth:`create_node`, cannot detect ``autocast(enabled=False)`` outside of autocast.
-        ``torch.utils.checkpoint`` uses hooks of saved tensors.
+        ``torch.utils.checkpoint`` uses hooks of saved tensors. A submodule that enters a context runs as a whole.
+
+        Raises:
+            EntersContextError: A submodule enters autocast, or a module enters hooks of saved tensors.
         """
         thread = threading.get_ident()
-        kinds: dict[Any, str] = {torch.autocast: "torch.autocast", saved_tensors_hooks: "torch.utils.checkpoint"}
-        originals = {kind: kind.__enter__ for kind in kinds}
+        names: dict[Any, str] = {
+            torch.autocast: "torch.autocast",
+            torch.no_grad: "torch.no_grad",
+            torch.enable_grad: "torch.enable_grad",
+            torch.set_grad_enabled: "torch.set_grad_enabled",
+            saved_tensors_hooks: "torch.utils.checkpoint",
+        }
+        originals = {kind: (kind.__enter__, kind.__exit__) for kind in names}
 
-        def replacement(kind: Any) -> Callable[[Any], Any]:
-            def enter(context: Any) -> Any:
-                if threading.get_ident() == thread:
-                    raise EntersContextError(self._current(), kinds[kind])
-                return originals[kind](context)
+        def enter(kind: Any, context: Any) -> Any:
+            if threading.get_ident() != thread:
+                return originals[kind][0](context)
+            if kind is saved_tensors_hooks or (kind is torch.autocast and self.module_stack):
+                raise EntersContextError(self._current(), names[kind])
+            if not self.module_stack:
+                self.own_code.entered(context, names[kind])
+            result = originals[kind][0](context)
+            if not self.module_stack:
+                self._contexts = contexts()
+            return result
 
-            return enter
+        def leave(kind: Any, context: Any, *error: Any) -> Any:
+            result = originals[kind][1](context, *error)
+            if threading.get_ident() == thread and not self.module_stack and self.own_code.left(context):
+                self._contexts = contexts()
+            return result
 
-        for kind in kinds:
-            kind.__enter__ = replacement(kind)
+        for kind in names:
+            kind.__enter__ = _method_of(enter, kind)
+            kind.__exit__ = _method_of(leave, kind)
         try:
             yield
         finally:
-            for kind, original in originals.items():
-                kind.__enter__ = original
+            for kind, (entering, leaving) in originals.items():
+                kind.__enter__, kind.__exit__ = entering, leaving
 
     def _note_structure(self, module: nn.Module, key: CallKey, result: Any) -> None:
         leaves, spec = tree_flatten(result)
@@ -311,6 +344,15 @@ class LeafTracer(fx.Tracer):
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _method_of(function: Callable[..., Any], kind: Any) -> Callable[..., Any]:
+    """Return a method that calls a function with a class and the method's arguments."""
+
+    def method(context: Any, *arguments: Any) -> Any:
+        return function(kind, context, *arguments)
+
+    return method
 
 
 def call_keys(node: fx.Node) -> list[CallKey]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from cnnstrategies.pipeline.stored import PLAIN
+from cnnstrategies.pipeline.watched import PLAIN
 
 
 class UnknownArgumentError(Exception):

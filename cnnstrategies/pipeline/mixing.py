@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cnnstrategies._torch_private import OperationMode, put_buffer
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
 from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, adds, find_rule, tolerance
-from cnnstrategies.pipeline.stored import StoredKey, StoredWatch
+from cnnstrategies.pipeline.stored import StoredWatch
 from cnnstrategies.pipeline.untouched import random_states, restore_random
+from cnnstrategies.pipeline.watched import StoredKey
 
 # Arguments of a stage's forward.
 Arguments = tuple[Any, ...]
@@ -48,10 +49,15 @@ class MixingProbe:
         run: Function that runs the stage.
         modules: The modules that the stage calls, by name, with their submodules.
         watch: Undoes what the forwards store.
+
+    Attributes:
+        run: As given.
+        watch: As given.
     """
 
     def __init__(self, run: Callable[..., Any], modules: Mapping[str, nn.Module], watch: StoredWatch) -> None:
-        self._run, self._modules, self._watch = run, modules, watch
+        self.run, self.watch = run, watch
+        self._modules = modules
         self._random: dict[str, Any] = {}
 
     def verdict(self, arguments: Sequence[Arguments], samples: Sequence[int]) -> ProbeResult | None:
@@ -69,8 +75,8 @@ class MixingProbe:
         else:
             counts = [samples[0] // 2, samples[0] - samples[0] // 2]
             whole = arguments[0]
-            parts = [_rows(whole, samples[0], 0, counts[0]), _rows(whole, samples[0], counts[0], samples[0])]
-        with self._fixed():
+            parts = [rows_of(whole, samples[0], 0, counts[0]), rows_of(whole, samples[0], counts[0], samples[0])]
+        with self.fixed():
             return self._compare(whole, parts, counts)
 
     def additions(self, arguments: Arguments) -> list[CombiningRule]:
@@ -79,29 +85,44 @@ class MixingProbe:
         Args:
             arguments: The stage's arguments for the batch.
         """
-        with self._fixed():
+        with self.fixed():
             _, stored, before, _ = self._forward(arguments)
             values = StoredValues.of(stored)
             again = self._again(arguments, stored)
             columns = zip(values.leaves, values.leaves_of(before), values.leaves_of(again), strict=True)
             return [CombiningRule("same", adds(*column, _limit(column[0]))) for column in columns]
 
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the trainable parameters of the stage's modules."""
+        parameters = {id(p): p for module in self._modules.values() for p in module.parameters(recurse=False)}
+        return [parameter for parameter in parameters.values() if parameter.requires_grad]
+
+    def restore_random(self) -> None:
+        """Give the generators the states from the start of :meth:`fixed`."""
+        restore_random(self._random)
+
     @contextmanager
-    def _fixed(self) -> Iterator[None]:
-        """Return a context for forwards that leave no trace, and in which equal samples have equal results."""
+    def fixed(self, has_backward: bool = False) -> Iterator[None]:
+        """Return a context for forwards that leave no trace, and in which equal samples have equal results.
+
+        Args:
+            has_backward: Whether a backward follows the forwards, so that activations must be kept.
+        """
         self._random = random_states()
         with ExitStack() as stack:
             # Users have not asked for these forwards, and a part of the batch may be a single sample.
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            stack.enter_context(saved_tensors_hooks(_nothing, _no_tensor))
+            # With a backward, no hooks of the user see the saved tensors.
+            saved = (_same, _same) if has_backward else (_nothing, _no_tensor)
+            stack.enter_context(saved_tensors_hooks(*saved))
             if "torch._dynamo" in sys.modules:  # Otherwise nothing is compiled, and the import would take seconds.
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_fixed_statistics(self._modules.values()))
             stack.callback(restore_random, self._random)
-            self._watch.begin()
-            stack.callback(self._watch.begin)
-            stack.callback(self._watch.take)
+            self.watch.begin()
+            stack.callback(self.watch.begin)
+            stack.callback(self.watch.take)
             yield
 
     def _compare(self, whole: Arguments, parts: Sequence[Arguments], samples: Sequence[int]) -> ProbeResult:
@@ -172,11 +193,11 @@ class MixingProbe:
 
         restore_random(self._random)
         for key, value in (start or {}).items():
-            self._watch.change(key, value)
-        with _FixedDraws():  # type: ignore[no-untyped-call]
-            output = self._run(*tree_map(copy, arguments))
-        stored = self._watch.take()
-        return tree_map(_detached, output), stored, dict(self._watch.before), inputs
+            self.watch.change(key, value)
+        with FixedDraws():  # type: ignore[no-untyped-call]
+            output = self.run(*tree_map(copy, arguments))
+        stored = self.watch.take()
+        return tree_map(_detached, output), stored, dict(self.watch.before), inputs
 
     def _culprit(self, whole: Arguments, parts: Sequence[Arguments], samples: Sequence[int]) -> str:
         """Return a text that names the first module whose result for a sample depends on the other samples."""
@@ -229,7 +250,7 @@ def _are_equal(tensors: Sequence[Tensor]) -> bool:
     return all(tensor.shape == tensors[0].shape and torch.equal(tensor, tensors[0]) for tensor in tensors)
 
 
-def _rows(arguments: Arguments, samples: int, start: int, stop: int) -> Arguments:
+def rows_of(arguments: Arguments, samples: int, start: int, stop: int) -> Arguments:
     """Return the arguments for some samples of a microbatch."""
 
     def part(leaf: Any) -> Any:
@@ -256,7 +277,7 @@ def _are_rows(whole: Any, parts: Sequence[Any], samples: Sequence[int]) -> bool:
     return True
 
 
-class _FixedDraws(OperationMode):  # type: ignore[no-untyped-call]
+class FixedDraws(OperationMode):  # type: ignore[no-untyped-call]
     """Replaces random numbers by fixed numbers, so that a sample has the same numbers in each batch."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -321,6 +342,10 @@ def _detached(leaf: Any) -> Any:
 
 def _nothing(tensor: Tensor) -> None:
     """Keep no activation for a backward pass, because none follows."""
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _no_tensor(_: None) -> Tensor:

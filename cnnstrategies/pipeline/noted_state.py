@@ -10,7 +10,7 @@ from cnnstrategies._torch_private import hook_tables
 from cnnstrategies.pipeline.saved_copies import saving_copies
 
 if TYPE_CHECKING:
-    from cnnstrategies.pipeline.stored import Container, StoredKey, WatchedTensor
+    from cnnstrategies.pipeline.watched import Container, StoredKey, WatchedTensor, WatchedVariables
 
 T = TypeVar("T")
 # Function that restores a noted value. It returns a function that undoes this; None if the value has not changed.
@@ -33,12 +33,12 @@ class NotedState:
 
     def __init__(
         self,
-        watched: Sequence["Container | WatchedTensor"],
+        watched: Sequence["Container | WatchedVariables | WatchedTensor"],
         modules: Sequence[nn.Module],
         changing: Set[tuple[Any, ...]],
     ) -> None:
         # Several modules may refer to the same list.
-        targets: dict[int, Container | WatchedTensor] = {}
+        targets: dict[int, Container | WatchedVariables | WatchedTensor] = {}
         for value in watched:
             targets.setdefault(id(value.target), value)
         self._watched = [(value, value.restorer()) for value in targets.values()]

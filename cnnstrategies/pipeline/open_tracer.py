@@ -15,9 +15,11 @@ from cnnstrategies.pipeline.seals import Seal
 # Key of a node's metadata: the node takes a value from the nested result of a module, and was not in the full graph.
 TAKEN = "taken"
 _PLAIN = (int, str, bytes, type(None))
+_NUMBERS_AND_TEXTS = (*_PLAIN, float, complex)
 # Attributes of every module. A change of a parameter, buffer or submodule needs no new trace, because the graph reads
 # it each time it runs.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_OF_CLASS = frozenset(dir(nn.Module))
 
 # A module and the name of one of its attributes.
 Attribute = tuple[nn.Module, str]
@@ -30,7 +32,8 @@ class OpenTracer(LeafTracer):
         opened: Modules to trace into.
         structures: Nested results of modules that are not opened, see `LeafTracer.structures`.
         reads: The tracer adds the attributes that the code of the opened containers reads and that are not parameters,
-            buffers or modules. The graph contains the values of these attributes.
+            buffers or modules. The graph contains the values of these attributes. Attributes of classes, properties,
+            and attributes of modules that are not opened count only if they are numbers or texts.
         seals: Modules that a trace without cuts has not opened.
         numbers: Known numbers that the network's own forward needs, in the order in which the forward needs them.
     """
@@ -52,6 +55,13 @@ class OpenTracer(LeafTracer):
         """Trace a network into a graph."""
         with self._noted_reads():
             return super().trace(root, concrete_args)
+
+    def stored(self) -> set[str]:
+        """Return the names of the network's attributes to which its own forward only assigns traced values.
+
+        A graph would not contain the value of an attribute that the forward reads before the assignment.
+        """
+        return super().stored() - {name for module, name in self._reads if module is self.root}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module becomes one node of the graph. The module's code is then not traced."""
@@ -90,7 +100,7 @@ class OpenTracer(LeafTracer):
 
     @contextmanager
     def _noted_reads(self) -> Iterator[None]:
-        """Note which attributes of opened containers are read in this thread."""
+        """Note which attributes of modules the code in this thread reads."""
         thread, reads = threading.get_ident(), self._reads
         # By id, because the hash of a torchmetrics metric reads the metric's attributes.
         opened = {id(module) for module in self._opened}
@@ -98,8 +108,12 @@ class OpenTracer(LeafTracer):
 
         def read(module: nn.Module, name: str) -> Any:
             value = original(module, name)
-            is_noted = name not in _OF_TORCH and name[:2] != "__" and threading.get_ident() == thread
-            if is_noted and id(module) in opened and name in original(module, "__dict__"):
+            if name in _OF_TORCH or name[:2] == "__" or threading.get_ident() != thread:
+                return value
+            if module is getattr(self, "root", None) and name in self.own_code.assigned:
+                return value  # The graph contains the value that the network's own code has stored before.
+            is_own = id(module) in opened and name in original(module, "__dict__")
+            if is_own or (isinstance(value, _NUMBERS_AND_TEXTS) and name not in _OF_CLASS):
                 reads[module, name] = None
             return value
 

@@ -10,10 +10,12 @@ from torch.utils._pytree import tree_map
 from cnnstrategies._torch_private import keeps_graph
 from cnnstrategies.pipeline.channels import TensorHeader
 from cnnstrategies.pipeline.declared_loss import LossOfCall
+from cnnstrategies.pipeline.double_backward import autocast_states, gradients_with_graph
 from cnnstrategies.pipeline.forms import BackwardReport, ForwardReport, KnownForm
 from cnnstrategies.pipeline.interleaved_batch import InterleavedBatch
 from cnnstrategies.pipeline.loss_verdict import judge
 from cnnstrategies.pipeline.random_draws import advance
+from cnnstrategies.pipeline.stored_terms import CallTerms
 from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
 from cnnstrategies.placed.messages import RefusedError
 
@@ -32,6 +34,7 @@ class PlacedCall:
 
     Attributes:
         header: Header of the network's result, after :meth:`forward`.
+        autocast: For each type of device, whether autocast was on, and its dtype.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class PlacedCall:
         has_inputs = bool(parameters) or any(leaf.requires_grad for leaf in tensors_in(images))
         self.needs_gradient = torch.is_grad_enabled() and has_inputs
         self.header: TensorHeader | None = None
+        self.autocast = autocast_states()
         self._key = form
         self._form: KnownForm | None = None
         self._batch: WholeBatch | None = None
@@ -103,6 +107,11 @@ class PlacedCall:
             tensors = [places.foreign_like(shape, self.last, "the network's output", device) for shape in shapes]
             return *tensors, *stored
 
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the network has drawn random numbers on a rank."""
+        return self._form is not None and bool(self._form.drawn)
+
     def place_stored(self, stored: Sequence[Tensor]) -> None:
         """Store what the stages' forwards have stored in the attributes of this rank's modules.
 
@@ -138,12 +147,13 @@ class PlacedCall:
         sums, of_images = self._run_backward(of_outputs, of_stored, any(g is not None for g in gradients[count:]))
         batch = self._batch  # It may be another one, which has run again.
         assert batch is not None
+        assert batch.terms is not None
         of_parameters = {id(parameter): gradient for parameter, gradient in zip(batch.parameters, sums, strict=True)}
         # Image gradients exist in the first stage only, in the order of the images. Parameters have names.
         computed: dict[int | str, Tensor | None] = dict(enumerate(of_images))
         computed |= {name: of_parameters.get(id(parameter)) for name, parameter in self.parameters.items()}
         outputs = tuple(gradient is not None for gradient in gradients)
-        used = self._used(outputs, {key for key, gradient in computed.items() if gradient is not None})
+        used = self._used(outputs, {key for key, gradient in computed.items() if gradient is not None}, batch.terms)
         owner = self.network.division.owner
         targets: list[tuple[int | str, tuple[int, ...], Tensor]]
         targets = [(index, self.first, image) for index, image in enumerate(tensors_in(self.images))]
@@ -195,8 +205,8 @@ class PlacedCall:
         if not batch.draws.drawn <= form.drawn:
             runner.unseen_draws += 1
 
-    def _used(self, outputs: tuple[bool, ...], local_keys: set[int | str]) -> set[int | str]:
-        """Return the keys of all tensors that have a gradient on any rank.
+    def _used(self, outputs: tuple[bool, ...], local_keys: set[int | str], terms: CallTerms) -> set[int | str]:
+        """Return the keys of all tensors that have a gradient on any rank. Place what hooks have stored in backwards.
 
         The ranks exchange the keys in the first backward with a form and a set of outputs, and later when a rank says
         that the rank's keys have changed.
@@ -204,6 +214,7 @@ class PlacedCall:
         Args:
             outputs: For each output, whether it has a gradient.
             local_keys: Keys of the tensors that have a gradient on this rank.
+            terms: What this rank's microbatches have stored.
         """
         places, form, batch = self.places, self._form, self._batch
         assert form is not None
@@ -212,9 +223,15 @@ class PlacedCall:
         known = form.used.get(outputs)
         if known is not None:
             has_changed = local_keys != known.of_rank or not drawn <= form.drawn
-            if not any(places.exchange(has_changed, everyone, "changes")):
+            changes = places.exchange((has_changed, terms.stores_in_backward), everyone, "changes")
+            if not any(changed for changed, _ in changes):
+                if any(stores for _, stores in changes):
+                    terms.place_of_backward()
                 return known.of_all
-        reports = places.exchange(BackwardReport(sorted(local_keys, key=str), sorted(drawn)), everyone, "used")
+        report = BackwardReport(sorted(local_keys, key=str), sorted(drawn), terms.stores_in_backward)
+        reports = places.exchange(report, everyone, "used")
+        if any(received.stores for received in reports):
+            terms.place_of_backward()
         return form.learn_backward(outputs, reports, places.rank)
 
     def _deferred_sum(self, parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
@@ -256,7 +273,19 @@ class NetworkFunction(torch.autograd.Function):
         return results
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """Run the backwards of this rank's stage."""
-        return (None, *ctx.call.backward(gradients))
+        """Run the backwards of this rank's stage.
+
+        If the gradients need gradients themselves (``create_graph=True``), the network's own code runs again instead.
+        """
+        call: PlacedCall = ctx.call
+        assert call.header is not None
+        if torch.is_grad_enabled():
+            if any(gradient is not None for gradient in gradients[len(call.header.tensors) :]):
+                raise RefusedError(
+                    "a gradient of a value that the network's forward has stored is computed with create_graph=True, "
+                    "which a divided network cannot do: return the value from the network's forward"
+                )
+            return (None, *gradients_with_graph(call, gradients[: len(call.header.tensors)]))
+        with torch.no_grad():
+            return (None, *call.backward(gradients))

@@ -1,7 +1,7 @@
 """Call a divided network as on one device: on every rank, once, with a whole batch."""
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ class PlacedNetwork:
         transport: Connections of this rank, for activations and their gradients.
         ahead: See `StageRunner`.
         owner: The module that contains the network, in which forwards may store values; by default the network.
+        check: Function that may refuse the division, while the parameters of all stages have values.
 
     Attributes:
         division: The division of the network.
@@ -62,10 +63,14 @@ class PlacedNetwork:
         transport: Transport,
         ahead: int,
         owner: nn.Module | None = None,
+        check: Callable[[Division], None] | None = None,
     ) -> None:
         self.places = places
         self.copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._begin(Division(network, cuts), transport, ahead, network if owner is None else owner)
+        division = Division(network, cuts)
+        if check is not None:
+            check(division)
+        self._begin(division, transport, ahead, network if owner is None else owner)
 
     def _begin(
         self,
@@ -177,6 +182,8 @@ class PlacedNetwork:
                     return self.runner.begin_interleaved(images, samples, form, gradients)
                 return self.runner.begin(images, samples, needs_gradient, form, in_order)
             except NeedsOneMicrobatchError as error:
+                if error.is_once:
+                    return self.runner.begin(images, samples, needs_gradient, form, in_order, whole=True)
                 self._whole.add(form)
                 self.one_microbatch = (
                     f"{error.reason}, so the network runs batches as one microbatch, and only one of its "

@@ -33,6 +33,12 @@ class StageReplicas:
         self.group = groups[transport.place.stage]
         self._transport = transport
 
+    def close(self) -> None:
+        """Destroy the process group. All replicas must call this, after the last step."""
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+        self.group = None
+
     def share_rows(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
         """Copy the rows of each microbatch from the replica that runs the microbatch to the other replicas.
 

@@ -141,6 +141,14 @@ class StageRunner:
             and name in self.division.used
         ]
 
+    def close(self) -> None:
+        """Destroy the process group of the replicas, and drop references to it, so that its threads end.
+
+        All ranks must call this, after the last step.
+        """
+        self.replicas.close()
+        self.buffers.group = None
+
     def watch(self, owner: nn.Module, places: Places, ranks: Sequence[tuple[int, ...]]) -> None:
         """Take care of what forwards store on modules from now on.
 
@@ -164,8 +172,10 @@ class StageRunner:
             if node.op == "call_module"
             for path, module in network.get_submodule(str(node.target)).named_modules(prefix=str(node.target))
         }
-        first_ranks = self._first_ranks()
-        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks, first_ranks, self._may_store)
+        share, first_ranks = self.replicas.share_rows, self._first_ranks()
+        self.terms = StoredTerms(
+            owner, network, modules, run, run_again, places, ranks, first_ranks, share, self._may_store
+        )
         self.buffers.copies_others = False
 
     def _may_store(self) -> bool:

@@ -5,21 +5,24 @@ get a foreign tensor in the same attribute, and plain values are sent. A stored 
 output of the network's autograd function, like the network's result.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.channels import TensorHeader, pack
 from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, combine, gradient_of_part, is_same
-from cnnstrategies.pipeline.mixing import MixingProbe
+from cnnstrategies.pipeline.first_forward import NotedParameters
+from cnnstrategies.pipeline.mixing import MixingProbe, ProbeResult
+from cnnstrategies.pipeline.mixing_backward import reason_of_backward
 from cnnstrategies.pipeline.noted_state import NotedState
-from cnnstrategies.pipeline.stored import PLAIN, StoredKey, StoredWatch
+from cnnstrategies.pipeline.stored import StoredWatch
+from cnnstrategies.pipeline.watched import PLAIN, StoredKey
 from cnnstrategies.placed import Places, RefusedError
 
 
@@ -28,11 +31,12 @@ class NeedsOneMicrobatchError(Exception):
 
     Attributes:
         reason: A clause that names the module.
+        is_once: Whether the reason holds for this call only.
     """
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, is_once: bool = False) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.is_once = reason, is_once
 
 
 class _Report(NamedTuple):
@@ -40,12 +44,16 @@ class _Report(NamedTuple):
 
     Attributes:
         reason: Why the rank's stage needs the whole batch as one microbatch; None if it does not.
+        is_once: Whether the reason holds for this call only.
+        refusal: Error message for all ranks, if the rank's forwards have done what a pipeline cannot do.
         header: What the stage has stored: for each key its kind, its path, whether the forward has added to the value,
             and the value. Tensors are described.
     """
 
     reason: str | None
     header: TensorHeader
+    is_once: bool = False
+    refusal: str | None = None
 
 
 class StoredTerms:
@@ -61,6 +69,7 @@ class StoredTerms:
         places: The rules of this rank.
         ranks: For each stage, the ranks of its replicas.
         first_ranks: For each stage, the rank that runs the first microbatch.
+        share: Function that copies tensors among the replicas of the stage; see `StageReplicas.share_rows`.
         may_store: Function that returns whether a forward of any stage may store something. It gives the same answer on
             all ranks.
     """
@@ -75,6 +84,7 @@ class StoredTerms:
         places: Places,
         ranks: Sequence[tuple[int, ...]],
         first_ranks: Sequence[int],
+        share: Callable[[Sequence[Tensor], Sequence[int]], None],
         may_store: Callable[[], bool],
     ) -> None:
         self.watch = StoredWatch(owner, network)
@@ -82,8 +92,10 @@ class StoredTerms:
         self.run, self.places, self.ranks, self.first_ranks = run, places, ranks, first_ranks
         self.stage = next(stage for stage, members in enumerate(ranks) if places.rank in members)
         self.group = ranks[self.stage]
+        self.modules, self.share = modules, share
         self.run_forms: set[Hashable] = set()  # Forms of earlier calls.
         self.known: dict[Hashable, tuple[StoredValues, list[CombiningRule]]] = {}
+        self.is_first = True  # Whether no call has ended yet.
         self.reports: dict[int, _Report] = {}
         # Forms of batches in whose first call no stage has stored anything.
         self.without_terms: set[Hashable] = set()
@@ -126,6 +138,12 @@ class CallTerms:
         # Tensors of this stage that the forwards have changed in place, with the values of the whole batch.
         self._changed: list[tuple[Tensor, Tensor]] = []
         self._headers: list[TensorHeader] = []
+        self._ran: list[int] = []  # This rank's microbatches.
+        self._has_parts = not rows.is_one_microbatch
+        # Layers may set their parameters in their first forward.
+        self._noted = NotedParameters(terms.modules) if terms.is_first else None
+        self._changed_parameter: str | None = None
+        self._of_backward = StoredValues.of({})
         self._without_graph: set[int] = set()
         self._keeps_arguments = True
 
@@ -144,6 +162,11 @@ class CallTerms:
         is_new = self._form not in terms.run_forms
         with watch.saving_copies(is_new) if self._needs_gradient else nullcontext():
             result = terms.run(*arguments)
+        if self._noted is not None and (changed := self._noted.changed()):
+            self._changed_parameter = changed[0]
+            if self._has_parts:
+                self._noted.restore()
+        self._ran.append(microbatch)
         self._stored[microbatch] = StoredValues.of(watch.take())
         self._before |= watch.before
         if self._keeps_arguments:
@@ -178,27 +201,36 @@ class CallTerms:
             NeedsOneMicrobatchError: A stage mixes samples, or what it stores cannot be combined.
         """
         terms, places = self._terms, self._terms.places
+        refusal = terms.watch.new_modules()
         if self._form in terms.without_terms and not terms.may_store():
             self._arguments.clear()
-            self._check_nothing()
+            self._noted = None
+            self._check_nothing(refusal)
             return
         with torch.set_grad_enabled(self._needs_gradient):
             reason = self._find_rules()
         terms.run_forms.add(self._form)
         reason = self.reason or reason
+        set_first = self._share_parameters()
         self._arguments.clear()
-        report = _Report(reason, _NOTHING)
-        if reason is None and self._stored:
+        report = _Report(set_first or reason, _NOTHING, set_first is not None, refusal)
+        if set_first is not None:
+            reason = set_first
+        if reason is None and refusal is None and self._stored:
             report = _Report(None, self._combine())
         news = None if report == terms.reports.get(places.rank) else report
         for rank, received in enumerate(places.exchange(news, range(places.world_size), "stored")):
             if received is not None:
                 terms.reports[rank] = _Report(*received)
+        refusals = [report.refusal for _, report in sorted(terms.reports.items()) if report.refusal is not None]
+        if refusals:
+            raise ConfigurationError(refusals[0])
         reports = [terms.reports[rank] for rank in terms.first_ranks]
         for stage_report in reports:
             if stage_report.reason is not None:
                 terms.reports.clear()
-                raise NeedsOneMicrobatchError(stage_report.reason)
+                raise NeedsOneMicrobatchError(stage_report.reason, stage_report.is_once)
+        terms.is_first, self._noted = False, None
         with torch.no_grad():
             for tensor, values in self._changed:
                 tensor.copy_(values)
@@ -208,12 +240,18 @@ class CallTerms:
         if all(report == _Report(None, _NOTHING) for report in terms.reports.values()):
             terms.without_terms.add(self._form)
 
-    def _check_nothing(self) -> None:
+    def _check_nothing(self, refusal: str | None) -> None:
         """Check that a call whose forwards cannot store anything has not stored anything.
 
+        Args:
+            refusal: See `StoredWatch.new_modules`.
+
         Raises:
-            RefusedError: It has.
+            ConfigurationError: A forward has created modules or parameters.
+            RefusedError: A forward has stored something else.
         """
+        if refusal is not None:
+            raise ConfigurationError(refusal)
         if self.reason is not None:
             raise RefusedError(f"{self.reason}, unlike for earlier batches of the same shapes: use one microbatch")
         key = next((key for values in self._stored.values() for key in values.keys), None)
@@ -243,6 +281,9 @@ class CallTerms:
             )
             for kind, path, accumulates, value in entries:
                 key = StoredKey(kind, path)
+                if key.is_outside:
+                    # The value may be a cache, which the forwards of other stages use.
+                    value = self._with_copies(value)
                 if kind in ("set", "values"):
                     present = watch.value(key)
                     if path in before and accumulates is not False:
@@ -255,6 +296,46 @@ class CallTerms:
                         value = present + (value - (before[path] or 0))
                     before.setdefault(path, present)
                 watch.put(key, value)
+
+    def _with_copies(self, value: Any) -> Any:
+        """Return a value of which all ranks have copies, except for tensors with a gradient."""
+        leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and not leaf.requires_grad]
+        copies = self._terms.places.all_everywhere(leaves, "a stored value")
+        return tree_map(lambda leaf: copies.get(id(leaf), leaf), value)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Return a context for the backwards of this rank's microbatches, which takes away what hooks store.
+
+        Raises:
+            RefusedError: A hook has stored a value, and the batch is not one microbatch.
+        """
+        watch = self._terms.watch
+        watch.begin()
+        yield
+        self._of_backward = StoredValues.of(watch.take())
+        if self._of_backward.keys and self._has_parts:
+            raise RefusedError(
+                f"a hook has stored {self._of_backward.keys[0]} in the backward of a part of the batch, which is not "
+                "what it would store for the whole batch: set the strategy's microbatches to 1, or store the value in "
+                "the first step, so that the network runs batches as one microbatch"
+            )
+
+    @property
+    def stores_in_backward(self) -> bool:
+        """Whether hooks have stored values in the backwards of this rank's microbatches."""
+        return bool(self._of_backward.keys)
+
+    def place_of_backward(self) -> None:
+        """Store what the stages' backwards have stored in the attributes of this rank's modules.
+
+        All ranks must call this, if :attr:`stores_in_backward` is true on a rank. The batch is one microbatch.
+        """
+        terms = CallTerms(self._terms, self._rows, False, self._device, self._form)
+        terms._before = dict(self._terms.watch.before)
+        terms._stored = dict.fromkeys(self._ran, self._of_backward)
+        terms.finish()
+        terms.place(terms.outputs())
 
     def own_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Bring the gradients of :meth:`outputs` to their stages. All ranks must call this.
@@ -323,7 +404,11 @@ class CallTerms:
             return None
         if not self._keeps_arguments:
             return "it stores other things than in an earlier batch of the same shapes"
-        verdict = terms.probe.verdict(list(self._arguments.values()), [self._sizes[m] for m in self._arguments])
+        arguments, samples = list(self._arguments.values()), [self._sizes[m] for m in self._arguments]
+        verdict = terms.probe.verdict(arguments, samples)
+        if verdict is not None and verdict.reason is None and self._needs_gradient:
+            reason = reason_of_backward(terms.probe, arguments, samples)
+            verdict = verdict if reason is None else ProbeResult(reason, None, [])
         if len(terms.group) > 1:
             verdicts = [v for v in terms.places.exchange(verdict, terms.group, "probe") if v is not None]
             verdict = next((v for v in verdicts if v.reason is not None), verdicts[0] if verdicts else None)
@@ -337,11 +422,30 @@ class CallTerms:
         fits = self._fits(verdict.stored, verdict.rules)
         return None if fits else "it stores different things in different microbatches"
 
+    def _share_parameters(self) -> str | None:
+        """Give all replicas of the stage the parameters that a forward has set.
+
+        Returns:
+            Why the stage needs the whole batch as one microbatch; None if it does not.
+        """
+        if self._noted is None:
+            return None
+        names = [self._changed_parameter]
+        if len(self._terms.group) > 1:
+            names = self._terms.places.exchange(self._changed_parameter, self._terms.group, "parameters")
+        name = next((name for name in names if name is not None), None)
+        if name is None:
+            return None
+        if self._has_parts:
+            return f"its first forward sets {name}"
+        self._terms.share(self._noted.tensors(), self._sizes)
+        return None
+
     def _additions(self) -> list[CombiningRule]:
         """Return the rules of a batch that is one microbatch."""
         terms = self._terms
         (values,) = self._stored.values()
-        if not self._arguments or not values.keys:
+        if not self._arguments or not values.keys or self._changed_parameter is not None:
             return [CombiningRule("same")] * len(values.leaves)
         known = terms.known.get(self._form)
         if known is None or not values.has_form_of(known[0]):

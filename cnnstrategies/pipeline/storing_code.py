@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from cnnstrategies._torch_private import hooks_of
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
-from cnnstrategies.pipeline.stored import PLAIN
+from cnnstrategies.pipeline.watched import PLAIN
 
 # Instructions that change an object which other code may refer to.
 _STORES = {

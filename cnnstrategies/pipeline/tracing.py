@@ -20,6 +20,7 @@ from cnnstrategies.pipeline.fixed import (
 )
 from cnnstrategies.pipeline.leaf_tracer import LeafTracer
 from cnnstrategies.pipeline.open_tracer import Attribute, OpenTracer
+from cnnstrategies.pipeline.own_code import context_spans
 from cnnstrategies.pipeline.seals import (
     OUTSIDE,
     Seal,
@@ -32,7 +33,7 @@ from cnnstrategies.pipeline.seals import (
     where,
 )
 from cnnstrategies.pipeline.untouched import Change, Untouched, random_states
-from cnnstrategies.pipeline.uses import changed_in_place, nodes_that_change, ordered_nodes, uses_of_state
+from cnnstrategies.pipeline.uses import changes_of_shared_values, nodes_that_change, ordered_nodes, uses_of_state
 
 # Keys of a traced network's metadata; see the attributes of `LeafTracer`.
 _SEALS, _STRUCTURES, _UNFOLDABLE = "seals", "structures", "unfoldable"
@@ -211,6 +212,7 @@ def _trace(
                 library = drawn_from(states)
             is_last = len(sealed) == count
             changed = {**untouched.changed, **(_leaks(network, tracer) if is_last else {})}
+            _forget(changed, network, tracer.stored())
         except (ConfigurationError, UndecidedError):
             raise
         except Exception as error:
@@ -232,6 +234,13 @@ def _trace(
             return traced
 
 
+def _forget(changed: dict[nn.Module, dict[str, Change]], network: nn.Module, names: Collection[str]) -> None:
+    """Remove attributes of the network from the changed ones, because the graph stores values in them."""
+    of_network = {name: kind for name, kind in changed.pop(network, {}).items() if name not in names}
+    if of_network:
+        changed[network] = of_network
+
+
 def _leaks(network: nn.Module, tracer: LeafTracer) -> dict[nn.Module, dict[str, Change]]:
     """Return the modules whose code has stored proxies outside of the network, in the form of `Untouched.changed`."""
     if tracer.leaked():
@@ -250,16 +259,12 @@ def cut_positions(traced: fx.GraphModule) -> list[int]:
     cut cannot separate two nodes that use the same parameter or buffer, because a parameter or buffer belongs to one
     stage; buffers that the network only reads are an exception, see
     :func:`~cnnstrategies.pipeline.uses.read_buffers`. If a node changes the result of an earlier node in place, and a
-    later node uses this result, a cut cannot separate the first two nodes.
+    later node uses this result or a view of it, a cut cannot separate the first two nodes. A cut cannot be in a context
+    that the network's own code enters, such as ``torch.no_grad``.
     """
     nodes = ordered_nodes(traced)
-    position = {node: index for index, node in enumerate(nodes)}
-    spans = list(uses_of_state(traced, nodes).values())
-    for node in nodes:
-        if (changed := changed_in_place(traced, node)) in position:
-            assert changed is not None
-            if any(position.get(user, len(nodes)) > position[node] for user in changed.users):
-                spans.append([position[changed], position[node]])
+    spans: list[Sequence[int]] = [*uses_of_state(traced, nodes).values(), *context_spans(nodes)]
+    spans += changes_of_shared_values(traced, nodes)
     blocked = {index for span in spans for index in range(min(span) + 1, max(span) + 1)}
     return [index for index in range(1, len(nodes)) if index not in blocked]
 
@@ -298,8 +303,9 @@ def find_cut(traced: fx.GraphModule, name: str) -> int:
         near = min(possible, key=lambda index: abs(index - cut), default=None)
         advice = "it cannot be cut anywhere" if near is None else f"the nearest cut is after {nodes[near - 1].name!r}"
         raise ConfigurationError(
-            f"cuts: the network cannot be cut after {name!r} (the network ends there, or uses the same parameters "
-            f"again later); {advice}"
+            f"cuts: the network cannot be cut after {name!r} (the network ends there, uses the same parameters again "
+            f"later, changes a value in place that it uses again later, or computes in a context such as "
+            f"torch.no_grad); {advice}"
         )
     return cut
 

@@ -9,7 +9,7 @@ import inspect
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -17,12 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from cnnstrategies._torch_private import writes
+from cnnstrategies.pipeline.variables import Variables, is_library, used_by_class, used_by_function
 
 # Objects of these types are shared with other code, or have no state that a forward changes.
 _PASSED_OVER = (type, ModuleType, FunctionType, MethodType, nn.Parameter, torch.device, torch.Size)
 # The search covers the attributes of a module's attributes, and ends there. Otherwise it would reach the rest of the
 # program: a LightningModule, for example, refers to its trainer.
 _OBJECT_DEPTH = 2
+# Number of functions and classes between a module's class and a variable that is recorded.
+_VARIABLES_DEPTH = 4
 # Dictionaries in which torch keeps a module's parameters, buffers and submodules. A key is an attribute's name.
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -74,6 +77,7 @@ class Untouched:
         for kind in {type(module) for module in self._network.modules()}:
             if not kind.__module__.startswith("torch."):
                 self._record_outside(inspect.unwrap(kind.forward))
+                self._record_variables(kind)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,6 +113,34 @@ class Untouched:
                 restore, _ = _restorer(value)
                 if restore is not None:
                     self._outside.append(restore)
+
+    def _record_variables(self, kind: type) -> None:
+        """Record the variables outside of objects that the code of a user's class can reach."""
+        waiting: list[tuple[Any, int]] = [(kind, 0)]
+        while waiting:
+            value, depth = waiting.pop()
+            if isinstance(value, MethodType):
+                value = value.__func__
+            if id(value) in self._seen or isinstance(value, (*_PLAIN, Tensor, nn.Module)):
+                continue
+            self._seen[id(value)] = value
+            used: list[tuple[str, Any]] = []
+            if isinstance(value, Variables):
+                self._outside.append(value.restorer())
+            elif isinstance(value, dict | list | set | deque):
+                restore, _ = _restorer(value)
+                assert restore is not None
+                self._outside.append(restore)
+            elif isinstance(value, FunctionType):
+                used = list(used_by_function(value))
+            elif isinstance(value, type):
+                used = list(used_by_class(value))
+            elif isinstance(value, SimpleNamespace) or (
+                hasattr(value, "__dict__") and not is_library(type(value).__module__)
+            ):
+                self._outside.append(_restore_dict(vars(value)))
+            if depth < _VARIABLES_DEPTH:
+                waiting += [(element, depth + 1) for _, element in used]
 
     def _record_module(self, module: nn.Module) -> None:
         self._seen[id(module)] = module

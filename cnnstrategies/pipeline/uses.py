@@ -5,6 +5,22 @@ from operator import attrgetter
 
 from torch import Tensor, fx, nn
 
+# Names of functions and methods whose result may share storage with their first argument, besides in-place ones.
+_VIEWS = frozenset(
+    {
+        *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"),
+        *("transpose", "swapaxes", "swapdims", "movedim", "permute", "t", "T", "mT", "rearrange", "diagonal"),
+        *("expand", "expand_as", "broadcast_to", "narrow", "chunk", "split", "tensor_split", "unbind", "select"),
+        *("unfold", "getitem", "getattr", "detach", "real", "imag", "view_as_real", "view_as_complex", "identity"),
+        *("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda"),
+        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
+    }
+)
+# Layers of torch.nn without parameters whose result may share storage with their argument.
+_VIEW_LAYERS = (
+    *(nn.Identity, nn.Flatten, nn.Unflatten, nn.AlphaDropout, nn.FeatureAlphaDropout),
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+)
 IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})
 
 
@@ -114,6 +130,47 @@ def changed_in_place(traced: fx.GraphModule, node: fx.Node) -> fx.Node | None:
             or (name.endswith("_") and not name.endswith("__"))
         )
     return first if in_place else None
+
+
+def changes_of_shared_values(traced: fx.GraphModule, nodes: Sequence[fx.Node]) -> Iterator[tuple[int, int]]:
+    """Yield pairs of indices of nodes that a cut must not separate, because the second changes the first in place.
+
+    The pairs are those in which a node after both uses the result of the first, or a view of it. A stage changes only
+    its own copy of a value that it receives, so this node would find the value from before the change.
+
+    Args:
+        traced: The traced network.
+        nodes: Result of :func:`ordered_nodes`.
+    """
+    position = {node: index for index, node in enumerate(nodes)}
+    roots: dict[fx.Node, fx.Node] = {}
+    sharing: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        first = node.args[0] if node.args else None
+        is_shared = isinstance(first, fx.Node) and _may_share(traced, node)
+        root = roots.get(first, first) if is_shared else node  # type: ignore[arg-type]
+        assert root is not None
+        roots[node] = root
+        sharing.setdefault(root, []).append(node)
+        changed = changed_in_place(traced, node)
+        if changed is None:
+            continue
+        before = [other for other in (root, *sharing[root]) if position.get(other, len(nodes)) < position[node]]
+        used = [other for other in before if any(position.get(u, len(nodes)) > position[node] for u in other.users)]
+        if used:
+            yield min(position[other] for other in used), position[node]
+
+
+def _may_share(traced: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether the result of a node may share storage with the node's first argument."""
+    if changed_in_place(traced, node) is not None:
+        return True
+    if node.op == "call_module":
+        module = traced.get_submodule(str(node.target))
+        is_layer = type(module).__module__.startswith("torch.nn")
+        return isinstance(module, _VIEW_LAYERS) if is_layer else not any(True for _ in module.parameters())
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name in _VIEWS
 
 
 def origins(traced: fx.GraphModule, node: fx.Node | None) -> Iterator[fx.Node]:

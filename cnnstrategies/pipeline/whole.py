@@ -1,34 +1,14 @@
 """The state of the whole network's optimizers, from those of the stages, and back."""
 
-import mmap
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from cnnstrategies.errors import ConfigurationError
 
 Groups = list[list[str]]  # the names of the parameters of each group of an optimizer
-_SMALL = 1 << 20  # bytes that are not worth a file
-
-
-def memory_on_disk(size: int) -> Tensor:
-    """So many bytes of a file, which the system writes to the disk and drops when memory is short."""
-    if size < _SMALL:
-        return torch.empty(size, dtype=torch.uint8)
-    with tempfile.TemporaryFile() as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, size)  # What has no room later would end the process.
-        except OSError as error:
-            raise ConfigurationError(
-                f"{tempfile.gettempdir()} has no room for {size} bytes of another stage, which a checkpoint needs: "
-                f"{error.strerror}; set TMPDIR to a directory on a larger disk"
-            ) from error
-        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
 
 
 def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> Groups:

@@ -1,7 +1,7 @@
 """Run one call of a divided network with a whole batch: all forwards of a stage now, and all backwards later."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +140,8 @@ class WholeBatch:
             rows = [None if whole is None else rows_of(whole, task.microbatch) for whole in gradients]
             self._backward(task.microbatch, rows, keep, of_stored)
 
-        with self._runner.under(self._placement):
+        watched = nullcontext() if self.terms is None or self._second is not None else self.terms.backward()
+        with self._runner.under(self._placement), watched:
             self._runner.run_tasks(("backward",), "gpipe", self.sizes, self._key, run)
         return self._sums, self._of_images
 
@@ -207,7 +208,10 @@ class WholeBatch:
             if self.terms is not None and of_stored is not None:
                 stored, starts = self.terms.roots(microbatch, of_stored, keep, second)
                 roots, received = [*roots, *stored], [*received, *starts]
-            results = gradients_of(roots, received, [*parameters, *inputs, *images], keep and kept is None)
+            # A second forward returns to the state of the first one, so the watch begins after it.
+            is_watched = self.terms is not None and self._second is not None and self.rows.is_one_microbatch
+            with self.terms.backward() if is_watched and self.terms is not None else nullcontext():
+                results = gradients_of(roots, received, [*parameters, *inputs, *images], keep and kept is None)
         add_gradients(self._sums, results[: len(parameters)], self._summed)
         for tensor, gradient in zip(inputs, results[len(parameters) :], strict=False):
             tensor.grad = gradient

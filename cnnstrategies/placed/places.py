@@ -213,13 +213,25 @@ class Places:
         else:
             self.put_away(tensor, place, label)
 
-    def put_away(self, tensor: Tensor, place: tuple[int, ...], label: str = "") -> None:
+    def forget(self, tensor: Tensor) -> None:
+        """Take a tensor's mark away. All ranks must have copies of the tensor."""
+        vars(Tensor.untyped_storage(tensor)).pop(MARK, None)
+
+    def put_away(
+        self, tensor: Tensor, place: tuple[int, ...], label: str = "", device: torch.device | None = None
+    ) -> None:
         """Make a parameter or buffer foreign in place, so that all references to it refer to the foreign tensor.
+
+        Args:
+            tensor: The parameter or buffer.
+            place: Ranks that have copies of the tensor.
+            label: Name for messages.
+            device: Device of the foreign tensor; by default the tensor's device.
 
         Raises:
             RuntimeError: A weak reference to the tensor exists, or an autograd graph uses the tensor.
         """
-        foreign = self.foreign_like(tensor.detach(), place, label)
+        foreign = self.foreign_like(tensor.detach(), place, label, device)
         if isinstance(tensor, nn.Parameter):
             mark_as_parameter(foreign)
         foreign.requires_grad_(tensor.requires_grad)

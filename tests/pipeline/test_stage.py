@@ -119,11 +119,8 @@ class Changing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         match self.how:
-            case "no_grad":
-                with torch.no_grad():
-                    x = self.block(x)
-            case "autocast":
-                with torch.autocast("cpu", torch.bfloat16):
+            case "inference":
+                with torch.inference_mode():
                     x = self.block(x)
             case "checkpoint":
                 x = checkpoint(self.block, x, use_reentrant=False)
@@ -146,8 +143,7 @@ class Changing(nn.Module):
 
 
 FIXED = {
-    "no_grad": "block computes under torch.no_grad or torch.enable_grad, .* use .detach()",
-    "autocast": "the network's forward computes under torch.autocast",
+    "inference": "block computes under torch.no_grad or torch.enable_grad, .* use .detach()",
     "checkpoint": "under torch.utils.checkpoint, which .* set the pipeline's activation_checkpointing",
     "random": "Changing: its forward draws random numbers with random to choose",
     "numpy": "Changing: its forward draws random numbers with numpy.random",

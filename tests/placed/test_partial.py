@@ -76,6 +76,7 @@ OTHERS: dict[str, Callable[[Tensor], Any]] = {
     "view": lambda x: x.view(7, -1).T,
     "in place": changed(lambda x: x.mul_(2)),
     "out": lambda x: torch.mul(torch.ones(7, 2, 4, 4, dtype=torch.float64), 2, out=x),
+    "same object": lambda x: (x.mul_(2) is x, torch.mul(torch.ones_like(x), 2, out=x) is x),
     "view in place": view_and_write,
     "reshaped": changed(lambda x: x.unsqueeze_(1)),
     "data": changed(put_data),
@@ -91,54 +92,62 @@ SEVERAL: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def check(program: Callable[[Tensor], Any], exchanges: int | None) -> None:
-    """Check that a program gives the same results as on one device.
+def check(programs: dict[str, Callable[[Tensor], Any]], exchanges: int | None) -> None:
+    """Check that each program gives the same results as on one device.
 
     Args:
-        program: The program.
+        programs: The programs by name.
         exchanges: Number of times that the ranks may send each other rows; None for any number.
     """
     with torch.random.fork_rng(devices=[]):
-        expected = program(images())
-        after = torch.rand(())
+        expected = {name: (program(images()), torch.rand(())) for name, program in programs.items()}
 
     def on_rank(places: Places) -> None:
-        x = partial(places, images())
-        actual = program(x)
-        if exchanges is not None:
-            sent = 2 * exchanges if places.rank in PLACE else 0
-            assert places.messages.counts["rows"] == sent, "number of messages with rows"
-        for left, right in zip(tree_leaves(actual), tree_leaves(expected), strict=True):
-            if not isinstance(right, Tensor):
-                assert left == right
-                continue
-            assert (left.shape, left.stride(), left.dtype) == (right.shape, right.stride(), right.dtype)
-            assert isinstance(left, PartialTensor) or isinstance(left, ForeignTensor) == (places.rank not in PLACE)
-            assert torch.equal(places.everywhere(left.detach()), right.detach())
-        assert torch.equal(torch.rand(()), after)
+        for name, program in programs.items():
+            before = places.messages.counts["rows"]
+            actual = program(partial(places, images()))
+            if exchanges is not None:
+                sent = 2 * exchanges if places.rank in PLACE else 0
+                assert places.messages.counts["rows"] - before == sent, name
+            results, after = expected[name]
+            for left, right in zip(tree_leaves(actual), tree_leaves(results), strict=True):
+                if not isinstance(right, Tensor):
+                    assert left == right, name
+                    continue
+                assert (left.shape, left.stride(), left.dtype) == (right.shape, right.stride(), right.dtype), name
+                assert isinstance(left, PartialTensor) or isinstance(left, ForeignTensor) == (places.rank not in PLACE)
+                assert torch.equal(places.everywhere(left.detach()), right.detach()), name
+            assert torch.equal(torch.rand(()), after), name
 
     on_ranks(4, on_rank)
 
 
-@pytest.mark.parametrize("name", BY_ROW)
-def test_operations_on_single_rows_need_no_messages(name: str) -> None:
-    check(BY_ROW[name], exchanges=0)
+def test_operations_on_single_rows_need_no_messages() -> None:
+    check(BY_ROW, exchanges=0)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_operations_bring_all_rows_once(name: str) -> None:
-    check(OTHERS[name], exchanges=1)
+def test_other_operations_bring_all_rows_once() -> None:
+    check(OTHERS, exchanges=1)
 
 
-@pytest.mark.parametrize("name", SEVERAL)
-def test_programs_may_use_all_rows_of_several_tensors(name: str) -> None:
-    check(SEVERAL[name], exchanges=None)
+def test_programs_may_use_all_rows_of_several_tensors() -> None:
+    check(SEVERAL, exchanges=None)
 
 
 def test_an_operation_with_rows_of_two_divisions_brings_all_rows() -> None:
     def on_rank(places: Places) -> None:
         x, y = partial(places, images()), partial(places, images(), (1, 5, 1))
         assert torch.equal(places.everywhere(x + y), 2 * images())
+
+    on_ranks(4, on_rank)
+
+
+def test_operations_in_place_return_the_tensor_itself_in_inference() -> None:
+    def on_rank(places: Places) -> None:
+        with torch.inference_mode():
+            x = partial(places, images())
+            assert x.mul_(2) is x
+            assert torch.equal(places.everywhere(x), 2 * images())
 
     on_ranks(4, on_rank)
 

@@ -1,6 +1,8 @@
 """Refuse networks and layouts that cannot be divided, before processes are started."""
 
 from collections.abc import Callable
+from contextlib import suppress
+from types import NoneType
 
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -9,12 +11,17 @@ from cnnstrategies._lightning_private import is_compiled_whole
 from cnnstrategies._torch_private import is_compiled
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
+from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.network_copies import CopiedForward
+from cnnstrategies.pipeline.rehearsal import REHEARSED, refusal, rehearse
 from cnnstrategies.pipeline.stage import check_cuts
-from cnnstrategies.pipeline.timetable import check_layout
+from cnnstrategies.pipeline.timetable import Placement, check_layout
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
 from cnnstrategies.placed import ForeignTensor
+from cnnstrategies.strategies.hybrid_pipeline.contract import compile_backend_of
+from cnnstrategies.strategies.hybrid_pipeline.first_samples import is_attached
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
-from cnnstrategies.strategies.whole_step.network import module_at
+from cnnstrategies.strategies.whole_step.network import DividedForward, module_at
 
 COMPILE_STAGES = (
     "strategy hybrid_pipeline cuts the network before it is compiled: leave out torch.compile, and let the callback "
@@ -23,24 +30,82 @@ COMPILE_STAGES = (
 
 
 def check_state(module: LightningModule, path: str) -> None:
-    """Refuse a module that is compiled, or that has lost parameters in an earlier run.
+    """Refuse a module that is compiled as a whole, or that has lost parameters in an earlier run.
+
+    Parts of the network may be compiled. The module and the network may not, because torch does not compile code that
+    follows the rules for placed tensors, and the user would not notice it.
 
     Args:
         module: The module.
         path: Path of the divided network.
 
     Raises:
-        ConfigurationError: The module cannot be divided.
+        ConfigurationError: The module cannot be divided, or its ``compile_backend`` does not work for stages.
     """
-    name, network = type(module).__name__, module_at(module, path)
-    compiled = [f".{path}.{child}".rstrip(".") for child, entry in network.named_modules() if is_compiled(entry)]
-    if compiled or is_compiled_whole(module):
-        raise ConfigurationError(f"{name}{compiled[0] if compiled else ''} is compiled: {COMPILE_STAGES}")
+    compile_backend_of(module)
+    name = type(module).__name__
+    if is_compiled_whole(module) or is_compiled(module):
+        raise ConfigurationError(f"{name} is compiled: {COMPILE_STAGES}")
+    if is_compiled(module_at(module, path)):
+        raise ConfigurationError(f"{name}.{path} is compiled: {COMPILE_STAGES}")
     if any(isinstance(tensor, ForeignTensor) for tensor in (*module.parameters(), *module.buffers())):
         raise ConfigurationError(
             f"parts of {name}.{path} are gone: an earlier run with strategy hybrid_pipeline has failed and left each "
             "rank its own stage alone; create the module again, and continue from the last checkpoint"
         )
+
+
+def check_forward(network: nn.Module) -> None:
+    """Refuse a network whose parameters have no shapes, or whose forward is not that of its class.
+
+    Raises:
+        ConfigurationError: The network is refused.
+    """
+    for name, parameter in network.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ConfigurationError(
+                f"{name} gets its shape in the first forward, but a pipeline has to know all shapes: call the network "
+                "once with an example in __init__ or configure_model"
+            )
+    if not isinstance(vars(network).get("forward"), (DividedForward, CopiedForward, NoneType)):
+        raise ConfigurationError(
+            f"{type(network).__name__}: the network's forward was replaced by an assignment, but a pipeline divides "
+            "the forward of the network's class: define the forward in a subclass"
+        )
+
+
+def placement_for(request: LayoutRequest, microbatches: int, devices: int) -> Placement:
+    """Return the numbering of the ranks. One microbatch runs on the first replica of each stage."""
+    if microbatches == 1:
+        microbatches = max(request.replicas_on(devices))
+    return request.placement_on(devices, microbatches)
+
+
+def check_stages(
+    module: LightningModule,
+    example: Callable[[int], Images | None],
+    broadcast: Callable[[str | None], str | None],
+    division: Division,
+) -> None:
+    """Refuse stages that do not compute what the network computes. Rank 0 compares, and all ranks must call this.
+
+    Args:
+        module: The module.
+        example: Function that returns example images; None if they are not known.
+        broadcast: Function that returns the value of rank 0.
+        division: The division of the network.
+
+    Raises:
+        ConfigurationError: The stages compute something else.
+    """
+    reason: str | None = None
+    has_all = not any(p.is_meta or isinstance(p, ForeignTensor) for p in division.network.parameters())
+    if module.trainer.is_global_zero and has_all:
+        with suppress(Exception):  # Without an example there is no comparison.
+            images = example(REHEARSED)
+            reason = None if images is None else rehearse(division, module, images)
+    if (reason := broadcast(reason)) is not None:
+        raise refusal(division.network, reason)
 
 
 def check_layout_of(
@@ -55,14 +120,16 @@ def check_layout_of(
         example: Function that returns example images; see `decide_by_shapes`.
 
     Returns:
-        Whether everything is checked. If not, the network needs example images, and there are none yet.
+        Whether everything is checked. If not, the network needs example images or the trainer, which do not exist yet.
 
     Raises:
         ConfigurationError: The layout does not fit the devices or the network.
     """
-    check_layout(
-        request.stage_count - 1, request.placement_on(devices, request.microbatches_on(devices, network)), devices
-    )
+    placement = placement_for(request, request.microbatches_on(devices, network), devices)
+    check_layout(request.stage_count - 1, placement, devices)
+    check_forward(network)
+    if isinstance(network, LightningModule) and not is_attached(network):
+        return False  # The forward may use the trainer.
     if not decide_by_shapes(network, example):
         return False
     traced = trace_open(network)

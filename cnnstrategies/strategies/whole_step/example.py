@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from cnnstrategies._lightning_private import train_loader
+from cnnstrategies._lightning_private import first_loader
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.microbatches import CPU
@@ -20,13 +21,20 @@ from cnnstrategies.strategies.hybrid_pipeline.first_samples import (
 from cnnstrategies.strategies.shadow import same_random_numbers
 from cnnstrategies.strategies.whole_step.network import module_at
 
+STEPS: dict[TrainerFn | None, str] = {
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
+
 
 def example_inputs(module: LightningModule, path: str, size: int) -> Images | None:
     """Return inputs of the network for about ``size`` samples; None if they are not known.
 
     The inputs are the module's ``example_input_array``, or random numbers of the data module's ``image_shape``, or what
-    ``training_step`` passes to the network for the first samples of the training data. The step runs on a copy of the
-    module, up to the call of the network. No loader is iterated.
+    the module's step passes to the network for the first samples of the data: ``training_step`` in ``fit``, and the
+    step of the run's kind in other runs. The step runs on a copy of the module, up to the call of the network. No
+    loader is iterated.
 
     Args:
         module: The module, which has a trainer.
@@ -44,11 +52,12 @@ def example_inputs(module: LightningModule, path: str, size: int) -> Images | No
     with same_random_numbers(CPU):
         if shape is not None and len(names) == 1:
             return torch.randn(size, *shape)
-        batch = first_samples(train_loader(module.trainer), size)
+        batch = first_samples(first_loader(module.trainer), size)
         if batch is None:
             return None
         batch = as_loaded(module, path, network, batch)
-        arguments = arguments_of_call(module, path, network, "training_step", batch, 0, CPU)
+        step = STEPS.get(module.trainer.state.fn, "training_step")
+        arguments = arguments_of_call(module, path, network, step, batch, 0, CPU)
     if arguments is None or not all(isinstance(value, Tensor) for value in arguments):
         return None
     return as_given(arguments)

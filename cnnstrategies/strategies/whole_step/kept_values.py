@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, Trainer
@@ -52,15 +53,19 @@ def bring_kept_values(places: Places, module: nn.Module, callbacks: Iterable[Any
 
 
 def _bring(places: Places, tensors: list[Tensor]) -> None:
-    detached = [tensor.detach() for tensor in tensors]
-    copies = places.all_everywhere(detached, "kept values")
-    for tensor, key in zip(tensors, detached, strict=True):
-        if isinstance(tensor, ForeignTensor):
-            with places.local():
-                try:
-                    swap_contents(tensor, copies[id(key)])
-                except RuntimeError:  # A weak reference to the tensor exists, or an autograd graph uses the tensor.
-                    continue
+    by_place: dict[tuple[int, ...], list[Tensor]] = {}
+    for tensor in tensors:
+        by_place.setdefault(places.place_of(tensor) or (), []).append(tensor)
+    for place, of_place in sorted(by_place.items()):
+        # The names of tensors may differ between ranks, so the message has no names.
+        values = places.tell(place, partial(list, of_place), "kept values", f"{len(of_place)} tensors")
+        for tensor, value in zip(of_place, values, strict=True):
+            if isinstance(tensor, ForeignTensor):
+                with places.local():
+                    try:
+                        swap_contents(tensor, value.to(tensor.device))
+                    except RuntimeError:  # A weak reference to the tensor exists, or an autograd graph uses the tensor.
+                        continue
 
 
 def _tensors_in(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
@@ -77,7 +82,12 @@ def _tensors_in(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple, deque)):
         is_long_table = len(value) > LONG and not isinstance(value[0], Tensor)
         items = () if is_long_table else value
-    elif isinstance(value, (nn.Module, Callback)) or _is_users(value):
+    elif isinstance(value, nn.Module):
+        # Submodules do not count as further levels of nesting.
+        modules = list(value.modules())
+        seen.update(map(id, modules))
+        items = [item for module in modules for item in vars(module).values()]
+    elif isinstance(value, Callback) or _is_users(value):
         items = vars(value).values()
     for item in list(items):
         yield from _tensors_in(item, seen, depth + 1)

@@ -14,6 +14,7 @@ from cnnstrategies.models.own_forward import has_own_forward
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
+from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.strategies.hybrid_pipeline.first_samples import only
 
 WHOLE = ""  # Path of a network that is the module itself.
@@ -69,9 +70,9 @@ def module_at(module: LightningModule, path: str) -> nn.Module:
 class DividedForward:
     """The ``forward`` of a divided network, until :meth:`remove`.
 
-    A call with tensors alone, one row of each for each sample, runs the stages. Other calls run the network's own code,
-    whose operations then follow the rules for placed tensors: the results are the same, but without microbatches. The
-    first such call warns of this.
+    A call with tensors alone, one row of each for each sample, runs the stages. Other calls, and calls of
+    `torch.func.functional_call` with other parameters, run the network's own code, whose operations then follow the
+    rules for placed tensors: the results are the same, but without microbatches. The first such call warns of this.
     """
 
     def __init__(self, placed: PlacedNetwork) -> None:
@@ -86,13 +87,13 @@ class DividedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the network's result for a batch. All ranks must call this."""
         images = self._images(args, kwargs)
-        if images is not None:
+        if images is not None and not _has_replaced_parameters(self.network):
             return self.placed(images)
         if not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                f"{type(self.network).__name__} is called with other values than tensors with one row for each sample: "
-                "such calls run without microbatches, one stage at a time"
+                f"{type(self.network).__name__} is called with other values than tensors with one row for each sample, "
+                "or with other parameters: such calls run without microbatches, one stage at a time"
             )
         return self._network_forward(*args, **kwargs)
 
@@ -103,6 +104,12 @@ class DividedForward:
     def __reduce__(self) -> Any:
         """Pickle the network's own ``forward``."""
         return own_forward(self.network)
+
+    @property
+    def runners(self) -> list[StageRunner]:
+        """This rank's stages of the network and of its copies."""
+        forwards = [vars(network).get("forward") for network in self.placed.copies]
+        return [self.placed.runner, *(f.placed.runner for f in forwards if isinstance(f, DividedForward))]
 
     def remove(self) -> None:
         """Give the network and its copies their own ``forward`` back."""
@@ -123,6 +130,11 @@ class DividedForward:
         if len(rows) > 1 or not rows.pop():
             return None
         return inputs[0] if len(inputs) == 1 else tuple(inputs)
+
+
+def _has_replaced_parameters(network: nn.Module) -> bool:
+    """Whether other tensors are in the places of parameters, as during `torch.func.functional_call`."""
+    return not all(isinstance(parameter, nn.Parameter) for parameter in network.parameters())
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

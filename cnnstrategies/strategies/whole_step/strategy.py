@@ -4,7 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, filterwarnings
+from zipfile import is_zipfile
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import allow_skipped_steps, asks_of_sigterm
+from cnnstrategies.checkpoints.io import load_mapped
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.engine import AHEAD
@@ -29,7 +33,6 @@ from cnnstrategies.placed.hidden import hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.hybrid_pipeline.balancing import TimedStages
 from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
-from cnnstrategies.strategies.hybrid_pipeline.contract import compile_backend_of
 from cnnstrategies.strategies.hybrid_pipeline.epoch_ends import EndTogether, summarise_whole
 from cnnstrategies.strategies.hybrid_pipeline.first_samples import is_attached, on_device_of
 from cnnstrategies.strategies.hybrid_pipeline.layout import (
@@ -40,7 +43,8 @@ from cnnstrategies.strategies.hybrid_pipeline.layout import (
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import broadcast_weights
 from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
 from cnnstrategies.strategies.lost_rank import after_the_lost_rank
-from cnnstrategies.strategies.whole_step.checks import check_layout_of, check_state
+from cnnstrategies.strategies.whole_step.checks import check_layout_of, check_stages, check_state, placement_for
+from cnnstrategies.strategies.whole_step.compiling import compile_stages
 from cnnstrategies.strategies.whole_step.dealing import use_shares
 from cnnstrategies.strategies.whole_step.example import example_inputs
 from cnnstrategies.strategies.whole_step.facts import (
@@ -58,6 +62,16 @@ from cnnstrategies.strategies.whole_step.metric_values import share_metrics
 from cnnstrategies.strategies.whole_step.metrics import metrics_of_one_process
 from cnnstrategies.strategies.whole_step.network import DividedForward, find_network, module_at
 from cnnstrategies.strategies.whole_step.order import declare_loss, describe_order, tell_news
+from cnnstrategies.strategies.whole_step.own_stage import (
+    NetworkPlan,
+    check_plan,
+    meta_tensors_stay,
+    own_stage_alone,
+    plan_network,
+    put_others_away,
+    refuse_meta,
+    share_among_replicas,
+)
 from cnnstrategies.strategies.whole_step.placing import PlacedModule
 from cnnstrategies.strategies.whole_step.predictions import predictions_on_rank_zero
 from cnnstrategies.strategies.whole_step.random_states import random_states, set_random_states
@@ -95,6 +109,10 @@ class WholeStepStrategy(PipelineStrategy):
         self._logs: PlacedLogs | None = None
         self._accumulates = False
         self._alone: dist.ProcessGroup | None = None  # A group of this rank.
+        self._groups: list[Any] = []  # Groups that the strategy destroys at the end of a run.
+        self._divided_optimizers: list[Optimizer] = []  # Optimizers whose states are divided among the ranks.
+        self._planned: NetworkPlan | None = None  # The network that `configure_model` will build.
+        self._apart: LightningModule | None = None  # The module, if each rank has built its own stage only.
         self._has_trained = False  # Whether a training step has run since the set-up.
         self._replaced = ExitStack()  # Gives objects of the user their own methods back.
         self._entered = ExitStack()  # Turns the rules off.
@@ -117,28 +135,34 @@ class WholeStepStrategy(PipelineStrategy):
                 "sync_batchnorm=True: the stages of a pipeline run different microbatches; set trainer.sync_batchnorm "
                 "to false"
             )
-        if compile_backend_of(module) is not None:
-            raise ConfigurationError(
-                "compile_backend: WholeStepStrategy does not compile stages yet; leave it out, or use strategy "
-                "hybrid_pipeline"
-            )
         if self.root_device.type == "cuda" and self.process_group_backend == "gloo":
             raise ConfigurationError(
                 "process_group_backend=gloo: gloo sends no messages from one GPU to another; leave it out for NCCL"
             )
-        devices = self.num_nodes * self.num_processes
+        try:
+            device = self.root_device if is_attached(module) else torch.device("cpu")
+            self._planned = plan_network(module, self.submodule, device)
+        except Exception:
+            if before_setup:
+                return  # The code may need what its setup makes in the ranks, which check again.
+            raise
+        if self._planned is not None:
+            check_plan(self.request, self._start_method)
+            module = self._planned.module
         path = find_network(module, self.submodule)
         check_state(module, path)
         network = module_at(module, path)
+        if self._planned is None:
+            refuse_meta(module, path)
         if before_setup and not is_attached(module) and not any(True for _ in network.parameters()):
             return
-        if check_layout_of(self.request, network, devices, self._example):
-            self._checked = module  # Otherwise the ranks, which have the data, check again.
+        devices = self.num_nodes * self.num_processes
+        if check_layout_of(self.request, network, devices, partial(self._example, module)):
+            self._checked = self.lightning_module  # Otherwise the ranks, which have the data, check again.
 
-    def _example(self, size: int) -> Images | None:
+    def _example(self, module: LightningModule, size: int) -> Images | None:
         """Return example inputs of the network; None if they are not known, as before the module has a trainer."""
-        module = self.lightning_module
-        if module is None or not is_attached(module):
+        if not is_attached(module):
             return None
         path = find_network(module, self.submodule)
         images = example_inputs(module, path, size)
@@ -148,7 +172,23 @@ class WholeStepStrategy(PipelineStrategy):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Return a context in which the module's ``configure_model`` builds the network."""
-        yield
+        assert self.lightning_module is not None
+        self._check()
+        plan, self._planned = self._planned, None
+        if plan is None:
+            yield
+            return
+        with own_stage_alone(plan, self.lightning_module, self._rules, self.placement, self.request) as built:
+            yield
+        if built:
+            self._apart = self.lightning_module
+        else:
+            self._checked = None
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether each rank has built the whole network, and not its own stage only."""
+        return self._apart is None or self._apart is not self.lightning_module
 
     # Set-up
 
@@ -160,6 +200,7 @@ class WholeStepStrategy(PipelineStrategy):
         assert group is not None
         groups = [new_group([rank], self.time_limit) for rank in range(self.world_size)]
         self._alone = groups[self.global_rank]
+        self._groups = [group, self._alone]
         link = GlooLink(group, self.global_rank, self.world_size)
         has_devices = dist.group.WORLD is not None and dist.get_backend() != "gloo"
         devices = DeviceLink(dist.group.WORLD, self.root_device) if has_devices else None
@@ -174,12 +215,18 @@ class WholeStepStrategy(PipelineStrategy):
         self._failed = self._has_trained = False
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(module)
-        self.model_to_device()
+        with meta_tensors_stay(module):
+            self.model_to_device()
         path = find_network(module, self.submodule)
-        broadcast_weights(module, self.time_limit)
-        if trainer.state.fn == TrainerFn.FITTING:
-            # The optimizers are created with the whole network, because their groups are those of a checkpoint.
-            self.setup_optimizers(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if not self._is_whole:
+            put_others_away(module, self._rules, self.root_device)
+        else:
+            broadcast_weights(module, self.time_limit)
+            if fitting:
+                # The optimizers are created with the whole network, because automatic cuts need the optimizers.
+                self.setup_optimizers(trainer)
+        if fitting:
             summarise_whole(trainer, module, trainer.callbacks)  # type: ignore[attr-defined]  # set outside the class
         network = module_at(module, path)
         if self._layout is None or self._layout[0] is not network:
@@ -189,13 +236,20 @@ class WholeStepStrategy(PipelineStrategy):
         # Before the division, because logs change metrics as well, and changes are undone in reverse order.
         self._replaced.callback(share_metrics(self.places, [module, *callbacks]))
         self._divide(network, self._layout[1])
-        for optimizer in self.optimizers:
+        if not self._is_whole:
+            share_among_replicas(module, self._network.runner.replicas.group)
+            if fitting:
+                with self.places:
+                    self.setup_optimizers(trainer)
+        # In a validation after a training, rank 0 has the whole states of the training's optimizers.
+        self._divided_optimizers = self.optimizers if fitting else []
+        for optimizer in self._divided_optimizers:
             self._replaced.callback(hide_foreign_gradients(self.places, optimizer).remove)
         self.setup_precision_plugin()
         allow_skipped_steps(trainer)
         self._same_random_numbers()
         self._replaced.enter_context(metrics_of_one_process())
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             callbacks.insert(0, EndTogether(self._end_together))
             callbacks += callbacks_for_cuts(self.places, self._network.runner.times, self._layout[1], self._gather)
             self._layout = network, replace(self._layout[1], planned=False, recut=None)  # One comparison is enough.
@@ -211,19 +265,23 @@ class WholeStepStrategy(PipelineStrategy):
     def _divide(self, network: nn.Module, layout: ChosenLayout) -> None:
         """Divide the network, and give all parameters and buffers of the module their places."""
         assert self.lightning_module is not None
-        placement = self.request.placement_on(self.world_size, layout.microbatches)
+        placement = placement_for(self.request, layout.microbatches, self.world_size)
         if self._deals is not None:
             placement = replace(placement, shares=self._deals.shares)
         assert self.places is not None
         self._connections = transport = Transport(placement, self.time_limit, self.root_device)
         ahead = AHEAD if transport.has_tags else 0
-        placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead, self.lightning_module)
+        example = partial(self._example, self.lightning_module)
+        check = partial(check_stages, self.lightning_module, example, self.broadcast)
+        placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead, self.lightning_module, check)
+        placed.runner.microbatches = layout.microbatches
+        compile_stages(self.lightning_module, placed.division)
         placed.runner.activation_checkpointing = layout.checkpointing
         self._forward = DividedForward(placed)
         self._replaced.callback(self._forward.remove)
         self.places.messages.describe = placement.describe
         measure_waits(self.places, placed.runner.times)
-        self._placed = PlacedModule(self.lightning_module, placed, self.places)
+        self._placed = PlacedModule(self.lightning_module, placed, self.places, in_parts=not self._is_whole)
         self._logs = PlacedLogs(self.lightning_module, self.places)
         self._replaced.callback(self._logs.remove)
         declare_loss(placed, self.lightning_module, self._logs, self._schedule)
@@ -408,13 +466,36 @@ class WholeStepStrategy(PipelineStrategy):
                 "the run has failed, and each rank has the weights of its own stage alone: there is nothing whole to "
                 "save; continue from the last checkpoint"
             )
-        return self.lightning_module.state_dict() if self._placed is None else self._placed.state_on_rank_zero()
+        if self._placed is not None:
+            return self._placed.state_on_rank_zero()
+        if not self._is_whole:
+            raise ConfigurationError(
+                "the run has ended, and each rank has only the weights of its own stage, because configure_model has "
+                "built the network: let ModelCheckpoint save it during fit"
+            )
+        return self.lightning_module.state_dict()
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint. A rank that has only its own stage reads only the values of this stage from the file."""
+        if self._is_whole or not is_zipfile(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        return load_mapped(checkpoint_path, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with catch_warnings():
+            # Before the set-up, parameters of other stages may be on the meta device, where they need no values.
+            filterwarnings("ignore", ".*to a meta parameter", UserWarning)
+            super().load_model_state_dict(checkpoint, strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state, on rank 0 with the values of all ranks. All ranks must call this."""
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Lightning may have wrapped the optimizer.
-        return optimizer.state_dict() if self._placed is None else self._placed.optimizer_state_on_rank_zero(optimizer)
+        if self._placed is None or not self._divided_optimizers:
+            return optimizer.state_dict()
+        return self._placed.optimizer_state_on_rank_zero(optimizer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -473,7 +554,8 @@ class WholeStepStrategy(PipelineStrategy):
 
     @override
     def check_job(self, module: LightningModule, processes: int) -> None:
-        check_layout_of(self.request, module_at(module, find_network(module, self.submodule)), processes, self._example)
+        network = module_at(module, find_network(module, self.submodule))
+        check_layout_of(self.request, network, processes, partial(self._example, module))
 
     # The end
 
@@ -481,13 +563,14 @@ class WholeStepStrategy(PipelineStrategy):
     def teardown(self) -> None:
         """Bring the whole network back to all ranks. After a failure each rank keeps the values that it has."""
         places, self.places = self.places, None
+        runners = [] if self._forward is None else self._forward.runners
         # If the set-up has failed, there is nothing to bring back, and the other ranks may have ended.
         self._replaced.close()
         self._in_parts = self._placed is not None and self._failed
         if self._in_parts:
             self._checked = None
         if self._placed is not None and not self._failed:
-            self._placed.restore(self.optimizers)
+            self._placed.restore(self._divided_optimizers)
             assert places is not None
             assert self.lightning_module is not None
             trainer: Any = self.lightning_module.trainer
@@ -495,9 +578,16 @@ class WholeStepStrategy(PipelineStrategy):
             self._entered.close()
             places.messages.close()
             self._transport().close()
+            for runner in runners:
+                runner.close()
+            for group in self._groups:
+                dist.destroy_process_group(group)
+        self._alone = None
+        self._groups.clear()  # The threads of a group end when nothing refers to the group.
         self._entered.close()
         self._connections = self._forward = self._placed = self._logs = None
-        super().teardown()
+        with meta_tensors_stay(self.lightning_module):
+            super().teardown()
 
 
 def _remove(callbacks: list[Any], *kinds: type[Any]) -> None:

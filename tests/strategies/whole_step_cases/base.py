@@ -57,7 +57,7 @@ class Case:
             values, and the values in its list ``history``, which are values that the user's code has read.
         cuts: Modules after which the network is cut into three stages. Two stages have the first cut only.
         microbatches: Number of microbatches. With batch normalisation, only 1 is as on one device.
-        submodule: The submodule that is divided.
+        submodule: The submodule that is divided; None for the strategy's choice.
         epochs: Number of epochs.
         trainer: Options of the Trainer.
         callbacks: Function that makes the callbacks.
@@ -72,7 +72,7 @@ class Case:
     module: Callable[[], LightningModule]
     cuts: tuple[str, str] = ("1", "3")
     microbatches: int = 4
-    submodule: str = "net"
+    submodule: str | None = "net"
     epochs: int = 2
     trainer: Mapping[str, Any] = field(default_factory=dict)
     callbacks: Callable[[], list[Callback]] = list

@@ -1,5 +1,6 @@
 """Check that cases train under the whole step as on one device."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,15 @@ def whole_step(case: Case, replicas: Sequence[int]) -> Any:
     cuts = list(case.cuts[: len(replicas) - 1])
     options = {"cuts": cuts, "microbatches": case.microbatches, "submodule": case.submodule, "timeout": TIMEOUT}
     return WholeStepStrategy(replicas=list(replicas), **options)
+
+
+def check_error(case: Case, replicas: Sequence[int]) -> None:
+    """Check that a case ends with the error message that the case names."""
+    try:
+        text = verdict({}, on_ranks([case], whole_step, replicas)[0])
+    except AssertionError as error:
+        text = str(error)
+    assert re.search(case.error, text), text
 
 
 def check(cases: Sequence[Case], replicas: Sequence[int]) -> None:

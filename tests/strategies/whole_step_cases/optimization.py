@@ -193,6 +193,16 @@ class ClippedAdagrad(Classifier):
 
 
 @case()
+class ClippedInHook(Classifier):
+    """Clips in an overridden `configure_gradient_clipping`, by a bound that depends on the norm."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        self.history.append(norm.item())
+        self.clip_gradients(optimizer, 0.05 if norm > 0.4 else 0.2, "norm")
+
+
+@case()
 class WarmupInStep(Classifier):
     """Sets the learning rate in an overridden `optimizer_step`, which also skips every fifth step."""
 

@@ -274,7 +274,7 @@ class FeatureNet(nn.Module):
         return self.head(self.features)
 
 
-@case(cuts=("stem", "body"), error="cannot be cut into stages")
+@case(cuts=("stem", "body"))
 class KeptFeatures(Classifier):
     """The network's own forward stores its features, and the step decorrelates them over the batch."""
 
@@ -284,3 +284,25 @@ class KeptFeatures(Classifier):
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(self.net(x), y)
         return loss + 0.1 * torch.cov(self.net.features.T).square().sum()
+
+
+class MapsNet(FeatureNet):
+    """A network whose own forward builds a list of feature maps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.maps = []
+        self.maps.append(self.stem(x))
+        self.maps.append(self.body(self.maps[-1]))
+        self.sizes = {"maps": self.maps[-1].shape, "norm": self.maps[0].square().mean()}
+        return self.head(self.maps[-1].mean((2, 3)))
+
+
+@case(cuts=("stem", "body"))
+class KeptMaps(Classifier):
+    def network(self) -> nn.Module:
+        return MapsNet()
+
+    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.net(x), y)
+        self.history += [*map(float, self.net.sizes["maps"]), float(self.net.sizes["norm"])]
+        return loss + 0.1 * sum(F.mse_loss(maps, maps.flip(-1)) for maps in self.net.maps)

@@ -1,0 +1,169 @@
+"""Tests of values that forwards store outside of modules, and of the comparison of the stages with the network."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.rehearsal import rehearse
+from cnnstrategies.pipeline.stored import StoredWatch
+
+pytestmark = pytest.mark.light
+
+VALUES: list[Any] = []
+LAST: Any = None
+STORE = SimpleNamespace(last=0)
+TABLES: dict[str, Any] = {}
+
+
+class Slots:
+    __slots__ = ("last",)
+    last: Any
+
+
+SLOTS = Slots()
+
+
+def note(value: Any) -> None:
+    TABLES["noted"] = value
+
+
+def enclosed() -> tuple[type[nn.Module], Callable[[], Any]]:
+    count = 0
+    values: list[Any] = []
+
+    class Enclosed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal count
+            count += 1
+            values.append(x)
+            return x
+
+    return Enclosed, lambda: (count, len(values))
+
+
+class Outside(nn.Module):
+    """A module that stores values in variables outside of its attributes."""
+
+    shared: ClassVar[list[Any]] = []
+    latest: Any = 1
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        global LAST
+        match self.how:
+            case "list":
+                VALUES.append(x)
+            case "variable":
+                LAST = x
+            case "object":
+                STORE.last = x
+            case "slots":
+                SLOTS.last = x
+            case "function":
+                note(x)
+            case "class's list":
+                self.shared.append(x)
+            case "class's attribute":
+                type(self).latest = x
+        return x
+
+
+def content() -> list[Any]:
+    return [*VALUES, LAST, STORE.last, getattr(SLOTS, "last", 2), *TABLES.items(), *Outside.shared, Outside.latest]
+
+
+WHERE = ("list", "variable", "object", "slots", "function", "class's list", "class's attribute")
+
+
+@pytest.mark.parametrize("how", WHERE)
+def test_values_outside_of_modules_are_taken_away_and_stored_again(how: str) -> None:
+    network, x = nn.Sequential(nn.Identity(), Outside(how)), torch.tensor(5.0)
+    watch, before = StoredWatch(network), content()
+    watch.begin()
+    network(x)
+    assert len(content()) > len(before) or content() != before
+    stored = watch.take()
+    assert content() == before
+    ((key, value),) = stored.items()
+    assert key.is_outside
+    assert (value if key.kind == "set" else value[0]) is x
+    watch.put(key, value)
+    after = content()
+    assert any(element is x or (isinstance(element, tuple) and element[1] is x) for element in after)
+    watch.take()
+    assert content() == before
+
+
+def test_variables_of_enclosing_functions_are_taken_away_and_stored_again() -> None:
+    kind, read = enclosed()
+    network = kind()
+    watch = StoredWatch(network)
+    watch.begin()
+    network(torch.ones(2))
+    assert read() == (1, 1)
+    stored = watch.take()
+    assert read() == (0, 0)
+    for key, value in stored.items():
+        watch.put(key, value)
+    assert read() == (1, 1)
+
+
+class Passing(nn.Module):
+    """A network whose second part may read what its first part has stored in the same forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.keep, self.use = Part(how, self.first, []), Part(how, self.second, [])
+        self.use.source.append(self.keep)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.use(self.keep(x))
+        return result
+
+
+class Part(nn.Module):
+    def __init__(self, how: str, layer: nn.Module, source: list[Any]) -> None:
+        super().__init__()
+        self.how, self.layer, self.source = how, layer, source
+        self.level: Any = 1.0
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        self.calls += 1
+        if not self.source:
+            self.level = float(y.detach().mean())
+            TABLES["level"] = self.level
+        elif self.how == "attribute":
+            y = y * self.source[0].level
+        elif self.how == "global":
+            y = y * TABLES.get("level", 1.0)
+        elif self.how == "kept":
+            self.kept = y.mean() + self.source[0].level
+        return y
+
+
+@pytest.mark.parametrize("how", ["attribute", "global", "kept", "none"])
+def test_stages_that_pass_values_in_hidden_ways_are_found(how: str) -> None:
+    torch.manual_seed(0)
+    network = Passing(how).double()
+    division = Division(network, ["keep"])
+    reason = rehearse(division, network, torch.randn(4, 4, dtype=torch.float64))
+    if how == "none":
+        assert reason is None
+    else:
+        assert reason is not None
+        assert "pass values to each other" in reason
+        assert ("store another value in use.kept" in reason) == (how == "kept")
+    assert float(network.keep.calls) == 0
+    assert network.keep.level == 1.0
+    assert TABLES == {}
