@@ -18,6 +18,7 @@ from simulated_gpu import (
     _plain,
     claim_foreign_tensors,
     is_on_device,
+    restore_device_tensors,
 )
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
@@ -105,6 +106,7 @@ def simulate(index: int = 0, devices: int = 1) -> GpuMode:
     _simulate_groups()
     _keep_mode()
     claim_foreign_tensors()
+    restore_device_tensors()
     if dist.is_available():
         _simulate_nccl()
     return GpuMode()

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
+from cnnstrategies.pipeline import untouched
 from cnnstrategies.placed import call_site, foreign
 from cnnstrategies.placed.runner import OperationRunner
 
@@ -269,7 +270,9 @@ class GpuTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute an operation on device tensors."""
+        """Compute an operation on device tensors. Foreign tensors have rules of their own."""
+        if has_foreign(args):
+            return NotImplemented
         return _compute(func, args, kwargs or {})
 
 
@@ -286,6 +289,8 @@ class GpuMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute an operation."""
+        if has_foreign(args):
+            return func(*args, **(kwargs or {}))
         return _compute(func, args, kwargs or {})
 
 
@@ -519,9 +524,34 @@ def is_on_device(tensor: Tensor) -> bool:
     return isinstance(tensor, GpuTensor)
 
 
+def has_foreign(args: Sequence[Any]) -> bool:
+    """Return whether a foreign tensor is among the arguments of an operation."""
+    return any(isinstance(leaf, foreign.ForeignTensor) for leaf in _leaves(args))
+
+
 def claims_device(tensor: Tensor) -> bool:
     """Return whether a tensor is on the device, or is a foreign tensor that claims to be there."""
     return isinstance(tensor, GpuTensor) or vars(tensor).get("on_gpu", False) is True
+
+
+def restore_device_tensors() -> None:
+    """Let the package restore tensors on the device, although they are not of the class `Tensor`."""
+    restorer = untouched._restore_tensor
+
+    def restorer_of(tensor: Tensor) -> Any:
+        if not isinstance(tensor, GpuTensor) or _is_parameter(tensor):
+            return restorer(tensor)
+        host, before = tensor.host.detach(), tensor.host.detach().clone()
+
+        def restore() -> dict[str, bool]:
+            if torch.equal(host, before):
+                return {}
+            host.copy_(before)
+            return {"": False}
+
+        return restore
+
+    untouched._restore_tensor = restorer_of
 
 
 def claim_foreign_tensors() -> None:
