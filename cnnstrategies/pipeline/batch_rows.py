@@ -1,10 +1,13 @@
 """The rows of a batch that each microbatch of a call contains."""
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from cnnstrategies._torch_private import writes
 from cnnstrategies.pipeline.channels import memory_format_of
 from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.pipeline.timetable import Placement
@@ -83,6 +86,24 @@ class BatchRows:
         assert image.rows is not None
         start, stop = self.split.bounds[microbatch]
         return image.rows[start:stop]
+
+    def warn_of_changes(self, images: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        """Warn if a forward has changed copies of rows in place, because the images themselves do not change.
+
+        Args:
+            images: The tensors in the images.
+            parts: A microbatch's rows of these tensors, from :meth:`of_image`.
+        """
+        if self.split is None or self.is_one_microbatch:
+            return  # The parts are views.
+        copies = [p for image, p in zip(images, parts, strict=True) if not isinstance(image, PartialTensor)]
+        if any(not part.is_inference() and writes(part) for part in copies):
+            warnings.warn(
+                "the network's forward changes its images in place, but the first stage has several replicas, so the "
+                "images that the step has do not change: let forward compute new tensors, as in x = x - mean, or use "
+                "one replica of the first stage",
+                stacklevel=2,
+            )
 
     def has_all(self, image: PartialTensor) -> bool:
         """Whether each replica of the first stage has the rows of its microbatches. All replicas return the same."""

@@ -40,6 +40,8 @@ class DeclaredLoss:
         silent: Returns a context in which the module logs nothing.
         scale: Function that returns the factor by which the step's loss will be multiplied, such as the scale of a
             gradient scaler. Gradients of the dtype float16 would be zero without it.
+        saves_memory: Whether steps that run in the order of GPipe, before the order 1F1B or because a check has failed,
+            compute activations again, so that they do not need more memory than the order 1F1B.
 
     Attributes:
         function: The module's own loss.
@@ -55,9 +57,10 @@ class DeclaredLoss:
         weight: Callable[[Any], Any] | None = None,
         silent: Callable[[], AbstractContextManager[Any]] = nullcontext,
         scale: Callable[[], Tensor | float] = lambda: 1.0,
+        saves_memory: bool = False,
     ) -> None:
         self.module, self.places, self.last = module, places, last
-        self.weight, self.silent, self.scale = weight, silent, scale
+        self.weight, self.silent, self.scale, self.saves_memory = weight, silent, scale, saves_memory
         self.function: Callable[..., Any] = getattr(module, NAME)
         self.news: tuple[str, bool] | None = None
         # By the number of the call in its step: how the step calls the loss with the result of this call, or why this

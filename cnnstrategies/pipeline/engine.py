@@ -138,6 +138,7 @@ class Pipeline:
         self.loss_sum = torch.zeros((), device=self.device)
         self.watchers: list[Callable[[Span], None]] = []
         self.clocks: dict[str, list[Clock]] = {}
+        self.forward_has_loss = True  # For `MeasuredPipeline`.
         self.gatherer = OutputGatherer(self.transport)
 
     @property

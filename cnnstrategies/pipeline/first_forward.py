@@ -14,10 +14,10 @@ class NotedParameters:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        own = {
+        parameters = {
             f"{path}.{name}": p for path, module in modules.items() for name, p in module.named_parameters("", False)
         }
-        self._parameters = {name: p for name, p in own.items() if not p.is_meta}
+        self._parameters = {name: p for name, p in parameters.items() if not p.is_meta}
         self._values = {name: p.detach().clone() for name, p in self._parameters.items()}
 
     def changed(self) -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from cnnstrategies._torch_private import writes
-from cnnstrategies.pipeline.timetable import KINDS, Task
+from cnnstrategies.pipeline.timetable import KINDS, Checkpointing, Task
 from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
 
 if TYPE_CHECKING:
@@ -68,9 +68,10 @@ class InterleavedBatch(WholeBatch):
             return
         gradients: Sequence[Tensor | None] = ()
         if self._runner.last and microbatch in self._results:  # If it is missing, the batch runs again as a whole.
-            gradients = self._gradients(
-                self._results[microbatch], partial(self.rows.of_microbatch, microbatch=microbatch)
-            )
+            with self._runner.times.timed("forward", microbatch, "loss"):
+                gradients = self._gradients(
+                    self._results[microbatch], partial(self.rows.of_microbatch, microbatch=microbatch)
+                )
             self.started[microbatch] = gradients
             if self.terms is not None:
                 self.terms.undo()
@@ -89,11 +90,14 @@ class InterleavedBatch(WholeBatch):
             self._sums, self._of_images = [], []
         return results[0], results[1]
 
-    def run_forwards_again(self) -> WholeBatch:
+    def run_forwards_again(self, checkpointing: Checkpointing | None = None) -> WholeBatch:
         """Run the forwards again, without the backwards, and return the new call. All ranks must call this.
 
         The forwards draw the same random numbers, and find the same buffers and the same values on modules. All of
         these are afterwards what they were before this method.
+
+        Args:
+            checkpointing: See `StageRunner.begin`.
 
         Raises:
             RuntimeError: A parameter or the images have changed since the call.
@@ -106,7 +110,7 @@ class InterleavedBatch(WholeBatch):
         images, samples, form, parts = self._arguments
 
         def run() -> WholeBatch:
-            return RepeatedBatch(self._runner, images, samples, True, form, False, parts)
+            return RepeatedBatch(self._runner, images, samples, True, form, False, parts, checkpointing)
 
         with self._conditions():
             return run() if self._state is None else self._state.run(run)[0]

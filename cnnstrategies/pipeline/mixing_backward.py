@@ -42,7 +42,7 @@ def reason_of_backward(probe: MixingProbe, arguments: Sequence[Arguments], sampl
 
 def _compare(probe: MixingProbe, whole: Arguments, parts: Sequence[Arguments]) -> str | None:
     try:
-        runs = [_Run(probe, arguments) for arguments in (whole, *parts)]
+        runs = [ProbedRun(probe, arguments) for arguments in (whole, *parts)]
         starts = [_starts(column) for column in zip(*(run.outputs for run in runs), strict=True)]
         for index, run in enumerate(runs):
             run.backward([start if start is None else start[index] for start in starts])
@@ -70,7 +70,7 @@ def _compare(probe: MixingProbe, whole: Arguments, parts: Sequence[Arguments]) -
 _MIXES = "its backward (a hook, or an autograd function of its own) gives a sample another gradient in another batch"
 
 
-class _Run:
+class ProbedRun:
     """A forward and a backward of a stage.
 
     Attributes:

@@ -79,13 +79,17 @@ class PlacedCall:
         if loss is not None and loss.expected is not None and self.network.can_interleave(self._key, samples):
             loss.prepare()
             gradients = loss.gradients
+        # All calls in GPipe's order must do with the memory of the order 1F1B.
+        checkpointing = self.network.other_checkpointing if self.needs_gradient else None
         with places.local():
             for leaf in leaves:
                 if id(leaf) in brought:
                     brought[id(leaf)].requires_grad_(leaf.requires_grad)
             images = tree_map(lambda leaf: brought.get(id(leaf), leaf), self.images)
             in_order = form is None or bool(form.drawn)
-            batch = self.network.begin(images, samples, self.needs_gradient, self._key, in_order, gradients)
+            batch = self.network.begin(
+                images, samples, self.needs_gradient, self._key, in_order, gradients, checkpointing
+            )
         self._batch = batch
         report = ForwardReport(batch.header, sorted(batch.draws.drawn))
         if form is None or form.varies:
@@ -190,7 +194,7 @@ class PlacedCall:
                 if verdict.kind == "factor":
                     return batch.multiplied(verdict.factor, keep)
                 with self.places.local():
-                    batch = self._batch = batch.run_forwards_again()
+                    batch = self._batch = batch.run_forwards_again(self.network.other_checkpointing)
         with self.places.local():
             return batch.backward(of_outputs, keep, of_stored)
 

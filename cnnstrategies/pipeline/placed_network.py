@@ -17,6 +17,7 @@ from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.stored_terms import NeedsOneMicrobatchError
 from cnnstrategies.pipeline.storing_code import has_users_hook
+from cnnstrategies.pipeline.timetable import Checkpointing
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
 from cnnstrategies.placed import Places
@@ -127,6 +128,7 @@ class PlacedNetwork:
             )
         copied.runner.microbatches, copied.runner.usual = self.runner.microbatches, self.runner.usual
         copied.runner.activation_checkpointing = self.runner.activation_checkpointing
+        copied.runner.run_ahead = self.runner.run_ahead
         copied.runner.times = self.runner.times
         return copied
 
@@ -168,6 +170,7 @@ class PlacedNetwork:
         form: Hashable,
         in_order: bool,
         gradients: GradientsOfResults | None = None,
+        checkpointing: Checkpointing | None = None,
     ) -> WholeBatch:
         """Run the forwards of this rank's stage, in one microbatch if a stage needs the whole batch.
 
@@ -175,12 +178,13 @@ class PlacedNetwork:
 
         Args:
             gradients: See `StageRunner.begin_interleaved`; None for the order of GPipe.
+            checkpointing: See `StageRunner.begin`. Ignored for the order 1F1B.
         """
         if form not in self._whole:
             try:
                 if gradients is not None:
                     return self.runner.begin_interleaved(images, samples, form, gradients)
-                return self.runner.begin(images, samples, needs_gradient, form, in_order)
+                return self.runner.begin(images, samples, needs_gradient, form, in_order, checkpointing=checkpointing)
             except NeedsOneMicrobatchError as error:
                 if error.is_once:
                     return self.runner.begin(images, samples, needs_gradient, form, in_order, whole=True)
@@ -213,6 +217,14 @@ class PlacedNetwork:
         call.place_stored(tensors[count:])
         call.observe_loss(tensors[:count])
         return call.header.unpack(tensors[:count])[0]
+
+    @property
+    def other_checkpointing(self) -> Checkpointing | None:
+        """Which forwards run again in GPipe's order, if later calls are expected to run in the order 1F1B.
+
+        None if the calls run as :attr:`StageRunner.activation_checkpointing` says.
+        """
+        return "always" if self.declared is not None and self.declared.saves_memory else None
 
     def can_interleave(self, form: Hashable, samples: int) -> bool:
         """Whether batches of a form can run in the order 1F1B. It needs several microbatches, and an earlier batch."""

@@ -18,15 +18,7 @@ from cnnstrategies.pipeline.stored_terms import StoredTerms
 from cnnstrategies.pipeline.storing_code import function_may_store, may_store
 from cnnstrategies.pipeline.task_times import TaskTimes
 from cnnstrategies.pipeline.timeline import Clock
-from cnnstrategies.pipeline.timetable import (
-    Checkpointing,
-    Kind,
-    Placement,
-    Schedule,
-    Task,
-    tasks_of,
-    turns,
-)
+from cnnstrategies.pipeline.timetable import KINDS, Checkpointing, Kind, Placement, Schedule, Task, turns
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed import Places
@@ -46,8 +38,8 @@ class StageRunner:
         replicas: The replicas of the stage, if the stage of another network has them already.
 
     Attributes:
-        schedule: Order of the tasks.
-        run_ahead: Whether stages hold one additional microbatch.
+        schedule: Order of the tasks in the last batch with a backward.
+        run_ahead: Whether stages hold one additional microbatch in the order 1F1B; see `timetable.turns`.
         replicas: The replicas of the stage.
         times: Measures the spans of this rank's stage.
         sizes: Number of samples of each microbatch of the last batch.
@@ -64,7 +56,6 @@ class StageRunner:
     """
 
     schedule: Schedule = SCHEDULE
-    run_ahead = False
 
     def __init__(
         self, division: Division, transport: Transport, ahead: int, replicas: StageReplicas | None = None
@@ -82,9 +73,8 @@ class StageRunner:
         self.times = TaskTimes(transport)
         self.sizes: Sequence[int] = ()
         self.usual = 0
-        self._placed_tasks = placement, self._tasks_of_schedules()
+        self.run_ahead = False
         graph = division.graphs()[self.stage]
-        self._turns = {order: turns(placement.replicas, placement.microbatches, order) for order in _SCHEDULES}
         self.channels = Channels(graph, self._turns["gpipe"], transport, ask_for_all=True)
         module, calls = _modules_of(division, graph)
         self.buffers = StageBuffers(module, self.replicas.group, calls)
@@ -107,13 +97,29 @@ class StageRunner:
         """Tasks of this rank for a batch, in order. They change with the shares of the placement."""
         return self._tasks(self.schedule)
 
+    @property
+    def run_ahead(self) -> bool:
+        """See above."""
+        return self._run_ahead
+
+    @run_ahead.setter
+    def run_ahead(self, run_ahead: bool) -> None:
+        placement, self._run_ahead = self.placement, run_ahead
+        self._turns = {
+            schedule: turns(placement.replicas, placement.microbatches, schedule, run_ahead and schedule == "1f1b")
+            for schedule in _SCHEDULES
+        }
+        self._placed_tasks = placement, self._tasks_of_schedules()
+
     def _tasks(self, schedule: Schedule) -> list[Task]:
         if self._placed_tasks[0] is not self.placement:
             self._placed_tasks = self.placement, self._tasks_of_schedules()
         return self._placed_tasks[1][schedule]
 
     def _tasks_of_schedules(self) -> dict[Schedule, list[Task]]:
-        return {schedule: tasks_of(self.placement, self.transport.rank, schedule) for schedule in _SCHEDULES}
+        own = self.placement.microbatches_of(self.transport.rank)
+        tasks = [Task(kind, self.stage, microbatch) for kind in KINDS for microbatch in own]
+        return {schedule: sorted(tasks, key=turn) for schedule, turn in self._turns.items()}
 
     @property
     def connections(self) -> list[tuple[int, int]]:
@@ -228,6 +234,8 @@ class StageRunner:
             NeedsOneMicrobatchError: A stage needs the batch as one microbatch. All ranks raise this error.
         """
         self._refresh()
+        if needs_gradient:
+            self.schedule = SCHEDULE
         parts = 1 if whole else self.microbatches
         batch = WholeBatch(self, images, samples, needs_gradient, form, in_order, parts, checkpointing)
         self.sizes = batch.sizes
@@ -248,6 +256,7 @@ class StageRunner:
             NeedsOneMicrobatchError: See :meth:`begin`.
         """
         self._refresh()
+        self.schedule = "1f1b"
         batch = InterleavedBatch(self, images, samples, form, gradients)
         self.sizes = batch.sizes
         return batch

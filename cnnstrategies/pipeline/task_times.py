@@ -19,13 +19,15 @@ class MeasuredPipeline(Protocol):
         device: Device of this rank's stage.
         watchers: Functions that are called with each span. Without watchers no times are measured. On a GPU, measuring
             a span synchronises the device at its start and at its end.
-        clocks: Stopwatches, by the kind of the spans that they measure. Starting and stopping them must not wait for
-            the device.
+        clocks: Stopwatches, by the kind of the spans that they measure, or ``loss`` for the loss of a microbatch.
+            Starting and stopping them must not wait for the device.
+        forward_has_loss: Whether a forward of the last stage contains the computation of the loss.
     """
 
     device: torch.device
     watchers: list[Callable[[Span], None]]
     clocks: dict[str, list[Clock]]
+    forward_has_loss: bool
 
     @property
     def placement(self) -> Placement:
@@ -38,6 +40,7 @@ class TaskTimes:
     Attributes:
         device: See `MeasuredPipeline`.
         watchers: See `MeasuredPipeline`.
+        forward_has_loss: See `MeasuredPipeline`.
         clocks: See `MeasuredPipeline`. The stopwatches run only in calls of the network whose backward follows.
 
     Args:
@@ -48,6 +51,7 @@ class TaskTimes:
         self.device = transport.device
         self.watchers: list[Callable[[Span], None]] = []
         self.clocks: dict[str, list[Clock]] = {}
+        self.forward_has_loss = False
         self._transport = transport
 
     @property
@@ -56,21 +60,21 @@ class TaskTimes:
         return self._transport.placement
 
     @contextmanager
-    def timed(self, kind: str, microbatch: int | None = None, trains: bool = False) -> Iterator[None]:
+    def timed(self, kind: str, microbatch: int | None = None, clock: str | None = None) -> Iterator[None]:
         """Return a context for the code of a span. Spans must not be nested.
 
         Args:
             kind: Kind of the span.
             microbatch: The microbatch; None if the span belongs to the whole step.
-            trains: Whether stopwatches measure the span as well.
+            clock: Kind of the stopwatches that measure the span as well, if any do.
         """
-        clocks = self.clocks.get(kind, []) if trains else []
+        clocks = [] if clock is None else self.clocks.get(clock, [])
         start = self._now() if self.watchers else 0.0
-        for clock in clocks:
-            clock.begin()
+        for stopwatch in clocks:
+            stopwatch.begin()
         yield
-        for clock in clocks:
-            clock.end()
+        for stopwatch in clocks:
+            stopwatch.end()
         if self.watchers:
             self._report(kind, microbatch, start, self._now())
 

@@ -160,8 +160,8 @@ def slots_of(value: Any) -> Variables | None:
 
 def used_by_class(kind: type) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a class that are not constants, each with a key, and the functions of its methods."""
-    own = [base for base in kind.__mro__ if not is_library(base.__module__)]
-    for base in own:
+    bases = [base for base in kind.__mro__ if not is_library(base.__module__)]
+    for base in bases:
         attributes = dict(vars(base))
         functions = {
             name: function for name, value in attributes.items() if (function := function_of(value)) is not None

@@ -143,7 +143,13 @@ class WholeBatch:
         watched = nullcontext() if self.terms is None or self._second is not None else self.terms.backward()
         with self._runner.under(self._placement), watched:
             self._runner.run_tasks(("backward",), "gpipe", self.sizes, self._key, run)
-        return self._sums, self._of_images
+        return self._taken_gradients()
+
+    def _taken_gradients(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Return the gradients, and forget them: autograd copies gradients to which there are other references."""
+        results = self._sums, self._of_images
+        self._begin_backward()
+        return results
 
     def _use_graph(self, keep: bool) -> None:
         if self._is_done:
@@ -194,7 +200,7 @@ class WholeBatch:
         inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], tensors_in(part)
         second: StoredValues | None = None
         with (
-            runner.times.timed("backward", microbatch, trains=True),
+            runner.times.timed("backward", microbatch, "backward"),
             torch.autocast(runner.transport.device.type, enabled=False),
             without_tensor_hooks(parameters),
         ):
@@ -287,7 +293,7 @@ class WholeBatch:
             if runner.stage == 0:
                 images = tree_map(lambda image: self._part(image, microbatch), self._images)
                 self._parts[microbatch] = images
-            timed = runner.times.timed("forward", microbatch, trains=self._needs_gradient)
+            timed = runner.times.timed("forward", microbatch, "forward" if self._needs_gradient else None)
             with timed, runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
                 arguments = channels.inputs(values, images)
                 kept = KeptInputs.of(arguments, leaves, runner.changes_inputs) if runs_again else None
@@ -295,6 +301,8 @@ class WholeBatch:
                     result = runner.division.run(runner.stage, *arguments)
                 else:
                     result = self.terms.run(microbatch, arguments)
+            if images is not None:
+                self.rows.warn_of_changes(tensors_in(self._images), tensors_in(images))
             if runner.last:
                 roots = self._hold(microbatch, result)
             else:

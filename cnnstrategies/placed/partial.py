@@ -128,19 +128,14 @@ def run_partial(runner: "OperationRunner", func: Any, partial: Sequence[PartialT
     """
     if _is_by_row(runner, func, partial, args, kwargs):
         return _run_by_row(runner, func, partial[0], args, kwargs)
-    operands = {id(tensor): tensor for tensor in partial}
-    originals = {id(tensor.checked_whole()): tensor for tensor in partial}
-    args, kwargs = with_tensors(
-        lambda tensor: operands[id(tensor)].whole if id(tensor) in operands else tensor, args, kwargs
-    )
+    whole = {id(tensor): tensor.checked_whole() for tensor in partial}
+    args, kwargs = with_tensors(lambda tensor: whole.get(id(tensor), tensor), args, kwargs)
     results = runner.run(func, args, kwargs)
     operation = operation_of(func)
     if operation.rule is Rule.RESHAPES or operation.resizes:
-        for tensor in operands.values():
+        for tensor in partial:
             _follow(tensor)
-    if isinstance(results, (list, tuple)):
-        return type(results)(originals.get(id(result), result) for result in results)
-    return originals.get(id(results), results)
+    return results
 
 
 def _is_by_row(runner: "OperationRunner", func: Any, partial: Sequence[PartialTensor], args: Any, kwargs: Any) -> bool:

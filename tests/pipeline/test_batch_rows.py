@@ -1,5 +1,7 @@
 """The rows of microbatches: those that the replica's loader loads, and all rows once."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -43,6 +45,20 @@ def test_a_tensor_may_have_several_rows_for_each_sample_and_keeps_its_memory_for
     assert part.is_contiguous(memory_format=torch.channels_last)
     assert not part.is_contiguous()
     assert rows.in_order(images).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_network_that_changes_copies_of_its_images_gets_a_warning() -> None:
+    rows, images = BatchRows.of(7, Placement((2, 1), microbatches=4), 4), torch.ones(7, 2)
+    part = rows.of_image(images, 1).detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows.warn_of_changes([images], [part])
+    part.mul_(2)
+    with pytest.warns(UserWarning, match="forward changes its images in place"):
+        rows.warn_of_changes([images], [part])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        BatchRows.of(7, Placement((1, 2), microbatches=4), 4).warn_of_changes([images], [part])  # A view.
 
 
 @pytest.mark.parametrize(("replicas", "parts"), [((1, 2), 4), ((2, 1), 1), ((2, 1), 3)])

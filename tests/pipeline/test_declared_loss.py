@@ -106,9 +106,9 @@ class Program(nn.Module):
 
     def run(self, name: str, step: Callable[[Any], Any], give: Callable[[Tensor], Tensor]) -> None:
         generator = torch.Generator().manual_seed(1)
-        for number in range(5):
-            # The second batch is smaller.
-            x = torch.randn(SAMPLES - 2 * (number == 1), 3, 6, 6, dtype=torch.float64, generator=generator)
+        for number in range(4):
+            # The third batch is smaller.
+            x = torch.randn(SAMPLES - 2 * (number == 2), 3, 6, 6, dtype=torch.float64, generator=generator)
             batch = give(x), give(torch.randint(CLASSES, (len(x),), generator=generator))
             self.optimizer.zero_grad()
             del PEAKS[:]
@@ -201,13 +201,18 @@ PROGRAMS = {
 
 
 def train(name: str, replicas: Sequence[int], places: Places, declares: bool = True, mixes: bool = False) -> Any:
-    """Run a program on a rank. Return the results, why the order is GPipe's, and the numbers of graphs."""
+    """Run a program on a rank. Return the results, why the order is GPipe's, and the numbers of graphs.
+
+    The stages run ahead if the program mixes samples.
+    """
     program = Program(mixes)
     transport = Transport(Placement(tuple(replicas), microbatches=MICROBATCHES), timedelta(minutes=1))
     placed = PlacedNetwork(program.net, CUTS[: len(replicas) - 1], places, transport, AHEAD, program)
     vars(program.net)["forward"] = placed
     places.set_place(program.proxies, placed.ranks[-1], "proxies")
-    declared = placed.declared = DeclaredLoss(program, places, placed.ranks[-1]) if declares else None
+    if declares:
+        placed.declared = DeclaredLoss(program, places, placed.ranks[-1], saves_memory=mixes)
+    declared, placed.runner.run_ahead = placed.declared, mixes
     torch.manual_seed(2)
     with places:
         program.run(
@@ -244,12 +249,15 @@ def check_layout(replicas: Sequence[int], names: Sequence[str]) -> None:
         check_equal(interleaved[0], gpipe[0])
         stage = Placement(tuple(replicas)).place(rank).stage
         if set(replicas) == {1} and stage < len(CUTS):
-            assert results[0][2][2:] == [len(replicas) - stage] * 3, "few microbatches have graphs at a time"
-            assert gpipe[2][2:] == [MICROBATCHES] * 3
+            few = len(replicas) - stage
+            assert results[0][2][1::2] == [few] * 2, "few microbatches have graphs at a time"
+            assert gpipe[2][1::2] == [MICROBATCHES] * 2
+            assert interleaved[2][0] < MICROBATCHES <= gpipe[2][0], "the first step saves memory"
+            assert interleaved[2][1] == few + (few > 1), "one more if the stages run ahead"
 
 
 def test_steps_train_as_on_one_device_and_store_the_activations_of_few_microbatches() -> None:
-    check_layout((1, 1), ["doubled", "images", "infinite", "tiny"])
+    check_layout((1, 1), ["doubled", "images", "infinite", "tiny", "other_values"])
 
 
 @pytest.mark.cluster

@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from typing import Any
+from weakref import ref
 
 import torch
 from ranks import run_ranks
@@ -69,11 +70,18 @@ def train_stage(cuts: list[str]) -> tuple[int, dict[str, Tensor | None], Any]:
     sums: dict[str, Any] = {}
     of_images: list[Any] = [None, None]
     names = {id(parameter): name for name, parameter in network.named_parameters()}
+    returned: list[ref[Tensor]] = []
     for index in (1, 0):
         parts, of_images[index] = WholeBatch.backward(batches[index], gradients[index])
+        returned += [ref(part) for part in parts if part is not None]
         for parameter, part in zip(runner.parameters, parts, strict=True):
             name = names[id(parameter)]
             sums[name] = part if sums.get(name) is None else sums[name] + part
+    del parts, part
+    kept = {id(tensor) for tensor in sums.values()}
+    gone = [reference() is None for reference in returned if id(reference()) not in kept]
+    assert gone
+    assert all(gone), "the calls keep no gradients, of which autograd would otherwise make copies"
     assert seen == [], "hooks wait for the whole batch's gradient"
     assert not any(runner.begin(images[0][:2], 2, False).sizes[2:]), "a small batch has fewer microbatches"
     return runner.stage, sums, of_images

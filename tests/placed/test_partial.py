@@ -142,16 +142,6 @@ def test_an_operation_with_rows_of_two_divisions_brings_all_rows() -> None:
     on_ranks(4, on_rank)
 
 
-def test_operations_in_place_return_the_tensor_itself_in_inference() -> None:
-    def on_rank(places: Places) -> None:
-        with torch.inference_mode():
-            x = partial(places, images())
-            assert x.mul_(2) is x
-            assert torch.equal(places.everywhere(x), 2 * images())
-
-    on_ranks(4, on_rank)
-
-
 READS: list[Callable[[Any], Any]] = [
     lambda x: x.mean(),
     lambda x: x.tolist(),

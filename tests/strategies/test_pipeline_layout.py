@@ -14,12 +14,14 @@ from torch.utils.data import DataLoader
 from cnnstrategies import ConfigurationError
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
+from cnnstrategies.pipeline.tracing import trace
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Profile, Value
 from cnnstrategies.planning.rank import rank
 from cnnstrategies.strategies import HybridPipelineStrategy, WholeStepStrategy
 from cnnstrategies.strategies.hybrid_pipeline import layout as layout_module
+from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout
 
 
@@ -112,9 +114,9 @@ def test_activations_are_computed_again_where_the_memory_limit_needs_it(monkeypa
         strategy=SimpleNamespace(optimizers=[]), lightning_module=None, state=SimpleNamespace(fn=None),
     )  # fmt: skip
 
-    def choose(kind: type[HybridPipelineStrategy], **options: Any) -> ChosenLayout:
-        request = kind(replicas=[1, 1], microbatches=8, **options).request
-        return request.choose(PlainCNN(), trainer, 2, torch.device("cpu"), lambda size: torch.randn(size, 1, 8, 8))
+    def choose(kind: type[PipelineStrategy], first: Any = None, **options: Any) -> ChosenLayout:
+        request, cpu = kind(replicas=[1, 1], microbatches=8, **options).request, torch.device("cpu")
+        return request.choose(PlainCNN(), trainer, 2, cpu, lambda size: torch.randn(size, 1, 8, 8), trace, first)
 
     limit = 15 * 10**6
     for layout in (choose(HybridPipelineStrategy, memory_limit=limit), choose(WholeStepStrategy)):
@@ -127,6 +129,9 @@ def test_activations_are_computed_again_where_the_memory_limit_needs_it(monkeypa
     assert text.endswith("and the limit is 14 MiB")
     with pytest.raises(ConfigurationError, match="set activation_checkpointing='always'"):
         choose(WholeStepStrategy, memory_limit=limit, activation_checkpointing="never")
+    # The first steps in the order gpipe keep the inputs of all microbatches.
+    for first, expected in ((None, "never"), ("gpipe", "except_last")):
+        assert choose(HybridPipelineStrategy, first, memory_limit=10**7).checkpointing == expected
     ((_, text),) = choose(WholeStepStrategy, activation_checkpointing="always").panel_rows()
     assert text == "computed again in the backward: as configured"
 

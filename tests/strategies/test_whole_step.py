@@ -11,43 +11,44 @@ from torch import Tensor, nn
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.commands.plan.measured import _request
-from cnnstrategies.strategies import HybridPipelineStrategy, WholeStepStrategy
+from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.whole_step.network import WHOLE, DividedForward, find_network
-from cnnstrategies.strategies.whole_step.order import describe_order
+from cnnstrategies.strategies.whole_step.order import check_run_ahead, describe_order
 
 pytestmark = pytest.mark.light
 
 
-def test_options_without_effect_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"run_ahead=True: .*; leave run_ahead out"):
-        WholeStepStrategy(stages=2, run_ahead=True)
-    assert WholeStepStrategy(stages=2, run_ahead=False).request.run_ahead is False
-
-
-def test_memory_is_planned_for_the_first_step_which_runs_in_the_order_of_gpipe() -> None:
-    assert WholeStepStrategy(stages=2, schedule="1f1b").request.schedule == "gpipe"
+def test_stages_run_ahead_only_in_the_order_1f1b() -> None:
+    check_run_ahead(True, Declaring(), "1f1b")
+    check_run_ahead(False, Own(), "1f1b")
+    with pytest.raises(ConfigurationError, match=r"run_ahead=True: .*; leave run_ahead out, or give Own a method loss"):
+        check_run_ahead(True, Own(), "1f1b")
+    with pytest.raises(ConfigurationError, match=r"run_ahead=True: .*; leave run_ahead out, or schedule: 1f1b"):
+        check_run_ahead(True, Declaring(), "gpipe")
 
 
 def test_the_start_panel_says_which_order_runs() -> None:
-    class Declared(Own):
-        def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-            return (outputs - targets).square().mean()
+    def text(module: LightningModule, schedule: str = "1f1b", reason: str | None = None, again: str = "never") -> str:
+        declared = SimpleNamespace(reason=reason) if isinstance(module, Declaring) else None
+        runner = SimpleNamespace(activation_checkpointing=again)
+        return describe_order(SimpleNamespace(declared=declared, runner=runner), module, schedule)
 
-    def text(module: LightningModule, schedule: str = "1f1b", reason: str | None = None) -> str:
-        declared = SimpleNamespace(reason=reason) if isinstance(module, Declared) else None
-        return describe_order(SimpleNamespace(declared=declared), module, schedule)
-
-    assert text(Declared(), "gpipe") == "gpipe, as configured"
+    assert text(Declaring(), "gpipe") == "gpipe, as configured"
     assert "for 1f1b, give Own a method loss(outputs, targets)" in text(Own())
-    assert text(Declared()).startswith("gpipe in the first step, then 1f1b if training_step trains Declared.loss")
-    assert text(Declared(), reason="it draws").endswith("all microbatches: it draws")
+    assert text(Declaring()).startswith("gpipe in the first step, then 1f1b if training_step trains Declaring.loss")
+    assert text(Declaring(), reason="it draws").endswith("stores the activations of all microbatches: it draws")
+    assert text(Declaring(), reason="it draws", again="always").endswith("the inputs of all microbatches: it draws")
 
 
 def test_the_plan_is_for_the_schedule_that_runs() -> None:
     options = {name: value.default for name, value in inspect.signature(HybridPipelineStrategy).parameters.items()}
-    for name, schedule in (("HybridPipelineStrategy", "1f1b"), ("WholeStepStrategy", "gpipe")):
+    for name, module, schedule in (
+        ("HybridPipelineStrategy", Own(), "1f1b"),
+        ("WholeStepStrategy", Own(), "gpipe"),
+        ("WholeStepStrategy", Declaring(), "1f1b"),
+    ):
         strategy = SimpleNamespace(class_path=f"cnnstrategies.strategies.{name}", init_args=options)
-        request = _request(strategy)
+        request = _request(strategy, module)
         assert request is not None
         assert request.schedule == schedule
 
@@ -61,6 +62,11 @@ class Parts(LightningModule):
 class Own(Parts):
     def forward(self, x: Tensor) -> Tensor:
         return self.large(self.small(x))
+
+
+class Declaring(Own):
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(outputs, targets)
 
 
 def test_the_network_is_the_child_with_all_parameters_or_the_own_forward_or_the_largest_child() -> None:

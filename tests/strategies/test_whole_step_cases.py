@@ -10,7 +10,10 @@ from whole_step_cases import CASES
 from whole_step_cases.checking import check
 
 # Cases of several kinds, which `make test` runs with three steps.
-SELECTION = ("kl_term", "byol", "branch_on_loss", "logged_metric", "finite_loss", "small_unet", "pruned")
+SELECTION = (
+    *("kl_term", "byol", "branch_on_loss", "logged_metric", "finite_loss", "small_unet", "pruned"),
+    *("global_list", "kept_features", "grad_cam", "wasserstein_penalty"),
+)
 
 
 def test_programs_of_several_kinds_train_as_on_one_device() -> None:

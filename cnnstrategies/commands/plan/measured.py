@@ -63,7 +63,7 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
     device = device_of(trainer.accelerator)
     devices = _device_count(trainer.devices) * int(trainer.num_nodes)
     cluster = read_cluster(options.cluster, devices) if options.cluster is not None else None
-    request = None if options.search else _request(trainer.strategy)
+    request = None if options.search else _request(trainer.strategy, model)
     decide_by_shapes(network, lambda size: _images(data)[0][:size])
     traced = trace(network)
     loading = request.replicas_on(devices)[0] if request else devices
@@ -141,13 +141,14 @@ def _states(model: LightningModule, options: PlanOptions) -> int:
     return states_of(optimizer) if isinstance(optimizer, Optimizer) else USUAL_STATES
 
 
-def _request(strategy: Any) -> LayoutRequest | None:
+def _request(strategy: Any, module: LightningModule) -> LayoutRequest | None:
     """Return the layout options of the strategy ``hybrid_pipeline`` in a configuration.
 
     Return None for all other strategies.
 
     Args:
         strategy: The configuration's value of ``trainer.strategy``: a registered name, or a class with its options.
+        module: The module.
     """
     if isinstance(strategy, str):
         if strategy not in StrategyRegistry:
@@ -166,7 +167,7 @@ def _request(strategy: Any) -> LayoutRequest | None:
     if not {field.name for field in fields(LayoutRequest)} <= set(arguments):
         return None
     is_pipeline = isinstance(kind, type) and issubclass(kind, PipelineStrategy)
-    return kind.layout_request(arguments) if is_pipeline else PipelineStrategy.layout_request(arguments)
+    return (kind if is_pipeline else PipelineStrategy).layout_request(arguments, module)
 
 
 def _device_count(devices: Any) -> int:

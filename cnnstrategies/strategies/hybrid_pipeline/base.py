@@ -117,8 +117,13 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         self._examined: tuple[object, LoadingRanks] | None = None
 
     @classmethod
-    def layout_request(cls, options: Mapping[str, Any]) -> LayoutRequest:
-        """Return the options that say how the network is divided, from all options of the strategy."""
+    def layout_request(cls, options: Mapping[str, Any], module: LightningModule | None = None) -> LayoutRequest:
+        """Return the options that say how the network is divided.
+
+        Args:
+            options: All options of the strategy.
+            module: The module, on which the schedule may depend; None if it is not known.
+        """
         return LayoutRequest(**{field.name: options[field.name] for field in fields(LayoutRequest)})
 
     @property

@@ -177,8 +177,20 @@ class LayoutRequest:
         device: torch.device,
         example: Callable[[int], Images | None],
         trace_network: Callable[[nn.Module], fx.GraphModule] = trace,
+        first_schedule: Schedule | None = None,
     ) -> ChosenLayout:
-        """The layout; automatic cuts are chosen by rank 0, which profiles the traced network. A collective."""
+        """The layout; automatic cuts are chosen by rank 0, which profiles the traced network. A collective.
+
+        Args:
+            network: The network.
+            trainer: The trainer.
+            devices: Number of devices.
+            device: Device of this rank.
+            example: Function that returns a number of example images, or None.
+            trace_network: Function that traces the network.
+            first_schedule: Schedule of the first steps, in which activations are computed again; None if all steps have
+                the same schedule.
+        """
         replicas = self.replicas_on(devices)
         samples = _loaded_samples(trainer)
         microbatches = self.microbatches_on(devices, network, samples)
@@ -215,6 +227,8 @@ class LayoutRequest:
                     memory_limit=self.memory_limit,
                 )
                 layout, predictor = choose_layout(job)
+                if first_schedule is not None and not _fits_first_steps(predictor.job, layout, first_schedule):
+                    layout, predictor = choose_layout(replace(job, schedule=first_schedule))
                 checkpointing = predictor.job.activation_checkpointing
                 reason = _reason(job, layout) if checkpointing != self.activation_checkpointing else None
                 chosen = list(layout.cuts), predictor.runs_ahead(layout), checkpointing, reason
@@ -226,6 +240,12 @@ class LayoutRequest:
             raise ConfigurationError(chosen)
         cuts, run_ahead, checkpointing, reason = chosen
         return ChosenLayout(cuts, replicas, microbatches, run_ahead, checkpointing, reason, True, recutter)
+
+
+def _fits_first_steps(job: Job, layout: Layout, schedule: Schedule) -> bool:
+    """Whether the memory suffices for steps with another schedule, in which activations are computed again."""
+    first = Predictor(replace(job, schedule=schedule, activation_checkpointing="always"))
+    return job.memory is None or first.memory(layout) <= job.memory
 
 
 def _reason(job: Job, layout: Layout) -> str | None:

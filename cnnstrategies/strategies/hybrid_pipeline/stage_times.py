@@ -65,6 +65,8 @@ class StageTimes(Callback):
         stages = [[rows[rank] for rank in placement.ranks(stage)] for stage in range(placement.stages)]
         took = [mean(forward + backward for forward, backward, _ in ranks) for ranks in stages]
         loss = mean(of_rank for *_, of_rank in stages[-1])
+        if not self._pipeline.forward_has_loss:
+            took[-1] += loss
         found = recut(samples, [*took[:-1], took[-1] - loss], loss)
         if found is not None:
             # With the class, it is taken after the strategy's short name, too.

@@ -20,7 +20,7 @@ def differences(placed: PlacedNetwork, placement: Placement, batch_size: int | N
         placement: Numbering of the ranks, and the microbatches of each rank.
         batch_size: Number of samples of a batch on each replica of the first stage; None if the number is not known.
     """
-    if placement.microbatches == 1 or placed.one_microbatch is not None:
+    if placed.runner.microbatches == 1 or placed.one_microbatch is not None:
         return []
     lines = differences_of_pipeline(placed.division.network, placement, batch_size)
     return [OWN_DRAWS if line == RANDOM_DRAWS else line for line in lines]

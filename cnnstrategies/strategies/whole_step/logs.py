@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
 from cnnstrategies._lightning_private import last_value_of, set_last_value
-from cnnstrategies.placed import Places
+from cnnstrategies.placed import Places, RefusedError
 
 
 class PlacedLogs:
@@ -64,6 +64,11 @@ class PlacedLogs:
             vars(self._module)["log"] = self._log
 
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if not self._places.active:
+            raise RefusedError(
+                f"the forward of a layer logs {name!r}, but it runs for each microbatch, and only on the ranks of its "
+                "stage: store the value in an attribute of the layer, and log it in the module's step"
+            )
         if isinstance(value, Metric):
             self._share_results(value)
         values = last_value_of(value) if isinstance(value, Metric) else value

@@ -7,6 +7,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.declared_loss import NAME, DeclaredLoss
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Schedule
@@ -14,7 +15,33 @@ from cnnstrategies.strategies.differences import has_mean_loss
 from cnnstrategies.strategies.whole_step.logs import PlacedLogs
 
 
-def declare_loss(placed: PlacedNetwork, module: LightningModule, logs: PlacedLogs, schedule: Schedule) -> None:
+def order_of(module: LightningModule, schedule: Schedule) -> Schedule:
+    """Return the order of most steps of a module, if the module's loss is as declared.
+
+    Args:
+        module: The module.
+        schedule: The strategy's option ``schedule``.
+    """
+    return "1f1b" if schedule == "1f1b" and callable(getattr(module, NAME, None)) else "gpipe"
+
+
+def check_run_ahead(run_ahead: bool | None, module: LightningModule, schedule: Schedule) -> None:
+    """Refuse ``run_ahead`` for a module whose steps do not run in the order 1F1B.
+
+    Raises:
+        ConfigurationError: The option has no effect.
+    """
+    if run_ahead and order_of(module, schedule) != "1f1b":
+        remedy = "schedule: 1f1b" if schedule != "1f1b" else f"give {type(module).__name__} a method {NAME}()"
+        raise ConfigurationError(
+            "run_ahead=True: all forwards of a step run before the first backward, so no stage can hold more "
+            f"microbatches than it holds anyway; leave run_ahead out, or {remedy}"
+        )
+
+
+def declare_loss(
+    placed: PlacedNetwork, module: LightningModule, logs: PlacedLogs, schedule: Schedule, saves_memory: bool
+) -> None:
     """Let the stages run in the order 1F1B if the module declares its loss. All ranks must call this.
 
     Args:
@@ -22,8 +49,9 @@ def declare_loss(placed: PlacedNetwork, module: LightningModule, logs: PlacedLog
         module: The module.
         logs: The module's logs.
         schedule: The strategy's option ``schedule``.
+        saves_memory: See `DeclaredLoss`.
     """
-    if schedule == "gpipe" or not callable(getattr(module, NAME, None)):
+    if order_of(module, schedule) == "gpipe":
         return
 
     def scale() -> Tensor | float:
@@ -32,7 +60,7 @@ def declare_loss(placed: PlacedNetwork, module: LightningModule, logs: PlacedLog
         return 1.0 if scaler is None else scaler.scale(torch.ones((), device=device))
 
     weight: Any = module.loss_weight if has_mean_loss(module) else None
-    placed.declared = DeclaredLoss(module, placed.places, placed.ranks[-1], weight, logs.silent, scale)
+    placed.declared = DeclaredLoss(module, placed.places, placed.ranks[-1], weight, logs.silent, scale, saves_memory)
 
 
 def tell_news(placed: PlacedNetwork) -> None:
@@ -52,7 +80,8 @@ def describe_order(placed: PlacedNetwork, module: LightningModule, schedule: Sch
     if schedule == "gpipe":
         return "gpipe, as configured"
     declared, name = placed.declared, type(module).__name__
-    stores = "each stage stores the activations of all microbatches"
+    again = placed.runner.activation_checkpointing != "never"
+    stores = f"each stage stores the {'inputs' if again else 'activations'} of all microbatches"
     if declared is None:
         return f"gpipe, so {stores}: for 1f1b, give {name} a method loss(outputs, targets) that training_step calls"
     if declared.reason is not None:

@@ -61,7 +61,7 @@ from cnnstrategies.strategies.whole_step.measuring import callbacks_for_cuts, me
 from cnnstrategies.strategies.whole_step.metric_values import share_metrics
 from cnnstrategies.strategies.whole_step.metrics import metrics_of_one_process
 from cnnstrategies.strategies.whole_step.network import DividedForward, find_network, module_at
-from cnnstrategies.strategies.whole_step.order import declare_loss, describe_order, tell_news
+from cnnstrategies.strategies.whole_step.order import check_run_ahead, declare_loss, describe_order, order_of, tell_news
 from cnnstrategies.strategies.whole_step.own_stage import (
     NetworkPlan,
     check_plan,
@@ -98,11 +98,6 @@ class WholeStepStrategy(PipelineStrategy):
         super().__init__(**kwargs)
         # The first step, and steps of modules that do not declare their loss, run in the order of GPipe.
         self._schedule: Schedule = kwargs.get("schedule", "1f1b")
-        if self.request.run_ahead:
-            raise ConfigurationError(
-                "run_ahead=True: WholeStepStrategy runs all forwards of a step before the first backward, so a stage "
-                "cannot hold more microbatches than it holds anyway; leave run_ahead out"
-            )
         self._connections: Transport | None = None
         self._forward: DividedForward | None = None
         self._placed: PlacedModule | None = None
@@ -119,9 +114,9 @@ class WholeStepStrategy(PipelineStrategy):
 
     @override
     @classmethod
-    def layout_request(cls, options: Mapping[str, Any]) -> LayoutRequest:
-        """Return the options that say how the network is divided, with the schedule that runs."""
-        return replace(super().layout_request(options), schedule="gpipe")
+    def layout_request(cls, options: Mapping[str, Any], module: LightningModule | None = None) -> LayoutRequest:
+        request = super().layout_request(options)
+        return replace(request, schedule="gpipe" if module is None else order_of(module, request.schedule))
 
     # Before the processes start
 
@@ -151,6 +146,7 @@ class WholeStepStrategy(PipelineStrategy):
             module = self._planned.module
         path = find_network(module, self.submodule)
         check_state(module, path)
+        check_run_ahead(self.request.run_ahead, module, self._schedule)
         network = module_at(module, path)
         if self._planned is None:
             refuse_meta(module, path)
@@ -260,7 +256,12 @@ class WholeStepStrategy(PipelineStrategy):
         example = partial(example_inputs, trainer.lightning_module, path)
         network = module_at(trainer.lightning_module, path)
         traced = partial(trace_open, training=True)
-        return self.request.choose(network, trainer, trainer.world_size, self.root_device, example, traced)
+        request, first = self.request, None
+        if request.activation_checkpointing is None:
+            # The prediction is for the order in which most steps run. The first steps run as `saves_memory` says.
+            request = replace(request, schedule=order_of(trainer.lightning_module, self._schedule))
+            first = self.request.schedule
+        return request.choose(network, trainer, trainer.world_size, self.root_device, example, traced, first)
 
     def _divide(self, network: nn.Module, layout: ChosenLayout) -> None:
         """Divide the network, and give all parameters and buffers of the module their places."""
@@ -276,7 +277,7 @@ class WholeStepStrategy(PipelineStrategy):
         placed = PlacedNetwork(network, layout.cuts, self.places, transport, ahead, self.lightning_module, check)
         placed.runner.microbatches = layout.microbatches
         compile_stages(self.lightning_module, placed.division)
-        placed.runner.activation_checkpointing = layout.checkpointing
+        placed.runner.activation_checkpointing, placed.runner.run_ahead = layout.checkpointing, layout.run_ahead
         self._forward = DividedForward(placed)
         self._replaced.callback(self._forward.remove)
         self.places.messages.describe = placement.describe
@@ -284,7 +285,10 @@ class WholeStepStrategy(PipelineStrategy):
         self._placed = PlacedModule(self.lightning_module, placed, self.places, in_parts=not self._is_whole)
         self._logs = PlacedLogs(self.lightning_module, self.places)
         self._replaced.callback(self._logs.remove)
-        declare_loss(placed, self.lightning_module, self._logs, self._schedule)
+        # Without a limit, as on a CPU, the first step need not save memory.
+        is_limited = self.root_device.type == "cuda" or self.request.memory_limit is not None
+        saves_memory = is_limited and self.request.activation_checkpointing is None
+        declare_loss(placed, self.lightning_module, self._logs, self._schedule, saves_memory)
 
     def _same_random_numbers(self) -> None:
         """Continue on all ranks with the random numbers of rank 0."""
@@ -527,6 +531,8 @@ class WholeStepStrategy(PipelineStrategy):
         rows = describe_pipeline(
             placement, placed.division.graphs(), self.parameters_per_device, self.request, batch_size
         )
+        if placed.runner.microbatches == 1:
+            rows[0] = ("microbatches", "1, which runs on the first replica of each stage")
         assert self.lightning_module is not None
         rows.append(("order", describe_order(placed, self.lightning_module, self._schedule)))
         rows += self._chosen_layout.panel_rows()

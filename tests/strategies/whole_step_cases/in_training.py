@@ -271,3 +271,51 @@ class MakingLayer(nn.Module):
 class LayerMadeInForward(Classifier):
     def network(self) -> nn.Module:
         return classifier(middle=MakingLayer())
+
+
+class SwappingTrained(Callback):
+    """Replaces a block by a new one in the second epoch, and gives its parameters to the optimizer."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            module.net[3] = Block().to(torch.float64)
+            module.net[1].conv.weight.data.mul_(0.5)
+            trainer.optimizers[0].add_param_group({"params": list(module.net[3].parameters())})
+
+
+@case(callbacks=lambda: [SwappingTrained()])
+class SwappedBlock(Classifier):
+    pass
+
+
+class Logging(nn.Module):
+    """A layer that logs a value of its input by the user's module."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = [module]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.module[0].log("inside", x.detach().abs().mean())
+        return x
+
+
+@case(error="the forward of a layer logs 'inside'")
+class LoggedInForward(Classifier):
+    def network(self) -> nn.Module:
+        return classifier(middle=Logging(self))
+
+
+@case()
+class PerSampleGradients(Classifier):
+    """Computes the gradient of each sample by torch.func, and logs the norms."""
+
+    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        def loss(parameters: Any, image: Tensor, label: Tensor) -> Tensor:
+            return F.cross_entropy(functional_call(self.net, parameters, (image[None],)), label[None])
+
+        parameters = {name: p.detach() for name, p in self.net.named_parameters()}
+        gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, x, y)
+        norms = sum(gradient.flatten(1).square().sum(1) for gradient in gradients.values()).sqrt()
+        self.log("largest", norms.amax())
+        return F.cross_entropy(self.net(x), y)
