@@ -277,7 +277,7 @@ def first_loader(trainer: Trainer) -> Any:
         "test": trainer.test_loop,
         "predict": trainer.predict_loop,
     }
-    loop = loops.get(str(trainer.state.fn))
+    loop = loops.get(trainer.state.fn.value if trainer.state.fn else "")
     if loop is None:
         return train_loader(trainer)
     source = loop._data_source

@@ -3,11 +3,18 @@
 ``make test-cases`` runs all programs under all layouts.
 """
 
+import os
 from dataclasses import replace
 
 import pytest
-from whole_step_cases import CASES
+import torch
+import torch.distributed as dist
+from conftest import quiet_trainer
+from ranks import run_ranks
+from whole_step_cases import CASES, Case
 from whole_step_cases.checking import check
+
+from cnnstrategies.strategies import WholeStepStrategy
 
 # Cases of several kinds, which `make test` runs with three steps.
 SELECTION = (
@@ -24,3 +31,23 @@ def test_programs_of_several_kinds_train_as_on_one_device() -> None:
 @pytest.mark.parametrize("replicas", [[2, 1], [1, 2], [1, 1, 1]], ids=str)
 def test_programs_train_as_on_one_device_with_replicas_and_three_stages(replicas: list[int]) -> None:
     check([replace(CASES[name], epochs=1) for name in SELECTION], replicas)
+
+
+def validate(case: Case, devices: int) -> dict[str, float]:
+    """Validate with automatic cuts, for which the images come from the validation data."""
+    os.environ |= {"LOCAL_RANK": str(dist.get_rank() if devices > 1 else 0), "NODE_RANK": "0"}
+    os.environ["WORLD_SIZE"] = str(devices)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    strategy = WholeStepStrategy(stages=devices) if devices > 1 else "auto"
+    trainer = quiet_trainer(strategy, devices)
+    result: dict[str, float] = trainer.validate(case.module(), case.evaluation_loader(), verbose=False)[0]
+    return result
+
+
+@pytest.mark.cluster
+def test_validation_alone_chooses_cuts_by_the_validation_data() -> None:
+    case = CASES["contexts_in_forward"]
+    (expected,) = run_ranks(1, validate, case, 1)
+    for result in run_ranks(2, validate, case, 2):
+        assert result == pytest.approx(expected, rel=1e-12)

@@ -200,7 +200,7 @@ class AliasNet(nn.Module):
         return self.head((self.second(y) + x).mean((2, 3)))
 
 
-@case(cuts=("second", "add"))
+@case(cuts=("second", "add_2"))
 class ViewChangedInPlace(Classifier):
     def network(self) -> nn.Module:
         return AliasNet()
