@@ -90,6 +90,6 @@ class StageReplicas:
             works = [collective(flat) for _, flat in buckets]
             for (part, flat), work in zip(buckets, works, strict=True):
                 work.wait()
-                sections = flat.split([tensor.numel() for tensor in part])
+                sections = torch.split(flat, [tensor.numel() for tensor in part])
                 pairs = zip(sections, part, strict=True)
                 copy_all(part, [section.view(tensor.shape) for section, tensor in pairs])

@@ -198,8 +198,9 @@ class WholeStepStrategy(PipelineStrategy):
         self._alone = groups[self.global_rank]
         self._groups = [group, self._alone]
         link = GlooLink(group, self.global_rank, self.world_size)
-        has_devices = dist.group.WORLD is not None and dist.get_backend() != "gloo"
-        devices = DeviceLink(dist.group.WORLD, self.root_device) if has_devices else None
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        devices = None if dist.get_backend() == "gloo" else DeviceLink(everyone, self.root_device)
         self.places = Places(self.global_rank, self.world_size, link, devices)
 
     @override
