@@ -7,7 +7,7 @@ show this:
 - All of the gradient has come through the step's call of the loss. The gradient of each result must be equal, in every
   bit, to what has come through this call, so that no other term is overlooked, however small it is.
 - The gradient that has come through this call is the sum of the microbatches' gradients. Both are computed by the
-  module's own function, so they may differ by rounding alone. The limit is :func:`tolerance` times the largest element.
+  module's own function, so they may differ by rounding alone, see :func:`allowed_difference`.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,26 +73,26 @@ def compare(
     if any(isinstance(tensor, ForeignTensor) for pair in (*present, (of_loss,)) for tensor in pair):
         return different("the step computes with the loss on ranks of other stages")
     ratio = of_loss.double() / scale
-    numbers = [ratio.reshape(())]
+    numbers = [ratio.reshape(()), of_loss.reshape(())]
     for total, part in present:
         numbers += [total.isfinite().all(), total.eq(part).all()]
-    limits = []
-    for rows, sums in pairs():
+    compared = []
+    for whole, (rows, sums) in zip(arrived, pairs(), strict=False):
         if (rows is None) != (sums is None):
             return different("loss() depends on other results for a microbatch than for the batch")
-        if rows is None or sums is None or not rows.numel():
+        if whole is None or rows is None or sums is None or not rows.numel():
             continue
-        limits.append(tolerance(rows.dtype))
+        compared.append(whole)
         wide = torch.promote_types(rows.dtype, torch.float32)
         numbers += [(rows.to(wide) - ratio.to(wide) * sums.to(wide)).abs().amax(), rows.abs().amax()]
-    factor, *values = torch.stack([number.double() for number in numbers]).tolist()
+    factor, size_of_loss, *values = torch.stack([number.double() for number in numbers]).tolist()
     facts, sizes = values[: 2 * len(present)], values[2 * len(present) :]
     if not all(facts[::2]) or not isfinite(factor):
         return Verdict("infinite")
     if not all(facts[1::2]):
         return different(OTHER_TERM)
-    for difference, size, limit in zip(sizes[::2], sizes[1::2], limits, strict=True):
-        if not difference <= limit * size:
+    for difference, size, whole in zip(sizes[::2], sizes[1::2], compared, strict=True):
+        if not difference <= allowed_difference(whole, size, abs(size_of_loss)):
             return different(
                 f"the gradients of loss() for a batch and for its microbatches differ by {difference:.1e}, where the "
                 f"largest is {size:.1e}, so loss() is not a mean over samples"
@@ -103,12 +103,26 @@ def compare(
 OTHER_TERM = "the step's loss depends on the network's result in other ways than by one call of loss()"
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    """Return the largest difference that rounding may cause, relative to the largest element.
+def allowed_difference(gradient: Tensor, largest: float, of_loss: float) -> float:
+    """Return the largest difference between two gradients that rounding may cause.
 
-    In 16 bits both gradients are rounded, and each by at most half a unit in the last place.
+    The gradients of a cross entropy are differences of numbers of the size ``1 / n``, where n is the number of samples,
+    or of pixels. They are rounded relative to these numbers, even if all samples are classified well, so that the
+    differences are small. In 16 bits, the final gradients are rounded as well, each by at most half a unit in the last
+    place.
+
+    Args:
+        gradient: The gradient of a result for the whole batch (n, classes, ...).
+        largest: Largest magnitude of an element.
+        of_loss: Magnitude of the gradient of the loss.
     """
-    return (2 if torch.finfo(dtype).bits == 16 else 64) * torch.finfo(dtype).eps
+    last_place = torch.finfo(gradient.dtype)
+    wide = torch.finfo(torch.promote_types(gradient.dtype, torch.float32))
+    classes = gradient.shape[1] if gradient.dim() > 1 else 1
+    of_terms = of_loss * classes / max(gradient.numel(), 1)
+    unit = last_place.eps * (2 * largest + last_place.smallest_normal)
+    rounded = unit if last_place.bits == 16 else 0.0
+    return wide.eps * (64 * largest + 8 * of_terms) + rounded
 
 
 def combine(verdicts: Sequence[Verdict]) -> Verdict:

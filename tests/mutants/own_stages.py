@@ -3,9 +3,11 @@
 import contextlib
 
 import test_own_stage
+import test_registration
 from mutants.faulty import removes, replaces
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.placed.places import Places
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import Turns, own_stage_alone, share_stage
 
 removes(
@@ -56,3 +58,11 @@ removes(
     "the replicas of a stage start with different random values",
     killed_by=test_own_stage.test_replicas_start_equal_and_hold_only_their_stage,
 )
+
+
+@replaces(
+    Places.set_place,
+    killed_by=test_registration.test_parameters_get_the_values_of_one_process_on_their_own_ranks_only,
+)
+def a_rank_keeps_values_of_other_ranks_parameters_while_it_builds_a_network(original, self, tensor, place, label):
+    original(self, tensor, (*place, self.rank), label)

@@ -17,14 +17,21 @@ from whole_step_cases.base import Block, Classifier, classifier
 from whole_step_cases.checking import whole_step
 from whole_step_cases.running import differences, on_one_device, train_all, verdict
 
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies.whole_step import checks
 from cnnstrategies.strategies.whole_step.compiling import compile_stages
 
 # Cases with layers that run in a special way, that store values or count, that are called several times, or whose
 # hooks store values.
-SELECTION = (
-    *("batch_normalisation", "small_unet", "spectral_norm", "byol", "kl_term", "kept_sums", "kept_deviations"),
-    *("hook_penalty", "updated_buffer", "counted_calls", "mean_updated_after", "tensor_hook", "hook_in_epoch"),
-    "declared_loss",
+SPECIAL = ("batch_normalisation", "small_unet", "spectral_norm", "byol", "tensor_hook", "declared_loss")
+STORING = (
+    "kl_term",
+    "kept_sums",
+    "kept_deviations",
+    "hook_penalty",
+    "updated_buffer",
+    "counted_calls",
+    "hook_in_epoch",
 )
 
 
@@ -73,10 +80,9 @@ def train(cases: Sequence[Case], replicas: Sequence[int]) -> Any:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("replicas", [[1, 1], [2, 1]], ids=str)
-def test_compiled_stages_train_as_one_device(replicas: list[int]) -> None:
+@pytest.mark.parametrize(("replicas", "names"), [([1, 1], SPECIAL), ([1, 1], STORING), ([2, 1], STORING)], ids=str)
+def test_compiled_stages_train_as_one_device(replicas: list[int], names: Sequence[str]) -> None:
     importlib.import_module("torch._dynamo")  # Forked ranks inherit the import, which takes seconds.
-    names = [name for name in SELECTION if replicas == [1, 1] or name != "batch_normalisation"]
     cases = [*(compiled(CASES[name]) for name in names), compiled(CASES["plain"], only_layer=True)]
     names = [*names, "only layer"]
     expected = on_one_device(cases)
@@ -110,3 +116,25 @@ def test_the_module_or_a_callback_names_the_backend() -> None:
     vars(module)["compile_backend"] = "inductor"
     compile_stages(module, division)
     assert options == [{"backend": "inductor", "dynamic": False}]
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+@pytest.mark.light
+def test_a_module_or_network_that_is_compiled_as_a_whole_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Module()
+    compiled_modules = [module.net[0]]
+    # A real compilation would import the compiler, which takes seconds.
+    monkeypatch.setattr(checks, "is_compiled", lambda child: child in compiled_modules)
+    checks.check_state(module, "net")
+    for child, name in ((module.net, "Module.net"), (module, "Module")):
+        compiled_modules.append(child)
+        with pytest.raises(ConfigurationError, match=rf"^{name} is compiled: .*ComputeSettings"):
+            checks.check_state(module, "net")
+    vars(module)["compile_backend"] = "cudagraphs"
+    with pytest.raises(ConfigurationError, match="cudagraphs"):
+        checks.check_state(module, "net")

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +18,16 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import run_apart, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from whole_step_cases import CASES
 from whole_step_cases.base import Block
+from whole_step_cases.checking import check
 from whole_step_cases.running import differences
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.placed import ForeignTensor
 from cnnstrategies.placed.partial import PartialTensor
 from cnnstrategies.strategies import WholeStepStrategy, stopwatch
+from cnnstrategies.strategies.whole_step.loading import PlacedLoader
 
 BATCH, SAMPLES = 12, 45  # The last batch has 9 samples.
 
@@ -222,3 +226,22 @@ def test_a_slow_replica_gets_fewer_microbatches_until_it_is_fast_again() -> None
 def test_shares_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="initial_shares"):
         WholeStepStrategy(stages=2, shares=[1, 2], initial_shares=[1, 2])
+
+
+# Programs that use the images in several ways.
+USES = (
+    "adversarial_images",
+    "cutmix",
+    "blurred_images",
+    "moco",
+    "declared_loss",
+    "declared_adversarial",
+    "several_crops",
+)
+
+
+@pytest.mark.cluster
+def test_programs_may_use_tensors_whose_rows_are_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas of the first stage keep the rows of all tensors, also of small ones such as the labels."""
+    monkeypatch.setattr(PlacedLoader.__init__, "__defaults__", (0,))
+    check([replace(CASES[name], epochs=1) for name in USES], [2, 1])

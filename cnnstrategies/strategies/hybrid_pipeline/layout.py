@@ -317,7 +317,9 @@ def describe_pipeline(
         together = ranks[-1] - ranks[0] == len(ranks) - 1
         where = f"ranks {ranks[0]} to {ranks[-1]}" if together else f"ranks {', '.join(map(str, ranks))}"
         where = f"rank {ranks[0]}" if len(ranks) == 1 else where
-        rows.append((f"stage {stage}", f"{_name(nodes[0])} to {_name(nodes[-1])} on {where}: {number:,} parameters"))
+        first, last = _name(nodes[0]), _name(nodes[-1])
+        span = first if first == last else f"{first} to {last}"
+        rows.append((f"stage {stage}", f"{span} on {where}: {number:,} parameters"))
     return rows
 
 

@@ -505,8 +505,9 @@ class WholeStepStrategy(PipelineStrategy):
     @override
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
         placed, placement = self._network, self._transport().placement
+        configured = replace(self.request, schedule=self._schedule)
         rows = describe_pipeline(
-            placement, placed.division.graphs(), self.parameters_per_device, self.request, batch_size
+            placement, placed.division.graphs(), self.parameters_per_device, configured, batch_size
         )
         if placed.runner.microbatches == 1:
             rows[0] = ("microbatches", "1, which runs on the first replica of each stage")
