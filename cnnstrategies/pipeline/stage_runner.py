@@ -117,8 +117,8 @@ class StageRunner:
         return self._placed_tasks[1][schedule]
 
     def _tasks_of_schedules(self) -> dict[Schedule, list[Task]]:
-        own = self.placement.microbatches_of(self.transport.rank)
-        tasks = [Task(kind, self.stage, microbatch) for kind in KINDS for microbatch in own]
+        microbatches = self.placement.microbatches_of(self.transport.rank)
+        tasks = [Task(kind, self.stage, microbatch) for kind in KINDS for microbatch in microbatches]
         return {schedule: sorted(tasks, key=turn) for schedule, turn in self._turns.items()}
 
     @property

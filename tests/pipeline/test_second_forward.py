@@ -176,10 +176,10 @@ def check_layout(replicas: tuple[int, ...]) -> None:
         assert_same(except_last, never, 0)
         assert_same(always, never, 0)
         assert_same(whole, expected, 1e-12)
-        own = len(placement.microbatches_of(rank))
-        of_one = kept[0][0] // own
+        count = len(placement.microbatches_of(rank))
+        of_one = kept[0][0] // count
         assert of_one > 5
-        assert kept == [(own * of_one, own * of_one), (of_one, min(own, 2) * of_one), (0, of_one)]
+        assert kept == [(count * of_one, count * of_one), (of_one, min(count, 2) * of_one), (0, of_one)]
 
 
 def test_a_second_forward_changes_nothing() -> None:
