@@ -242,10 +242,10 @@ def run_unusual() -> tuple[list[str], list[Tensor]]:
                     break
     transport = Transport(Placement((1,), microbatches=MICROBATCHES), timedelta(minutes=1))
     for checkpointing in ("never", "always"):
-        program = Program(Shifting)
-        runner = StageRunner(Division(program.module, []), transport, AHEAD)
-        runner.activation_checkpointing = checkpointing
         torch.manual_seed(0)
+        module = nn.Sequential(Shifting(), nn.Conv2d(3, 2, 1)).double()
+        runner = StageRunner(Division(module, []), transport, AHEAD)
+        runner.activation_checkpointing = checkpointing
         for _ in range(2):
             images = torch.randn(SAMPLES, 3, 4, 4, dtype=F64)
             batch = runner.begin(images, SAMPLES, True)
@@ -267,6 +267,6 @@ def test_a_forward_that_cannot_be_repeated_is_refused() -> None:
         assert message.startswith(start)
         assert message.endswith("set activation_checkpointing to never")
     middle = len(gradients) // 2
-    assert middle > 20
+    assert middle == 4
     for gradient, other in zip(gradients[:middle], gradients[middle:], strict=True):
         assert torch.equal(gradient, other), "a network may change its images in place"
