@@ -320,6 +320,12 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in _HOOKS)
 
 
+def hooks_of(module: nn.Module) -> Iterator[Any]:
+    """Yield the hooks that are registered on a module itself and run when the module is called."""
+    for name in _HOOKS:
+        yield from getattr(module, name).values()
+
+
 def autocast_settings(context: torch.autocast) -> tuple[str, torch.dtype, bool, bool]:
     """Return the arguments with which a context `torch.autocast` was created: device, dtype, enabled, and cache."""
     return context.device, context.fast_dtype, context._enabled, context._cache_enabled

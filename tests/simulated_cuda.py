@@ -4,15 +4,46 @@
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from simulated_gpu import _COLLECTIVE, DEVICE, GpuMode, GpuTensor, Stream, _plain, is_on_device
+from simulated_gpu import (
+    _COLLECTIVE,
+    DEVICE,
+    GpuMode,
+    GpuTensor,
+    Stream,
+    _plain,
+    claim_foreign_tensors,
+    is_on_device,
+    restore_device_tensors,
+)
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
+
+from cnnstrategies import _torch_private
+
+
+class Generator:
+    """The random number generator of the device, as torch's generators."""
+
+    device = property(lambda self: DEVICE.name)
+
+    def get_state(self) -> Tensor:
+        """Return the generator's state."""
+        return DEVICE.random.clone()
+
+    def set_state(self, state: Tensor) -> None:
+        """Set the generator's state."""
+        DEVICE.random = state.clone()
+
+    def manual_seed(self, seed: int) -> "Generator":
+        """Set the generator's state from a seed."""
+        DEVICE.random = torch.Generator().manual_seed(seed).get_state()
+        return self
 
 
 class Event:
@@ -72,6 +103,10 @@ def simulate(index: int = 0, devices: int = 1) -> GpuMode:
     _simulate_cuda(devices)
     _simulate_autocast()
     _simulate_first_gradients()
+    _simulate_groups()
+    _keep_mode()
+    claim_foreign_tensors()
+    restore_device_tensors()
     if dist.is_available():
         _simulate_nccl()
     return GpuMode()
@@ -100,11 +135,13 @@ def _simulate_cuda(devices: int) -> None:
         finally:
             DEVICE.stream = before
 
+    generator = Generator()
+
     def seed(number: int) -> None:
-        DEVICE.random = torch.Generator().manual_seed(number).get_state()
+        generator.manual_seed(number)
 
     def put_state(state: Tensor, *_: Any) -> None:
-        DEVICE.random = state.clone()
+        generator.set_state(state)
 
     replaced = {
         "_initialized": True,
@@ -125,6 +162,7 @@ def _simulate_cuda(devices: int) -> None:
         "get_rng_state": lambda device=None: DEVICE.random.clone(),
         "set_rng_state": put_state,
         "get_rng_state_all": lambda: [DEVICE.random.clone()],
+        "default_generators": (generator,) * devices,
         "set_rng_state_all": lambda states: put_state(states[0]),
         "manual_seed": seed,
         "manual_seed_all": seed,
@@ -145,6 +183,33 @@ def _simulate_cuda(devices: int) -> None:
     torch.accelerator.is_available = lambda: True
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
     torch._C._get_accelerator = lambda: torch.device("cuda")  # type: ignore[assignment]
+
+
+def _simulate_groups() -> None:
+    """Let `clip_grad_norm_` find the devices of gradients, which it otherwise asks C++ code for."""
+    module: Any = torch.nn.utils.clip_grad
+    group = module._group_tensors_by_device_and_dtype
+
+    def grouped(lists: Any, *args: Any, **kwargs: Any) -> Any:
+        groups = group(lists, *args, **kwargs)
+        return {(tensors[0][0].device, dtype): (tensors, at) for (_, dtype), (tensors, at) in groups.items()}
+
+    module._group_tensors_by_device_and_dtype = grouped
+
+
+def _keep_mode() -> None:
+    """Keep the simulated GPU where the package disables all modes, because its own modes are not wanted."""
+    disabled = _torch_private._disable_current_modes
+
+    @contextmanager
+    def without_other_modes() -> Iterator[Any]:
+        with ExitStack() as stack:
+            modes = stack.enter_context(disabled())
+            if any(isinstance(mode, GpuMode) for mode in modes):
+                stack.enter_context(GpuMode())
+            yield modes
+
+    _torch_private._disable_current_modes = without_other_modes
 
 
 def _simulate_autocast() -> None:

@@ -22,6 +22,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
+from cnnstrategies.pipeline import untouched
+from cnnstrategies.placed import call_site, foreign
+from cnnstrategies.placed.runner import OperationRunner
+
 aten = torch.ops.aten
 # Operations for which the host always waits, because their result or its shape depends on values.
 _WAITS = {
@@ -35,6 +39,7 @@ _WAITS = {
     aten.unique_consecutive.default,
     aten.bincount.default,
 }
+HOST = torch.device("cpu", 0)
 _INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 
 
@@ -265,7 +270,9 @@ class GpuTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute an operation on device tensors."""
+        """Compute an operation on device tensors. Foreign tensors have rules of their own."""
+        if has_foreign(args):
+            return NotImplemented
         return _compute(func, args, kwargs or {})
 
 
@@ -282,6 +289,8 @@ class GpuMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute an operation."""
+        if has_foreign(args):
+            return func(*args, **(kwargs or {}))
         return _compute(func, args, kwargs or {})
 
 
@@ -291,13 +300,13 @@ class GpuMode(TorchDispatchMode):
 def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if args and isinstance(args[0], Tensor):
         args = (args[0].device, args[0].dtype, *args[1:])
-    if not isinstance(tensor, GpuTensor):
-        return tensor.to(*args, **kwargs)
+    if not claims_device(tensor):
+        return Tensor.to(tensor, *args, **kwargs)
     copy = kwargs.pop("copy", False)
     device, dtype, non_blocking, form = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
     dtype = dtype or tensor.dtype
     if device is not None and device.type != "cuda":
-        moved: Tensor = _ToHost.apply(tensor, device, dtype, non_blocking)
+        moved: Tensor = _ToHost.apply(tensor, device, dtype, non_blocking, form)
         return moved
     if dtype == tensor.dtype and form is None and not copy:
         return tensor
@@ -309,19 +318,16 @@ class _ToHost(torch.autograd.Function):
     """A copy to the host or to `meta`; C++ code would believe that the device tensor is on the host already."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: GpuTensor, device: torch.device, dtype: torch.dtype, non_blocking: bool) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, device: torch.device, dtype: torch.dtype, late: bool, form: Any) -> Tensor:
         ctx.dtype = tensor.dtype
-        moved = tensor.host.detach().to(device, dtype, copy=True)
-        if device.type == "cpu" and non_blocking:
-            _pin(moved)  # torch also allocates the target in pinned memory.
-            _to_pinned(moved, moved.clone())
-        elif device.type == "cpu":
-            DEVICE.wait("a copy to the host")
+        # Modes see this operation, as on a GPU. The index of the host distinguishes it from operations of C++ code.
+        target = HOST if device.type == "cpu" else device
+        moved: Tensor = aten._to_copy.default(tensor, device=target, dtype=dtype, non_blocking=late, memory_format=form)
         return moved
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0].to(DEVICE.name, ctx.dtype), None, None, None
+        return gradients[0].to(DEVICE.name, ctx.dtype), None, None, None, None
 
 
 def _one_hot(tensor: GpuTensor, num_classes: int = -1) -> Tensor:
@@ -346,6 +352,9 @@ def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func is aten._pin_memory.default or kwargs.get("pin_memory"):
         made = args[0].clone() if func is aten._pin_memory.default else func(*args, **{**kwargs, "pin_memory": False})
         return _pin(made)
+    if func is aten._to_copy.default and device == HOST and on_device:
+        options = {name: kwargs[name] for name in ("dtype", "non_blocking", "memory_format") if name in kwargs}
+        return _to_host(args[0], **options)
     if func is aten._to_copy.default and device is not None and device.type == "cuda" and not on_device:
         _from_host(args[0], kwargs.get("non_blocking", False))
         kwargs = {key: value for key, value in kwargs.items() if key != "non_blocking"}
@@ -425,6 +434,22 @@ def _look_at(func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
             raise MixedError(f"{func}: tensors of the host and of the device: {shapes}")
 
 
+def _to_host(
+    tensor: GpuTensor,
+    dtype: torch.dtype | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    form = torch.preserve_format if memory_format is None else memory_format
+    moved = tensor.host.detach().to(dtype or tensor.dtype, copy=True, memory_format=form)
+    if non_blocking:
+        _pin(moved)  # torch also allocates the target in pinned memory.
+        _to_pinned(moved, moved.clone())
+    else:
+        DEVICE.wait("a copy to the host")
+    return moved
+
+
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if DEVICE.stream is not DEVICE.streams[0] and non_blocking and is_on_device(target) != is_on_device(source):
         _copy_beside(target, source)
@@ -497,6 +522,76 @@ def _bytes(tensor: Tensor) -> Tensor:
 def is_on_device(tensor: Tensor) -> bool:
     """Return whether a tensor is on the device."""
     return isinstance(tensor, GpuTensor)
+
+
+def has_foreign(args: Sequence[Any]) -> bool:
+    """Return whether a foreign tensor is among the arguments of an operation."""
+    return any(isinstance(leaf, foreign.ForeignTensor) for leaf in _leaves(args))
+
+
+def claims_device(tensor: Tensor) -> bool:
+    """Return whether a tensor is on the device, or is a foreign tensor that claims to be there."""
+    return isinstance(tensor, GpuTensor) or vars(tensor).get("on_gpu", False) is True
+
+
+def restore_device_tensors() -> None:
+    """Let the package restore tensors on the device, although they are not of the class `Tensor`."""
+    restorer = untouched._restore_tensor
+
+    def restorer_of(tensor: Tensor) -> Any:
+        if not isinstance(tensor, GpuTensor) or _is_parameter(tensor):
+            return restorer(tensor)
+        host, before = tensor.host.detach(), tensor.host.detach().clone()
+
+        def restore() -> dict[str, bool]:
+            if torch.equal(host, before):
+                return {}
+            host.copy_(before)
+            return {"": False}
+
+        return restore
+
+    untouched._restore_tensor = restorer_of
+
+
+def claim_foreign_tensors() -> None:
+    """Make foreign tensors claim to be on the device where C++ code would believe that they are on the host."""
+    create, cls, run_operation = foreign.tensor_without_storage, foreign.ForeignTensor, OperationRunner.run
+    is_on_host: Any = Tensor.device
+
+    def without_storage(
+        kind: type[Tensor], shape: Any, stride: Any, dtype: torch.dtype, device: Any, requires_grad: bool = False
+    ) -> Any:
+        on_gpu = torch.device(device).type == "cuda"
+        tensor = create(kind, shape, stride, dtype, torch.device("cpu"), requires_grad)
+        tensor.on_gpu = on_gpu
+        return tensor
+
+    def run(runner: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is aten._to_copy.default and claims_device(args[0]) and kwargs.get("device") == torch.device("cpu"):
+            kwargs = {**kwargs, "device": None}  # To C++ code, the device of the operand is the host.
+        return run_operation(runner, func, args, kwargs)
+
+    def device_of(tensor: Any) -> torch.device:
+        device: torch.device = DEVICE.name if tensor.on_gpu else is_on_host.__get__(tensor)
+        return device
+
+    # Messages must not name the lines of this file, which only ranks with values run.
+    call_site._NEVER = (*call_site._NEVER, __file__)
+    call_site._LIBRARIES = (*call_site._LIBRARIES, __file__)
+    foreign.tensor_without_storage = without_storage  # type: ignore[attr-defined]
+    OperationRunner.run = run  # type: ignore[method-assign]
+    attributes = {
+        "device": property(device_of),
+        "is_cuda": property(lambda tensor: tensor.on_gpu),
+        "is_cpu": property(lambda tensor: not tensor.on_gpu),
+        "get_device": lambda tensor: DEVICE.name.index if tensor.on_gpu else -1,
+        "to": _to,
+        "cpu": lambda tensor, *_, **__: _to(tensor, "cpu"),
+        "cuda": lambda tensor, *_, **__: _to(tensor, DEVICE.name),
+    }
+    for name, value in attributes.items():
+        setattr(cls, name, value)
 
 
 def _pin(tensor: Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+T = TypeVar("T", bound=Tensor)
 BUCKET_BYTES = 25 * 2**20  # Default size of a bucket in bytes. It is also the default of DistributedDataParallel.
 
 
@@ -189,9 +191,9 @@ class GradientReducer:
             self._works.append(work)
 
 
-def bucketed(parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> list[list[nn.Parameter]]:
-    """Divide parameters into buckets, last parameters first. All parameters of a bucket have the same dtype."""
-    groups: list[list[nn.Parameter]] = []
+def bucketed(parameters: Sequence[T], bucket_bytes: int = BUCKET_BYTES) -> list[list[T]]:
+    """Divide parameters, or their gradients, into buckets, last ones first. All tensors of a bucket have one dtype."""
+    groups: list[list[T]] = []
     size = 0
     for parameter in reversed(parameters):
         bytes_ = parameter.nbytes

@@ -121,5 +121,5 @@ def _starts(outputs: Sequence[Tensor | None]) -> list[Tensor] | None:
     if sum(counts) != len(whole):
         return None
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(whole.shape, generator=generator).to(whole)
+    noise = torch.randn(whole.shape, generator=generator).to(whole.device, whole.dtype)
     return [noise, *torch.split(noise, counts)]

@@ -69,6 +69,8 @@ class PlacedCall:
                 f"the network is called with {[tuple(leaf.shape) for leaf in leaves]}, which has no samples: call the "
                 "divided network only if the batch has samples"
             )
+        if places.sums.waiting and self.network.may_read_gradients():
+            places.sums.settle()  # The stage's code does not follow the rules.
         brought = places.bring_all(leaves, self.first, "images")
         form = self.network.forms.get(self._key)
         declared, samples = self.network.declared, len(leaves[0])
@@ -163,12 +165,10 @@ class PlacedCall:
         with places.local():
             shared = sorted(key for key in used if isinstance(key, int)) if runner.stage == 0 else []
             computed |= zip(shared, batch.image_gradients(computed, shared), strict=True)
-            summed = [name for name in self.parameters if name in used and owner[name] == runner.stage]
-            with runner.times.timed("reduce"):
-                joined = runner.replicas.sum_gradients(
-                    [self.parameters[name] for name in summed], [computed[name] for name in summed]
-                )
-            computed |= zip(summed, joined, strict=True)
+            if runner.replicas.group is not None:
+                for name, parameter in self.parameters.items():
+                    if name in used and owner[name] == runner.stage:
+                        computed[name] = self._deferred_sum(parameter, computed[name])
             return [
                 self._at(place, computed.get(key), tensor) if key in used else None for key, place, tensor in targets
             ]
@@ -237,6 +237,21 @@ class PlacedCall:
         if any(received.stores for received in reports):
             terms.place_of_backward()
         return form.learn_backward(outputs, reports, places.rank)
+
+    def _deferred_sum(self, parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
+        """Return this replica's part of a parameter's gradient, which is the sum of all replicas' parts.
+
+        Args:
+            parameter: The parameter.
+            gradient: The part; None if this replica's microbatches do not give the parameter a gradient.
+        """
+        if gradient is None:
+            gradient = torch.zeros_like(parameter)
+        elif gradient.stride() != parameter.stride():
+            # Autograd would copy the gradient, because it gives gradients the strides of their parameters.
+            gradient = torch.empty_like(parameter).copy_(gradient)
+        runner = self.network.runner
+        return self.places.sums.defer(gradient, self.network.ranks[runner.stage], runner.sum_gradients)
 
     def _at(self, place: tuple[int, ...], gradient: Tensor | None, like: Tensor) -> Tensor:
         """Return a gradient of a place: this rank's gradient, or a foreign tensor."""

@@ -16,6 +16,7 @@ from cnnstrategies.pipeline.placed_call import NetworkFunction, PlacedCall
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.stored_terms import NeedsOneMicrobatchError
+from cnnstrategies.pipeline.storing_code import has_users_hook
 from cnnstrategies.pipeline.timetable import Checkpointing
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
@@ -92,6 +93,7 @@ class PlacedNetwork:
         of_stage = [path for path in paths if division.owner[path[0]] == self.runner.stage]
         self._buffers = [(name, modules[path], key) for name, path, key in of_stage]
         self.place_state(network)
+        self.places.sums.watch(self.runner)
         self._owner = owner if any(module is network for module in owner.modules()) else network
         self.runner.watch(self._owner, self.places, self.ranks)
         self.one_microbatch: str | None = None
@@ -155,6 +157,10 @@ class PlacedNetwork:
             self._graphs = graphs
             self.forms.clear()
         return form_of(images, self._modules, parameters, self.runner.transport.device.type)
+
+    def may_read_gradients(self) -> bool:
+        """Whether code inside of the network, such as a hook of a module, may read gradients of parameters."""
+        return any(has_users_hook(module) or "grad" in _names_in(type(module).forward) for module in self._modules)
 
     def begin(
         self,
@@ -232,3 +238,9 @@ class PlacedNetwork:
             buffer = getattr(module, key, None)
             if isinstance(buffer, Tensor) and self.places.place_of(buffer) is None:
                 self.places.mark(buffer, self.ranks[self.runner.stage], name)
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    """Return the names of attributes and global variables in a function's code."""
+    code = getattr(function, "__code__", None)
+    return () if code is None else code.co_names

@@ -1,14 +1,16 @@
 """Sums of gradients, and exchanges of rows, among the replicas of a stage."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from cnnstrategies._torch_private import copy_all
 from cnnstrategies.pipeline.channels import memory_format_of, on_the_wire
-from cnnstrategies.pipeline.gradients import Bucket, bucketed
+from cnnstrategies.pipeline.gradients import bucketed
 from cnnstrategies.pipeline.transport import Transport, new_group
 
 
@@ -67,28 +69,27 @@ class StageReplicas:
                 assert work is not None
                 work.wait()
 
-    def sum_gradients(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the gradients' sums over the replicas, which are equal on all replicas. All replicas must call this.
+    def sum_in_place(self, gradients: Sequence[Tensor]) -> None:
+        """Replace gradients by their sums over the replicas, which are equal on all replicas.
 
-        Args:
-            parameters: Parameters of the stage, the same on all replicas.
-            gradients: For each parameter, the sum over the microbatches that this replica runs; None if no microbatch
-                gives the parameter a gradient. If the stage has one replica, there must be no None.
+        All replicas must call this, with tensors of equal shapes and dtypes.
         """
-        if self.group is None:
-            return [gradient for gradient in gradients if gradient is not None]
-        by_parameter = dict(zip(parameters, gradients, strict=True))
-        sums: dict[nn.Parameter, Tensor] = {}
-        with self._transport.collective("summing the gradients of the stage"):
-            works = []
-            for bucket in map(Bucket, bucketed(parameters)):
-                pairs = [(view, by_parameter[p]) for p, view in zip(bucket.parameters, bucket.views, strict=True)]
-                filled = [(view, gradient) for view, gradient in pairs if gradient is not None]
-                if filled:
-                    copy_all([view for view, _ in filled], [gradient for _, gradient in filled])
-                works.append(dist.all_reduce(bucket.flat, group=self.group, async_op=True))
-                sums |= zip(bucket.parameters, bucket.views, strict=True)
-            for work in works:
-                assert work is not None
+        self._through_buckets(gradients, partial(dist.all_reduce, group=self.group, async_op=True), "summing")
+
+    def copy_from_first(self, gradients: Sequence[Tensor]) -> None:
+        """Replace gradients by those of the first replica, as :meth:`sum_in_place` replaces them by sums."""
+        broadcast = partial(dist.broadcast, group=self.group, group_src=0, async_op=True)
+        self._through_buckets(gradients, broadcast, "sharing")
+
+    def _through_buckets(self, tensors: Sequence[Tensor], collective: Callable[[Tensor], Any], action: str) -> None:
+        """Run a collective on buckets that contain the tensors, and write the results back."""
+        if self.group is None or not tensors:
+            return
+        with self._transport.collective(f"{action} the gradients of the stage"):
+            buckets = [(part, torch.cat([tensor.reshape(-1) for tensor in part])) for part in bucketed(tensors)]
+            works = [collective(flat) for _, flat in buckets]
+            for (part, flat), work in zip(buckets, works, strict=True):
                 work.wait()
-        return [sums[parameter] for parameter in parameters]
+                sections = torch.split(flat, [tensor.numel() for tensor in part])
+                pairs = zip(sections, part, strict=True)
+                copy_all(part, [section.view(tensor.shape) for section, tensor in pairs])

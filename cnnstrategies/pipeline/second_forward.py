@@ -20,7 +20,7 @@ _COMPARED = 64  # Largest number of elements of a tensor that are compared.
 
 
 class KeptInputs(NamedTuple):
-    """What is kept of a microbatch's forward if the forward runs again for the backward.
+    """The inputs of a microbatch's forward that runs again for the backward.
 
     Attributes:
         arguments: The stage's arguments.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from cnnstrategies.pipeline.buffers import StageBuffers
 from cnnstrategies.pipeline.channels import Channels
@@ -15,6 +15,7 @@ from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults, Interle
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage import StageGraph, connections, put_module_at
 from cnnstrategies.pipeline.stored_terms import StoredTerms
+from cnnstrategies.pipeline.storing_code import function_may_store, may_store
 from cnnstrategies.pipeline.task_times import TaskTimes
 from cnnstrategies.pipeline.timeline import Clock
 from cnnstrategies.pipeline.timetable import KINDS, Checkpointing, Kind, Placement, Schedule, Task, turns
@@ -78,6 +79,8 @@ class StageRunner:
         module, calls = _modules_of(division, graph)
         self.buffers = StageBuffers(module, self.replicas.group, calls)
         self.terms: StoredTerms | None = None
+        # The graphs of all stages, the modules that they call, and whether their own operations may store something.
+        self._called: tuple[Any, list[nn.Module], bool] = (None, [], True)
 
     @property
     def placement(self) -> Placement:
@@ -114,8 +117,8 @@ class StageRunner:
         return self._placed_tasks[1][schedule]
 
     def _tasks_of_schedules(self) -> dict[Schedule, list[Task]]:
-        own = self.placement.microbatches_of(self.transport.rank)
-        tasks = [Task(kind, self.stage, microbatch) for kind in KINDS for microbatch in own]
+        microbatches = self.placement.microbatches_of(self.transport.rank)
+        tasks = [Task(kind, self.stage, microbatch) for kind in KINDS for microbatch in microbatches]
         return {schedule: sorted(tasks, key=turn) for schedule, turn in self._turns.items()}
 
     @property
@@ -175,9 +178,30 @@ class StageRunner:
             if node.op == "call_module"
             for path, module in network.get_submodule(str(node.target)).named_modules(prefix=str(node.target))
         }
-        share = self.replicas.share_rows
-        self.terms = StoredTerms(owner, network, modules, run, run_again, places, ranks, self._first_ranks(), share)
+        share, first_ranks = self.replicas.share_rows, self._first_ranks()
+        self.terms = StoredTerms(
+            owner, network, modules, run, run_again, places, ranks, first_ranks, share, self._may_store
+        )
         self.buffers.copies_others = False
+
+    def _may_store(self) -> bool:
+        """Whether a forward of any stage may store something. The answer is the same on all ranks."""
+        graphs = self.division.graphs()
+        if self._called[0] is not graphs:
+            network = self.division.network
+            nodes = [node for graph in graphs for node in graph.graph.nodes]
+            modules = [network.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"]
+            stores = any(function_may_store(node.target) for node in nodes if node.op == "call_function") or any(
+                str(node.target).endswith("_") for node in nodes if node.op == "call_method"
+            )
+            self._called = graphs, list({id(m): m for root in modules for m in root.modules()}.values()), stores
+        _, called, stores = self._called
+        return stores or any(map(may_store, called))
+
+    def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Replace gradients by their sums over the replicas. All replicas must call this."""
+        with self.times.timed("reduce"):
+            self.replicas.sum_in_place(gradients)
 
     def _first_ranks(self) -> list[int]:
         """Return for each stage the rank that runs the first microbatch."""

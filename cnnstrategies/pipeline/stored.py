@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
@@ -31,6 +32,7 @@ from cnnstrategies.pipeline.watched import (
     WatchedVariables,
     is_watched,
 )
+from cnnstrategies.placed import ForeignTensor
 
 # Attributes in which torch keeps a module's parameters, submodules and settings.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training", "_buffers"}
@@ -94,6 +96,9 @@ class StoredWatch:
         for record in self._records:
             if record.has_changed():
                 record.take(stored, self.before, seen)
+        for key, value in self.before.items():
+            if any(isinstance(leaf, ForeignTensor) for leaf in tree_leaves(value)):
+                self.before[key] = None  # Another stage has stored the value in an earlier step.
         self._changing |= {key.path for key in stored if key.kind == "values"}
         return stored
 

@@ -70,6 +70,8 @@ class StoredTerms:
         ranks: For each stage, the ranks of its replicas.
         first_ranks: For each stage, the rank that runs the first microbatch.
         share: Function that copies tensors among the replicas of the stage; see `StageReplicas.share_rows`.
+        may_store: Function that returns whether a forward of any stage may store something. It gives the same answer on
+            all ranks.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class StoredTerms:
         ranks: Sequence[tuple[int, ...]],
         first_ranks: Sequence[int],
         share: Callable[[Sequence[Tensor], Sequence[int]], None],
+        may_store: Callable[[], bool],
     ) -> None:
         self.watch = StoredWatch(owner, network)
         self.probe = MixingProbe(run_again, modules, self.watch)
@@ -94,6 +97,9 @@ class StoredTerms:
         self.known: dict[Hashable, tuple[StoredValues, list[CombiningRule]]] = {}
         self.is_first = True  # Whether no call has ended yet.
         self.reports: dict[int, _Report] = {}
+        # Forms of batches in whose first call no stage has stored anything.
+        self.without_terms: set[Hashable] = set()
+        self.may_store = may_store
 
     def begin(self, rows: BatchRows, needs_gradient: bool, device: torch.device, form: Hashable) -> "CallTerms":
         """Begin a call of the network.
@@ -196,6 +202,11 @@ class CallTerms:
         """
         terms, places = self._terms, self._terms.places
         refusal = terms.watch.new_modules()
+        if self._form in terms.without_terms and not terms.may_store():
+            self._arguments.clear()
+            self._noted = None
+            self._check_nothing(refusal)
+            return
         with torch.set_grad_enabled(self._needs_gradient):
             reason = self._find_rules()
         terms.run_forms.add(self._form)
@@ -226,6 +237,29 @@ class CallTerms:
         self._headers = [stage_report.header for stage_report in reports]
         for microbatch in self._without_graph:
             self._stored[microbatch] = self._stored[microbatch]._replace(leaves=[])
+        if all(report == _Report(None, _NOTHING) for report in terms.reports.values()):
+            terms.without_terms.add(self._form)
+
+    def _check_nothing(self, refusal: str | None) -> None:
+        """Check that a call whose forwards cannot store anything has not stored anything.
+
+        Args:
+            refusal: See `StoredWatch.new_modules`.
+
+        Raises:
+            ConfigurationError: A forward has created modules or parameters.
+            RefusedError: A forward has stored something else.
+        """
+        if refusal is not None:
+            raise ConfigurationError(refusal)
+        if self.reason is not None:
+            raise RefusedError(f"{self.reason}, unlike for earlier batches of the same shapes: use one microbatch")
+        key = next((key for values in self._stored.values() for key in values.keys), None)
+        if key is not None:
+            raise RefusedError(
+                f"a forward has stored a value in {key}, which the code of the network's modules does not show: store "
+                "values by an assignment to an attribute in the module's forward or in a forward hook"
+            )
 
     def outputs(self) -> list[Tensor]:
         """Return the stored tensors of all stages that have a gradient: placed tensors, or foreign ones."""

@@ -282,7 +282,9 @@ def _restore_tensor(tensor: Tensor) -> Restore | None:
     before, version = tensor.detach().clone(), writes(tensor)
 
     def restore() -> dict[str, bool]:
-        if writes(tensor) == version:
+        # torch does not count the changes of running statistics by batch normalization.
+        is_equal = not tensor.is_floating_point() or torch.allclose(tensor, before, rtol=0, atol=0, equal_nan=True)
+        if writes(tensor) == version and is_equal:
             return {}
         tensor.data.copy_(before)
         return {"": False}

@@ -16,6 +16,7 @@ The package needs only torch, so a script without Lightning can use it. ::
 """
 
 from cnnstrategies.placed.decision import Place
+from cnnstrategies.placed.device_link import DeviceLink
 from cnnstrategies.placed.foreign import ForeignTensor
 from cnnstrategies.placed.gloo_link import GlooLink
 from cnnstrategies.placed.hidden import HiddenGradients, hide_foreign_gradients
@@ -23,6 +24,7 @@ from cnnstrategies.placed.messages import DivergedError, MessageLink, RefusedErr
 from cnnstrategies.placed.places import Places
 
 __all__ = [
+    "DeviceLink",
     "DivergedError",
     "ForeignTensor",
     "GlooLink",

@@ -51,5 +51,6 @@ def run_collective(places: "Places", func: Any, args: Any, kwargs: Any) -> Any:
     if not schema.returns:
         return None
     with places.local():
-        _, work = torch.ops.c10d.broadcast_.default([torch.zeros(())], group, 0, 0)
+        # Groups of NCCL refuse tensors on the CPU.
+        _, work = torch.ops.c10d.broadcast_.default([torch.zeros((), device=tensors[0].device)], group, 0, 0)
     return work if len(schema.returns) == 1 else (args[0], work)

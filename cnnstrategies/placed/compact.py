@@ -33,10 +33,14 @@ class Compact(NamedTuple):
             step *= max(sent[dim], 1)
         return cls(shape, sent, order, tuple(strides))
 
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Return the elements to send, as a new tensor on the CPU."""
+    def pack(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Return the elements to send, as a new tensor on a device."""
         part = tensor.detach()[tuple(slice(0, size) for size in self.sent)].permute(self.order)
-        return part.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return part.to(device, copy=True, memory_format=torch.contiguous_format)
+
+    def empty(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised tensor on a device, for the elements that are sent."""
+        return torch.empty([self.sent[dim] for dim in self.order], dtype=dtype, device=device)
 
     def unpack(self, part: Tensor, device: torch.device) -> Tensor:
         """Return a copy of the tensor from the elements that were sent."""

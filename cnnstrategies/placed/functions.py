@@ -133,6 +133,7 @@ class Functions(TorchFunctionMode):
         return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
 
     def _alone(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._places.sums.settle_for(args[:1])
         with self._places.local():
             result = func(*args, **kwargs)
         if func is Tensor.__deepcopy__:

@@ -128,6 +128,7 @@ class HiddenGradients:
 
     def _hide(self, optimizer: Optimizer) -> None:
         self._show(optimizer)  # The last step may have ended with an error.
+        self._places.sums.settle()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         place_of = self._places.place_of
         with self._places.local():

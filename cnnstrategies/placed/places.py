@@ -10,14 +10,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies._torch_private import mark_as_parameter, swap_contents, without_modes
-from cnnstrategies.placed.compact import Compact
 from cnnstrategies.placed.decision import Place, is_at
+from cnnstrategies.placed.device_link import DeviceLink
 from cnnstrategies.placed.foreign import ForeignTensor
 from cnnstrategies.placed.functions import Functions
 from cnnstrategies.placed.messages import MessageLink, Messages, RefusedError, as_plain
+from cnnstrategies.placed.parcel import TensorParcel
 from cnnstrategies.placed.partial import PartialTensor, joined_rows
 from cnnstrategies.placed.results import check_layout
 from cnnstrategies.placed.runner import OperationRunner, Operations
+from cnnstrategies.placed.sums import DeferredSum, DeferredSums
 
 T = TypeVar("T")
 # Name of the attribute of a storage that contains its mark. A storage's Python object lives as long as the storage.
@@ -32,11 +34,13 @@ class Mark(NamedTuple):
             process, do not count.
         place: Ranks that have copies.
         label: Name of the tensor that was marked first.
+        sum: If the values must still be summed over the place: the mark of the sum.
     """
 
     places: "Places"
     place: tuple[int, ...]
     label: str
+    sum: DeferredSum | None = None
 
 
 class Places:
@@ -45,17 +49,24 @@ class Places:
     Tensors of which all ranks have copies need no mark. Other tensors are marked by their storage on ranks that have
     them, so that views need no marks of their own; on other ranks they are foreign tensors.
 
-    Attributes:
+    Args:
         rank: This rank.
         world_size: Number of ranks.
+        link: Connections for messages.
+        devices: Connections for tensors on the ranks' devices; None if the device is the CPU.
+
+    Attributes:
         messages: Messages to and from other ranks.
+        sums: Sums over the ranks of a place that have not been computed yet.
         has_partial: Whether this rank has created a `PartialTensor`. Otherwise operations need not look for them.
     """
 
-    def __init__(self, rank: int, world_size: int, link: MessageLink) -> None:
+    def __init__(self, rank: int, world_size: int, link: MessageLink, devices: DeviceLink | None = None) -> None:
         self.rank, self.world_size = rank, world_size
         self.has_partial = False
         self.messages = Messages(rank, world_size, link)
+        self.sums = DeferredSums(self)
+        self._devices = devices
         self._active = False
         self._spans: list[AbstractContextManager[None]] = []  # Contexts that `begin_local` has entered.
         self._runner = OperationRunner(self)
@@ -135,6 +146,19 @@ class Places:
             return None
         mark: Mark | None = vars(Tensor.untyped_storage(tensor)).get(MARK)
         return mark if mark is not None and mark.places is self else None
+
+    def deferred_sum_of(self, tensor: Tensor) -> DeferredSum | None:
+        """Return the mark of a tensor whose values must still be summed over its place; None for other tensors."""
+        if type(tensor) is ForeignTensor:
+            return None
+        mark = self._mark_of(tensor)
+        return None if mark is None else mark.sum
+
+    def mark_sum(self, tensor: Tensor, deferred_sum: DeferredSum | None) -> None:
+        """Note that a marked tensor's values must be summed over its place, or that they have been summed."""
+        mark = self._mark_of(tensor)
+        assert mark is not None
+        setattr(Tensor.untyped_storage(tensor), MARK, mark._replace(sum=deferred_sum))
 
     def mark(self, value: T, place: tuple[int, ...], label: str = "") -> T:
         """Mark tensors of this rank, possibly in nested containers, as tensors of a place. Return the value.
@@ -226,6 +250,8 @@ class Places:
         Returns:
             The copies, by the id of the tensor. Tensors that have copies on all given ranks are left out.
         """
+        tensors = list(tensors)
+        self.sums.settle_for(tensors)
         elsewhere: dict[tuple[int, ...], dict[int, Tensor]] = {}
         for tensor in tensors:
             place = self.place_of(tensor)
@@ -236,27 +262,22 @@ class Places:
             moved = list(elsewhere[place].values())
             subject = self._subject(why, moved)
             with self.local():
-                compact = [Compact.of(tensor) for tensor in moved]
+                parcel = TensorParcel(moved, self._devices)
+                parts = parcel.pack() if self.rank == place[0] or (self.rank in place and self.rank in ranks) else []
                 if self.rank == place[0]:
-                    parts = self._packed(compact, moved)
                     for rank in ranks:
                         if rank not in place:
-                            self.messages.send(rank, subject, parts)
+                            self.messages.send(rank, subject, parcel.for_message(parts))
+                            parcel.send(parts, rank)
                 if self.rank not in ranks:
                     copies: list[Tensor] = [
                         ForeignTensor.create(self, tensor.shape, form.stride, tensor.dtype, tensor.device, ranks)
-                        for form, tensor in zip(compact, moved, strict=True)
+                        for form, tensor in zip(parcel.forms, moved, strict=True)
                     ]
                 else:
-                    if self.rank in place:
-                        parts = self._packed(compact, moved)
-                    else:
-                        parts = self.messages.receive(place[0], subject)
-                    copies = [
-                        form.unpack(part, tensor.device)
-                        for form, part, tensor in zip(compact, parts, moved, strict=True)
-                    ]
-                    self.mark(copies, ranks)
+                    if self.rank not in place:
+                        parts = parcel.receive(self.messages.receive(place[0], subject), place[0])
+                    copies = self.mark(parcel.unpack(parts), ranks)
             brought |= zip(elsewhere[place], copies, strict=True)
         return brought
 
@@ -266,6 +287,8 @@ class Places:
 
     def all_everywhere(self, tensors: Iterable[Tensor], why: str = "read") -> dict[int, Tensor]:
         """Return copies of placed tensors on all ranks, by the id of the tensor."""
+        tensors = list(tensors)
+        self.sums.settle_for(tensors)
         placed: dict[tuple[int, ...], dict[int, Tensor]] = {}
         for tensor in tensors:
             place = self.place_of(tensor)
@@ -274,25 +297,21 @@ class Places:
         copies: dict[int, Tensor] = {}
         for place in sorted(placed):
             read = list(placed[place].values())
-            with without_modes():
-                compact = [Compact.of(tensor) for tensor in read]
-            parts = self._told(place, partial(self._packed, compact, read), self._subject(why, read))
-            with without_modes():
-                copies |= {
-                    key: form.unpack(part, tensor.device)
-                    for (key, tensor), form, part in zip(placed[place].items(), compact, parts, strict=True)
-                }
+            subject = self._subject(why, read)
+            with self.local():
+                parcel = TensorParcel(read, self._devices)
+                packed = parcel.pack() if self.rank == place[0] else []
+                message = self._told(place, partial(parcel.for_message, packed), subject)
+                parts = parcel.share(packed or message, place[0])
+                copies |= zip(placed[place], parcel.unpack(parts), strict=True)
         return copies
-
-    def _packed(self, compact: Sequence[Compact], tensors: Sequence[Tensor]) -> list[Tensor]:
-        with self.local():
-            return [form.pack(tensor) for form, tensor in zip(compact, tensors, strict=True)]
 
     def at_exactly(self, tensor: Tensor, place: Place, why: str) -> Tensor:
         """Return a tensor whose place is the given place. It may be copied or sent, and is then without a gradient.
 
         Use this function before two tensors share a storage, which can only have one place.
         """
+        self.sums.settle_for([tensor])
         source = self.place_of(tensor)
         if source == place:
             return tensor

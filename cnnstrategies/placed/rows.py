@@ -1,10 +1,8 @@
 """Operations on lists, such as those of an optimizer with ``foreach``: each index at the place of its own tensors."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from cnnstrategies.placed.decision import Place, is_at
@@ -142,6 +140,6 @@ def _check_finite(runner: "OperationRunner", func: Any, rows: Rows, destinations
         if not any(isinstance(gradient, ForeignTensor) for gradient in chosen):
             func(chosen, part, scale)
         if place is not None:
-            part = places.tell(place, partial(torch.clone, part), "finite").to(flag.device)
+            part = places.everywhere(places.give(part, place), "finite")
         result = result.maximum(part)
     flag.copy_(result)

@@ -57,6 +57,10 @@ class OperationRunner:
             return run_collective(self.places, func, args, kwargs)
         if owner is None:
             return func(*args, **kwargs)
+        if self.places.sums.waiting:
+            result = self.places.sums.run(func, operation, args, kwargs, operands)
+            if result is not None:
+                return result
         # These are the most frequent cases, which the general rules below would run in the same way, but slower.
         if has_one_owner and operation.is_plain:
             if self.places.rank in owner:

@@ -28,7 +28,7 @@ from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import SamplesPerSecond
 from cnnstrategies.data import SyntheticDataModule
 from cnnstrategies.pipeline.stage import divide
-from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
+from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy, WholeStepStrategy
 from cnnstrategies.strategies.hybrid_pipeline.comparison import compare
 
 ON_GPU = torch.cuda.is_available()
@@ -99,6 +99,7 @@ def waits() -> Rows:
         "auto": lambda: "auto",
         "ddp": lambda: "ddp",
         "hybrid_pipeline [1]": lambda: HybridPipelineStrategy(replicas=[1]),
+        "whole step [1]": lambda: WholeStepStrategy(replicas=[1]),
     }
     for name, make in strategies.items():
         fit(make(), resnet18(num_classes=10), watched=True)
@@ -159,6 +160,19 @@ def one_card() -> Rows:
         ]
         with ThreadPoolExecutor(4 if ON_GPU else 1) as pool:
             yield from pool.map(lambda case: _compared(alone, *case), cases)
+
+
+def whole_step() -> Rows:
+    """Check that ranks on one card that run whole steps learn the same weights as one process, over NCCL in float64."""
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {"accumulate": 2, "clip": 0.5}
+        alone = _ranks(1, "auto", folder, **options)
+        layouts = ([1, 1], ["layer2"]), ([2, 1], ["layer2"]), ([1, 2], ["layer2"]), ([1, 1, 1], ["layer1", "layer3"])
+        cases = [{"replicas": replicas, "cuts": cuts, **options} for replicas, cuts in layouts]
+        cases += [{"replicas": [1, 1], "precision": "bf16-mixed", "no_waits": True}]
+        cases += [{"replicas": [1, 1], "precision": "16-mixed"}] if ON_GPU else []  # Needs a GPU.
+        with ThreadPoolExecutor(4 if ON_GPU else 1) as pool:
+            yield from pool.map(lambda case: _compared(alone, sum(case["replicas"]), "whole_step", case), cases)
 
 
 def _compared(alone: dict[str, torch.Tensor], ranks: int, strategy: str, options: dict[str, Any]) -> tuple[str, str]:
@@ -259,7 +273,7 @@ def _ended(ranks: int, strategy: str, folder: str, **options: Any) -> list[tuple
 
 
 # Checks that may run at the same time, because they measure no times.
-TOGETHER = (staging, fits, waits, comparison, one_card, own_stage, compiled, lost)
+TOGETHER = (staging, fits, waits, comparison, one_card, whole_step, own_stage, compiled, lost)
 ALONE = (speed, several)
 
 

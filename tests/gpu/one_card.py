@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from cnnstrategies import ImageClassifier
-from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
+from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy, WholeStepStrategy
 
 BATCH, STEPS, SIZE = 32, 6, 64 if ON_GPU else 32
 LOST_AT = 3  # Step in which the check `lost` kills a rank.
@@ -95,7 +95,16 @@ def train(strategy: Any, ranks: int, shards: int, options: dict[str, Any]) -> di
     if "held" in options:
         module = InTurn()
         callbacks.append(Held(options["held"]))
-    trainer = trainer_of(strategy, precision, callbacks, devices=1, num_nodes=ranks, use_distributed_sampler=False)
+    trainer = trainer_of(
+        strategy,
+        precision,
+        callbacks,
+        devices=1,
+        num_nodes=ranks,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=options.get("accumulate", 1),
+        gradient_clip_val=options.get("clip"),
+    )
     data = TensorDataset(images, targets)
     rank = int(os.environ.get("NODE_RANK", "0"))
     # Lightning's own sampler would shuffle. In a pipeline only ranks of the first stage load data.
@@ -120,6 +129,9 @@ def main() -> None:
         strategy = HybridPipelineStrategy(
             replicas=replicas, schedule=options.get("schedule", "1f1b"), cuts=options.get("cuts"), microbatches=4
         )
+    elif name == "whole_step":
+        shards = options["replicas"][0]
+        strategy = WholeStepStrategy(replicas=options["replicas"], cuts=options.get("cuts"), microbatches=4)
     elif name == "parameter_server":
         strategy = ParameterServerStrategy()
     learned = train(strategy, ranks, shards, options)

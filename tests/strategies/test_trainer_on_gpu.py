@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from cnnstrategies import ImageClassifier, cli
 from cnnstrategies.callbacks import GracefulStop, graceful_stop
+from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.planning import measure
-from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
+from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy, WholeStepStrategy
 
 STEPS = 3
 PROFILE = partial(measure.profile, warm_up=0, repeats=1)  # The profile must run, but its times are irrelevant here.
@@ -59,6 +60,34 @@ class OwnModule(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class WithHead(OwnModule):
+    """A user's module with a layer outside of the network, a loss that compares samples, and a log of a norm."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        torch.manual_seed(1)
+        self.head = nn.Linear(4, 4)
+
+    def on_train_start(self) -> None:
+        strategy: Any = self.trainer.strategy
+        # NCCL has no tags: a receive that begins early would occupy the device.
+        assert vars(strategy)["_forward"].placed.runner.ahead == (0 if self.device.type == "cuda" else AHEAD)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, targets = batch
+        outputs = F.normalize(self.head(self.network(images)).float(), dim=1)
+        loss = F.cross_entropy(10 * outputs @ outputs.T, targets) + F.mse_loss(self.head.weight, self.head.weight.T)
+        assert {images.device, targets.device, outputs.device, loss.device} == {self.device}
+        self.log_dict({"train_loss": loss, "norm": outputs.norm()})
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            assert (parameter.device, parameter.grad.device) == (self.device, self.device)
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
 
 class BuiltLate(OwnModule):
@@ -198,6 +227,10 @@ def piped(**options: Any) -> HybridPipelineStrategy:
     return HybridPipelineStrategy(**{"replicas": [1, 1], "cuts": ["0"], "microbatches": 4} | options)
 
 
+def whole(**options: Any) -> WholeStepStrategy:
+    return WholeStepStrategy(**{"replicas": [1, 1], "cuts": ["0"], "microbatches": 4} | options)
+
+
 def served(mode: Any) -> ParameterServerStrategy:
     return ParameterServerStrategy(servers_per_node=1, start_method="fork", mode=mode)
 
@@ -216,10 +249,20 @@ TOGETHER = [
         has_length=False, waits=2,
     ),
     Case(piped, module=BuiltLate, waits=1),
+    # The last stage reads whether the gradients are those of the declared loss.
+    Case(whole, RECIPE, precision="bf16-mixed", waits=1),
 ]  # fmt: skip
 THREE = [
     Case(partial(piped, replicas=[2, 1], schedule="gpipe", activation_checkpointing="always")),
     Case(partial(piped, replicas=[2, 1], shares="auto")),
+    # The loss scaler reads whether a step must be skipped.
+    Case(
+        partial(whole, replicas=[1, 2], submodule="network"),
+        module=WithHead,
+        precision="16-mixed",
+        has_length=False,
+        waits=1,
+    ),
 ]
 
 

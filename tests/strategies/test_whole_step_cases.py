@@ -33,6 +33,13 @@ def test_programs_train_as_on_one_device_with_replicas_and_three_stages(replicas
     check([replace(CASES[name], epochs=1) for name in SELECTION], replicas)
 
 
+@pytest.mark.cluster
+@pytest.mark.parametrize(("replicas", "checkpointing"), [([1, 1], "always"), ([2, 1], "except_last")])
+def test_programs_train_as_on_one_device_if_forwards_run_again(replicas: list[int], checkpointing: str) -> None:
+    cases = [replace(CASES[name], epochs=1) for name in SELECTION]
+    check(cases, replicas, activation_checkpointing=checkpointing)
+
+
 def validate(case: Case, devices: int) -> dict[str, float]:
     """Validate with automatic cuts, for which the images come from the validation data."""
     os.environ |= {"LOCAL_RANK": str(dist.get_rank() if devices > 1 else 0), "NODE_RANK": "0"}

@@ -141,19 +141,19 @@ def _states(model: LightningModule, options: PlanOptions) -> int:
     return states_of(optimizer) if isinstance(optimizer, Optimizer) else USUAL_STATES
 
 
-def _request(strategy: Any, module: LightningModule) -> LayoutRequest | None:
+def _request(configured: Any, module: LightningModule) -> LayoutRequest | None:
     """Return the layout options of the strategy ``hybrid_pipeline`` in a configuration.
 
     Return None for all other strategies.
 
     Args:
-        strategy: The configuration's value of ``trainer.strategy``: a registered name, or a class with its options.
+        configured: The configuration's value of ``trainer.strategy``: a registered name, or a class with its options.
         module: The module.
     """
-    if isinstance(strategy, str):
-        if strategy not in StrategyRegistry:
+    if isinstance(configured, str):
+        if configured not in StrategyRegistry:
             return None
-        entry = StrategyRegistry[strategy]
+        entry = StrategyRegistry[configured]
         kind = entry["strategy"]
         # A subclass may pass its keyword arguments on to the class that has the options.
         constructors = [vars(base)["__init__"] for base in reversed(kind.__mro__) if "__init__" in vars(base)]
@@ -161,8 +161,8 @@ def _request(strategy: Any, module: LightningModule) -> LayoutRequest | None:
         defaults = {name: value.default for parameters in signatures for name, value in parameters.items()}
         arguments = {**defaults, **entry["init_params"]}
     else:
-        arguments = dict(getattr(strategy, "init_args", None) or {})
-        path = str(getattr(strategy, "class_path", ""))
+        arguments = dict(getattr(configured, "init_args", None) or {})
+        path = str(getattr(configured, "class_path", ""))
         kind = pkgutil.resolve_name(path) if "." in path else None
     if not {field.name for field in fields(LayoutRequest)} <= set(arguments):
         return None

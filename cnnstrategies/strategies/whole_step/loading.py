@@ -116,6 +116,11 @@ class PlacedLoader(StageLoader):
         return bool(loader.num_workers) or (loader.batch_sampler is not None and loader.collate_fn is default_collate)
 
     @property
+    def pins(self) -> bool:
+        """Whether batches are in pinned memory, as the user's loader yields them if there is a GPU."""
+        return bool(getattr(self.loader, "pin_memory", False)) and torch.cuda.is_available()
+
+    @property
     def has_own_order(self) -> bool:
         """Whether the order of the samples does not depend on the states of the global random generators."""
         samplers = [sampler for sampler in samplers_of(self.loader) if isinstance(sampler, DistributedSampler)]
@@ -283,6 +288,7 @@ class PlacedBatches(Iterator[Any]):
     def _placed(self, tensor: Tensor | LargeTensor | DividedRows) -> Tensor:
         """Return a tensor of the batch as this rank has it."""
         if isinstance(tensor, Tensor):
+            tensor = self._pinned(tensor)
             return self._places.mark(tensor, self._sources, LABEL) if self._is_large(tensor) else tensor
         stride = tensor.stride if isinstance(tensor, LargeTensor) else contiguous_strides(tensor.shape)
         if isinstance(tensor, LargeTensor) or self._places.rank not in self._sources:
@@ -293,4 +299,11 @@ class PlacedBatches(Iterator[Any]):
             rows = rows if self._loader.makes_tensors else rows.clone()
         else:
             rows = torch.empty(0, *tensor.shape[1:], dtype=tensor.dtype)
-        return PartialTensor.of_rows(self._places, rows, self._counts, self._sources, stride, LABEL)
+        return PartialTensor.of_rows(self._places, self._pinned(rows), self._counts, self._sources, stride, LABEL)
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in pinned memory, if the user's loader yields such tensors.
+
+        Tensors that were joined or received are not pinned, and their copies to a GPU would make this process wait.
+        """
+        return tensor.pin_memory() if self._loader.pins else tensor

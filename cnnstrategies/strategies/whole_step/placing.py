@@ -40,10 +40,24 @@ class PlacedModule:
 
     def __init__(self, module: LightningModule, placed: PlacedNetwork, places: Places, in_parts: bool = False) -> None:
         self.module, self.placed, self.places, self.in_parts = module, placed, places, in_parts
-        last = placed.ranks[-1]
+        self._last, self._replicas = placed.ranks[-1], placed.runner.replicas
         adopt_copies(module, placed, DividedForward)
-        others = [(name, last, tensor) for name, tensor in tensors_of(module) if places.place_of(tensor) is None]
+        others = [(name, self._last, tensor) for name, tensor in tensors_of(module) if places.place_of(tensor) is None]
         place_tensors(places, module, others)
+        self._outside = [tensor for _, _, tensor in others if isinstance(tensor, nn.Parameter)]
+
+    def finish_gradients(self) -> None:
+        """Give all replicas of a stage equal gradients of all parameters, after a step's last backward.
+
+        Each replica of the last stage computes the gradients of parameters outside of the network from its own copy of
+        the loss. On a GPU, the copies may differ in the last bit, and so would the replicas' parameters after a step.
+        The first replica's gradients are therefore copied to the others.
+        """
+        self.places.sums.settle()
+        if self.places.rank in self._last and len(self._last) > 1:
+            gradients = [parameter.grad for parameter in self._outside if parameter.grad is not None]
+            with self.places.local():
+                self._replicas.copy_from_first(gradients)
 
     def state_on_rank_zero(self) -> dict[str, Any]:
         """Return the module's state dict. On rank 0 it has the values of all ranks."""

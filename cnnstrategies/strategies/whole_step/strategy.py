@@ -23,11 +23,12 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
+from cnnstrategies.pipeline.random_draws import generator_of
 from cnnstrategies.pipeline.task_times import MeasuredPipeline
 from cnnstrategies.pipeline.timetable import Schedule
 from cnnstrategies.pipeline.tracing import trace_open
 from cnnstrategies.pipeline.transport import Transport, new_group
-from cnnstrategies.placed import GlooLink, Places
+from cnnstrategies.placed import DeviceLink, GlooLink, Places
 from cnnstrategies.placed.hidden import hide_foreign_gradients
 from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.hybrid_pipeline.balancing import TimedStages
@@ -101,6 +102,7 @@ class WholeStepStrategy(PipelineStrategy):
         self._forward: DividedForward | None = None
         self._placed: PlacedModule | None = None
         self._logs: PlacedLogs | None = None
+        self._accumulates = False
         self._alone: dist.ProcessGroup | None = None  # A group of this rank.
         self._groups: list[Any] = []  # Groups that the strategy destroys at the end of a run.
         self._divided_optimizers: list[Optimizer] = []  # Optimizers whose states are divided among the ranks.
@@ -195,7 +197,11 @@ class WholeStepStrategy(PipelineStrategy):
         groups = [new_group([rank], self.time_limit) for rank in range(self.world_size)]
         self._alone = groups[self.global_rank]
         self._groups = [group, self._alone]
-        self.places = Places(self.global_rank, self.world_size, GlooLink(group, self.global_rank, self.world_size))
+        link = GlooLink(group, self.global_rank, self.world_size)
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        devices = None if dist.get_backend() == "gloo" else DeviceLink(everyone, self.root_device)
+        self.places = Places(self.global_rank, self.world_size, link, devices)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -288,8 +294,13 @@ class WholeStepStrategy(PipelineStrategy):
     def _same_random_numbers(self) -> None:
         """Continue on all ranks with the random numbers of rank 0."""
         assert self.places is not None
-        states = self.broadcast(random_states())
-        set_random_states({name: state.cpu() if isinstance(state, Tensor) else state for name, state in states.items()})
+        generator = generator_of(self.root_device)
+        on_device = {} if generator is None else {"device": generator.get_state()}
+        states = self.broadcast({**random_states(), **on_device})
+        states = {name: state.cpu() if isinstance(state, Tensor) else state for name, state in states.items()}
+        set_random_states(states)
+        if generator is not None:
+            generator.set_state(states["device"])
 
     @property
     def _rules(self) -> Places:
@@ -315,6 +326,16 @@ class WholeStepStrategy(PipelineStrategy):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # Steps
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Return a context for the batches whose gradients are accumulated, except for the last one."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -383,6 +404,9 @@ class WholeStepStrategy(PipelineStrategy):
         with self._one_process():
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._rules.settle_gradients(module.parameters())
+        if not self._accumulates:
+            assert self._placed is not None
+            self._placed.finish_gradients()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         tell_news(self._network)

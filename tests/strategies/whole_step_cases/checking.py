@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from cnnstrategies.strategies import WholeStepStrategy
@@ -12,9 +13,9 @@ from whole_step_cases.running import on_one_device, on_ranks, verdict
 TIMEOUT = 30.0
 
 
-def whole_step(case: Case, replicas: Sequence[int]) -> Any:
+def whole_step(case: Case, replicas: Sequence[int], **options: Any) -> Any:
     cuts = list(case.cuts[: len(replicas) - 1])
-    options = {"cuts": cuts, "microbatches": case.microbatches, "submodule": case.submodule, "timeout": TIMEOUT}
+    options |= {"cuts": cuts, "microbatches": case.microbatches, "submodule": case.submodule, "timeout": TIMEOUT}
     return WholeStepStrategy(replicas=list(replicas), **options)
 
 
@@ -27,7 +28,8 @@ def check_error(case: Case, replicas: Sequence[int]) -> None:
     assert re.search(case.error, text), text
 
 
-def check(cases: Sequence[Case], replicas: Sequence[int]) -> None:
-    verdicts = map(verdict, on_one_device(cases), on_ranks(cases, whole_step, replicas))
+def check(cases: Sequence[Case], replicas: Sequence[int], **options: Any) -> None:
+    """Check that cases train with some options of the strategy as on one device."""
+    verdicts = map(verdict, on_one_device(cases), on_ranks(cases, partial(whole_step, **options), replicas))
     names = [case.name for case in cases]
     assert dict(zip(names, verdicts, strict=True)) == dict.fromkeys(names, "equal")
