@@ -79,7 +79,7 @@ class FirstBatch(Callback):
         )
         batches = trainer.num_training_batches
         unknown = sized_len(trainer.train_dataloader) is None
-        # If all ranks have the whole global batch, equal batches are no mistake.
+        # If all ranks have the whole global batch, their batches are equal, as they should be.
         checksum = 0 if facts_of(strategy).has_global_batches else _fingerprint(batch)
         numbers = [checksum, -1 if unknown else int(batches), _order(trainer.train_dataloader)]
         gathered = facts_of(strategy).gather_from_ranks(torch.tensor(numbers, device=strategy.root_device))

@@ -153,8 +153,7 @@ class OperationRunner:
         self, func: Any, operation: Operation, rule: Rule, args: Any, kwargs: Any, place: tuple[int, ...]
     ) -> Any:
         if rule is Rule.DRAWS:
-            with self.places.local():
-                draw_and_drop(func, args, kwargs)
+            draw_and_drop(func, args, kwargs)
         elif rule is Rule.DRAWS_BY_VALUE:
             generator_of(args, kwargs).set_state(self.places.tell(place, lambda: None, "generator"))
         written = operation.written_values(args, kwargs)

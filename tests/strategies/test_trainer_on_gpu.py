@@ -251,14 +251,18 @@ TOGETHER = [
     Case(piped, module=BuiltLate, waits=1),
     # The last stage reads whether the gradients are those of the declared loss.
     Case(whole, RECIPE, precision="bf16-mixed", waits=1),
-    # The loss scaler reads whether a step must be skipped.
-    Case(whole, module=WithHead, precision="16-mixed", has_length=False, waits=1),
 ]  # fmt: skip
 THREE = [
     Case(partial(piped, replicas=[2, 1], schedule="gpipe", activation_checkpointing="always")),
     Case(partial(piped, replicas=[2, 1], shares="auto")),
-    Case(partial(whole, replicas=[2, 1]), RECIPE, waits=1),
-    Case(partial(whole, replicas=[1, 2], submodule="network"), module=WithHead),
+    # The loss scaler reads whether a step must be skipped.
+    Case(
+        partial(whole, replicas=[1, 2], submodule="network"),
+        module=WithHead,
+        precision="16-mixed",
+        has_length=False,
+        waits=1,
+    ),
 ]
 
 

@@ -433,9 +433,9 @@ class WholeStepStrategy(PipelineStrategy):
         if self.places is None:  # After the end of a run.
             return super().all_gather(values).reshape(self.world_size, *values.shape)
         with self.places.local():
-            own = values.detach().cpu().contiguous()
-            rows = [torch.empty_like(own) for _ in range(self.world_size)]
-            dist.all_gather(rows, own, group=self._transport().control)
+            row = values.detach().cpu().contiguous()
+            rows = [torch.empty_like(row) for _ in range(self.world_size)]
+            dist.all_gather(rows, row, group=self._transport().control)
             return torch.stack(rows).to(values.device)
 
     @override
