@@ -103,7 +103,8 @@ class HiddenGradients:
             hooks.move_to_end(handle.id, last=is_last)
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        self._hide(optimizer)
+        if not any(callable(argument) for argument in (*args[1:], *kwargs.values())):
+            self._hide(optimizer)  # With a closure, the gradients are complete only after the closure.
 
         def wrapped(argument: Any) -> Any:
             return self._shown(optimizer, argument) if callable(argument) else argument
