@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from cnnstrategies.pipeline.gradient_check import Pairs, Verdict, compare, different
+from cnnstrategies.pipeline.gradient_check import Comparison, Pairs, Verdict, begin_comparison, different
+from cnnstrategies.pipeline.late_verdicts import LateVerdicts
 from cnnstrategies.pipeline.loss_arguments import LossArguments, UnknownArgumentError
 from cnnstrategies.placed import Places
 
@@ -42,11 +43,15 @@ class DeclaredLoss:
             gradient scaler. Gradients of the dtype float16 would be zero without it.
         saves_memory: Whether steps that run in the order of GPipe, before the order 1F1B or because a check has failed,
             compute activations again, so that they do not need more memory than the order 1F1B.
+        settles_late: Whether backwards of calls in the order 1F1B do not wait for the device, see
+            :mod:`.late_verdicts`. This requires connections of the ranks' devices.
 
     Attributes:
         function: The module's own loss.
         news: A text about the order of later steps, which has not been shown to the user, and whether it is a warning.
             None if there is no such text.
+        late: The comparisons that are read late; None if each backward waits for its comparison.
+        steps: Number of training steps that have begun.
     """
 
     def __init__(
@@ -58,11 +63,14 @@ class DeclaredLoss:
         silent: Callable[[], AbstractContextManager[Any]] = nullcontext,
         scale: Callable[[], Tensor | float] = lambda: 1.0,
         saves_memory: bool = False,
+        settles_late: bool = False,
     ) -> None:
         self.module, self.places, self.last = module, places, last
         self.weight, self.silent, self.scale, self.saves_memory = weight, silent, scale, saves_memory
         self.function: Callable[..., Any] = getattr(module, NAME)
         self.news: tuple[str, bool] | None = None
+        self.late = LateVerdicts() if settles_late else None
+        self.steps = 0
         # By the number of the call in its step: how the step calls the loss with the result of this call, or why this
         # call cannot run in the order 1F1B.
         self._known: dict[int, LossArguments | str] = {}
@@ -78,6 +86,7 @@ class DeclaredLoss:
         Args:
             arguments: Nested containers with the step's batch.
         """
+        self.steps += 1
         if self.reason is not None:
             yield
             return
@@ -179,6 +188,7 @@ class LossOfCall:
         known: See `DeclaredLoss`; None if no step has shown it yet.
 
     Attributes:
+        declared: See above.
         expected: How the step is expected to call the loss with the result; None if this is not known.
         is_open: Whether the backward of this call shows whether later steps can run in the order 1F1B.
         failure: Why the loss of a microbatch cannot be computed; None if it can.
@@ -192,7 +202,7 @@ class LossOfCall:
         samples: int,
         known: LossArguments | str | None,
     ) -> None:
-        self._declared, self._number, self._samples = declared, number, samples
+        self.declared, self._number, self._samples = declared, number, samples
         self.is_open = known is None
         self.expected = known if isinstance(known, LossArguments) else None
         self._batch: Sequence[Any] = () if isinstance(known, str) else batch
@@ -254,9 +264,9 @@ class LossOfCall:
         arguments = self.expected or self._used
         assert arguments is not None
         targets = {index: self._batch[index] for index in arguments.in_batch}
-        brought = self._declared.places.bring_all(targets.values(), self._declared.last, "targets")
+        brought = self.declared.places.bring_all(targets.values(), self.declared.last, "targets")
         self._targets = {index: brought.get(id(target), target) for index, target in targets.items()}
-        self._scale = self._declared.scale()
+        self._scale = self.declared.scale()
 
     def gradients(self, outputs: Sequence[Tensor], rows_of: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
         """Return what a microbatch contributes to the gradients of the network's results.
@@ -282,8 +292,8 @@ class LossOfCall:
         rows = {index: rows_of(target) for index, target in self._targets.items()}
         weight = self._weight(arguments, rows, len(leaves[0]))
         args, kwargs = arguments.fill(leaves, rows)
-        with torch.enable_grad(), self._declared.silent():
-            loss = self._declared.function(*args, **kwargs)
+        with torch.enable_grad(), self.declared.silent():
+            loss = self.declared.function(*args, **kwargs)
         of_loss = torch.ones_like(loss) * weight * self._scale
         with torch.autocast(loss.device.type, enabled=False):
             gradients = torch.autograd.grad(loss, wanted, of_loss.to(loss.dtype), allow_unused=True)
@@ -293,7 +303,7 @@ class LossOfCall:
 
     def _weight(self, arguments: LossArguments, rows: Any, samples: int) -> Any:
         """Return the weight of a microbatch in the batch's mean."""
-        weight = self._declared.weight
+        weight = self.declared.weight
         if weight is None:
             return samples / self._samples
         if self._whole_weight is None:
@@ -303,15 +313,19 @@ class LossOfCall:
             return torch.nan_to_num(torch.as_tensor(part / self._whole_weight))
         return part / self._whole_weight if self._whole_weight else 0.0
 
-    def compare(self, arrived: Sequence[Tensor | None], has_stored: bool, pairs: Callable[[], Pairs]) -> Verdict:
+    def compare(
+        self, arrived: Sequence[Tensor | None], has_stored: bool, pairs: Callable[[], Pairs]
+    ) -> Verdict | Comparison:
         """Compare the gradients that have arrived at the network's results with those of the declared loss.
+
+        This does not wait for the device.
 
         Only the last stage calls this, once for each backward.
 
         Args:
             arrived: Gradients of the results.
             has_stored: Whether values that the network's forward stores have gradients as well.
-            pairs: See `gradient_check.compare`.
+            pairs: See `begin_comparison`.
         """
         of_loss, self._of_loss = self._of_loss, None
         through, self._through = self._through, [None] * len(self._through)
@@ -323,14 +337,14 @@ class LossOfCall:
             return different("the step's loss depends on values that the network's forward stores")
         if of_loss is None:
             return different("the step does not train what loss() returns")
-        return compare(arrived, through, of_loss, self._scale, pairs)
+        return begin_comparison(arrived, through, of_loss, self._scale, pairs)
 
     def settle(self, verdict: Verdict) -> None:
         """Draw the conclusions from the comparison of a backward. All ranks call this."""
         if verdict.kind == "different":
-            self._declared.learn(self._number, verdict.reason)
+            self.declared.learn(self._number, verdict.reason)
             self.is_open, self.expected = False, None
         elif verdict.kind == "factor" and self.is_open:
             assert self._used is not None
-            self._declared.learn(self._number, self._used)
+            self.declared.learn(self._number, self._used)
             self.is_open = False

@@ -23,7 +23,10 @@ from cnnstrategies.placed import ForeignTensor
 #   factor: the gradients are those of the declared loss, times a factor
 #   infinite: an element is not finite, so the gradients cannot be compared
 #   different: they are other gradients
-Kind = Literal["factor", "infinite", "different"]
+#   assumed: they are taken for those of the declared loss, and the numbers that show it are read later
+Kind = Literal["factor", "infinite", "different", "assumed"]
+# A comparison that is read late ends the run if it fails, so it allows this many times the difference.
+LATE_TOLERANCE = 16
 
 
 class Verdict(NamedTuple):
@@ -31,12 +34,13 @@ class Verdict(NamedTuple):
 
     Attributes:
         kind: The result of the comparison.
-        factor: Factor by which the gradients of the declared loss must be multiplied.
+        factor: Factor by which the gradients of the declared loss must be multiplied. It is a tensor on the device if
+            the verdict is assumed.
         reason: Why the gradients are different.
     """
 
     kind: Kind
-    factor: float = 1.0
+    factor: float | Tensor = 1.0
     reason: str = ""
 
 
@@ -59,6 +63,63 @@ def compare(
 ) -> Verdict:
     """Compare gradients on one replica of the last stage. This reads from the device once.
 
+    The arguments are those of :func:`begin_comparison`.
+    """
+    begun = begin_comparison(arrived, through, of_loss, scale, pairs)
+    return begun if isinstance(begun, Verdict) else begun.verdict(begun.numbers.tolist())
+
+
+class Comparison(NamedTuple):
+    """A comparison of gradients whose numbers have not been read from the device.
+
+    Attributes:
+        numbers: All numbers from which the verdict follows, on the device.
+        factor: Factor by which the gradients of the declared loss must be multiplied, on the device. It is not a number
+            if a gradient that has arrived is not finite, so that no gradient of a parameter is finite either.
+        results: Number of results of the network that have a gradient.
+        compared: For each compared gradient, a tensor of the same shape and dtype without values.
+        has_scaler: Whether a gradient scaler skips steps whose gradients are not finite.
+    """
+
+    numbers: Tensor
+    factor: Tensor
+    results: int
+    compared: Sequence[Tensor]
+    has_scaler: bool
+
+    def verdict(self, numbers: Sequence[float], tolerance: float = 1.0) -> Verdict:
+        """Return the verdict.
+
+        Args:
+            numbers: The values of :attr:`numbers`.
+            tolerance: Factor by which the allowed difference is multiplied.
+        """
+        factor, size_of_loss, *values = numbers
+        facts, sizes = values[: 2 * self.results], values[2 * self.results :]
+        if not all(facts[::2]) or not isfinite(factor):
+            return Verdict("infinite")
+        if not all(facts[1::2]):
+            return different(OTHER_TERM)
+        for difference, size, whole in zip(sizes[::2], sizes[1::2], self.compared, strict=True):
+            if self.has_scaler and not isfinite(difference):
+                return Verdict("infinite")  # The microbatches' gradients contain a larger scale than the batch's.
+            if not difference <= tolerance * allowed_difference(whole, size, abs(size_of_loss)):
+                return different(
+                    f"the gradients of loss() for a batch and for its microbatches differ by {difference:.1e}, where "
+                    f"the largest is {size:.1e}, so loss() is not a mean over samples"
+                )
+        return Verdict("factor", factor)
+
+
+def begin_comparison(
+    arrived: Sequence[Tensor | None],
+    through: Sequence[Tensor | None],
+    of_loss: Tensor,
+    scale: Tensor | float,
+    pairs: Callable[[], Pairs],
+) -> Verdict | Comparison:
+    """Compare gradients on one replica of the last stage, without a read from the device.
+
     Args:
         arrived: For each result of the network, the gradient that has arrived.
         through: For each result, the gradient that has come through the step's call of the loss.
@@ -74,30 +135,22 @@ def compare(
         return different("the step computes with the loss on ranks of other stages")
     ratio = of_loss.double() / scale
     numbers = [ratio.reshape(()), of_loss.reshape(())]
+    factor = ratio.reshape(())
     for total, part in present:
-        numbers += [total.isfinite().all(), total.eq(part).all()]
+        is_finite = total.isfinite().all()
+        numbers += [is_finite, total.eq(part).all()]
+        factor = torch.where(is_finite, factor, torch.nan)
     compared = []
     for whole, (rows, sums) in zip(arrived, pairs(), strict=False):
         if (rows is None) != (sums is None):
             return different("loss() depends on other results for a microbatch than for the batch")
         if whole is None or rows is None or sums is None or not rows.numel():
             continue
-        compared.append(whole)
+        compared.append(torch.empty(whole.shape, dtype=whole.dtype, device="meta"))
         wide = torch.promote_types(rows.dtype, torch.float32)
         numbers += [(rows.to(wide) - ratio.to(wide) * sums.to(wide)).abs().amax(), rows.abs().amax()]
-    factor, size_of_loss, *values = torch.stack([number.double() for number in numbers]).tolist()
-    facts, sizes = values[: 2 * len(present)], values[2 * len(present) :]
-    if not all(facts[::2]) or not isfinite(factor):
-        return Verdict("infinite")
-    if not all(facts[1::2]):
-        return different(OTHER_TERM)
-    for difference, size, whole in zip(sizes[::2], sizes[1::2], compared, strict=True):
-        if not difference <= allowed_difference(whole, size, abs(size_of_loss)):
-            return different(
-                f"the gradients of loss() for a batch and for its microbatches differ by {difference:.1e}, where the "
-                f"largest is {size:.1e}, so loss() is not a mean over samples"
-            )
-    return Verdict("factor", factor)
+    stacked = torch.stack([number.double() for number in numbers])
+    return Comparison(stacked, factor, len(present), compared, isinstance(scale, Tensor))
 
 
 OTHER_TERM = "the step's loss depends on the network's result in other ways than by one call of loss()"
@@ -125,6 +178,9 @@ def allowed_difference(gradient: Tensor, largest: float, of_loss: float) -> floa
     return wide.eps * (64 * largest + 8 * of_terms) + rounded
 
 
+_BY_WEIGHT: Sequence[Kind] = ("different", "infinite", "factor", "assumed")
+
+
 def combine(verdicts: Sequence[Verdict]) -> Verdict:
     """Return the common verdict of all replicas of the last stage, from the verdicts of the replicas."""
-    return min(verdicts, key=lambda verdict: ("different", "infinite", "factor").index(verdict.kind))
+    return min(verdicts, key=lambda verdict: _BY_WEIGHT.index(verdict.kind))

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from cnnstrategies._torch_private import writes
@@ -77,18 +78,18 @@ class InterleavedBatch(WholeBatch):
                 self.terms.undo()
         self._backward(microbatch, gradients, keep=False, of_stored=None)
 
-    def multiplied(self, factor: float, keep: bool) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    def multiplied(self, factor: float | Tensor, keep: bool) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Return the gradients times a factor. See `WholeBatch.backward`.
 
         Args:
-            factor: The factor.
+            factor: The factor. A tensor is on the device of the gradients.
             keep: Whether another backward of this batch may follow.
         """
         self._use_graph(keep)
-        results = [_times(self._sums, factor), _times(self._of_images, factor)]
+        sums, of_images = [*self._sums], [*self._of_images]
         if not keep:
             self._sums, self._of_images = [], []
-        return results[0], results[1]
+        return _times(sums, factor), _times(of_images, factor)
 
     def run_forwards_again(self, checkpointing: Checkpointing | None = None) -> WholeBatch:
         """Run the forwards again, without the backwards, and return the new call. All ranks must call this.
@@ -138,5 +139,15 @@ class RepeatedBatch(WholeBatch):
         self._runner.buffers.abandon()
 
 
-def _times(gradients: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
-    return [gradient if gradient is None or factor == 1 else gradient * factor for gradient in gradients]
+def _times(gradients: list[Tensor | None], factor: float | Tensor) -> list[Tensor | None]:
+    """Return gradients times a factor, in the list itself, so that each old gradient is freed before the next."""
+    for index, gradient in enumerate(gradients):
+        if gradient is None or (not isinstance(factor, Tensor) and factor == 1):
+            continue
+        if isinstance(factor, Tensor):
+            # In 16 bits the factor itself would be rounded.
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            gradients[index] = gradient.to(wide).mul(factor).to(gradient.dtype)
+        else:
+            gradients[index] = gradient * factor
+    return gradients

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
-from cnnstrategies.pipeline.declared_loss import LossOfCall
-from cnnstrategies.pipeline.gradient_check import Pairs, Verdict, combine
+from cnnstrategies.pipeline.declared_loss import DeclaredLoss, LossOfCall
+from cnnstrategies.pipeline.gradient_check import Comparison, Pairs, Verdict, combine
 from cnnstrategies.pipeline.interleaved_batch import InterleavedBatch
 from cnnstrategies.pipeline.random_draws import GeneratorStates
 from cnnstrategies.pipeline.whole_batch import WholeBatch
@@ -28,6 +29,8 @@ def judge(
 ) -> Verdict:
     """Return the verdict of the last stage on a backward, on all ranks. All ranks must call this.
 
+    If the verdict is read late, this reads which of the earlier verdicts have arrived.
+
     Args:
         places: The rules of this rank.
         last: Ranks of the last stage.
@@ -36,19 +39,79 @@ def judge(
         of_outputs: The gradients that have arrived at the network's result.
         has_stored: Whether a value that a forward has stored has a gradient as well.
         outputs: The network's result, if the backwards have not run yet.
+
+    Raises:
+        ConfigurationError: The gradients of an earlier step were not those of the declared loss.
     """
     if not isinstance(batch, InterleavedBatch) and loss.is_used:
         loss.prepare()
-    verdict: Verdict | None = None
+    late = loss.declared.late if isinstance(batch, InterleavedBatch) else None
+    found: Comparison | None = None
+    told: tuple[Any, ...] = ()
     if places.rank in last:
         with places.local():
             started = batch.started if isinstance(batch, InterleavedBatch) else _started(loss, batch, outputs)
-            verdict = loss.compare(of_outputs, has_stored, lambda: _pairs(batch, of_outputs, started))
-        received: list[Any] = places.exchange(
-            tuple(verdict), last, "the declared loss"
-        )  # The codec sends plain tuples.
-        verdict = combine([Verdict(*values) for values in received])
-    return Verdict(*places.tell(last, lambda: tuple(verdict or ()), "the declared loss"))
+            compared = loss.compare(of_outputs, has_stored, lambda: _pairs(batch, of_outputs, started))
+            if isinstance(compared, Comparison) and late is None:
+                compared = compared.verdict(compared.numbers.tolist())
+        if isinstance(compared, Comparison):
+            found, compared = compared, Verdict("assumed")
+        # The codec sends plain tuples.
+        own = tuple(compared), "" if late is None else late.failure()
+        received: list[Any] = places.exchange(own, last, "the declared loss")
+        told = tuple(combine([Verdict(*values) for values, _ in received])), _first([text for _, text in received])
+    values, failure = places.tell(last, lambda: told, "the declared loss")
+    if failure:
+        raise ConfigurationError(failure)
+    verdict = Verdict(*values)
+    if late is None or verdict.kind != "assumed":
+        return verdict
+    late.is_settled = False
+    with places.local():
+        if found is not None:
+            late.add(found, loss.declared.steps)
+        return verdict._replace(factor=_shared_factor(places, last[0], found))
+
+
+def settle_late(places: Places, last: tuple[int, ...], declared: DeclaredLoss | None) -> None:
+    """Read all verdicts that have not been read yet. All ranks must call this, before weights are used elsewhere.
+
+    Args:
+        places: The rules of this rank.
+        last: Ranks of the last stage.
+        declared: The module's declared loss.
+
+    Raises:
+        ConfigurationError: The gradients of an earlier step were not those of the declared loss.
+    """
+    late = None if declared is None else declared.late
+    if late is None or late.is_settled:
+        return
+    late.is_settled = True
+    failure = ""
+    if places.rank in last:
+        failure = _first(places.exchange(late.failure(wait=True), last, "the declared loss"))
+    if failure := places.tell(last, lambda: failure, "the declared loss"):
+        raise ConfigurationError(failure)
+
+
+def _first(texts: Iterable[str]) -> str:
+    return next(filter(None, texts), "")
+
+
+def _shared_factor(places: Places, source: int, found: Comparison | None) -> Tensor:
+    """Return the factor of the gradients on this rank's device. No rank waits for its device.
+
+    Args:
+        places: The rules of this rank.
+        source: Rank that has computed the factor.
+        found: The comparison, on ranks of the last stage.
+    """
+    devices = places.devices
+    assert devices is not None
+    factor = torch.empty((), dtype=torch.float64, device=devices.device) if found is None else found.factor.clone()
+    devices.share(factor, source)
+    return factor
 
 
 def _pairs(

@@ -191,7 +191,7 @@ class PlacedCall:
             if not loss.is_open:
                 self._outputs = []
             if isinstance(batch, InterleavedBatch):
-                if verdict.kind == "factor":
+                if verdict.kind in ("factor", "assumed"):
                     return batch.multiplied(verdict.factor, keep)
                 with self.places.local():
                     batch = self._batch = batch.run_forwards_again(self.network.other_checkpointing)

@@ -15,9 +15,10 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.combining import is_number, is_same
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
+from cnnstrategies.pipeline.random_draws import GeneratorStates
 from cnnstrategies.pipeline.stage import IMAGES, copy_value
 from cnnstrategies.pipeline.stored import StoredWatch
-from cnnstrategies.pipeline.untouched import Untouched, random_states, restore_random
+from cnnstrategies.pipeline.untouched import Untouched
 from cnnstrategies.pipeline.watched import StoredKey
 
 REHEARSED = 4  # Number of samples.
@@ -39,7 +40,8 @@ def rehearse(division: Division, owner: nn.Module, images: Any) -> str | None:
     Returns:
         The reason; None if the results are equal, or if the network itself cannot run with the example.
     """
-    network, states = division.network, random_states()
+    network, device = division.network, next(leaf.device for leaf in tree_leaves(images) if isinstance(leaf, Tensor))
+    states = GeneratorStates.current(device)
     watch = StoredWatch(owner, network)
     with torch.no_grad():
         try:
@@ -51,14 +53,14 @@ def rehearse(division: Division, owner: nn.Module, images: Any) -> str | None:
         except Exception:
             return None  # The example may be of another kind than the batches.
         finally:
-            restore_random(states)
+            states.restore(device)
         try:
             with Untouched(network):
                 actual, stored_by_stages = _in_stages(division, watch, images)
         except Exception as error:
             return f"{_HIDDEN}: the stages fail with {type(error).__name__}: {error}"
         finally:
-            restore_random(states)
+            states.restore(device)
     if not _are_equal(expected, actual):
         return f"{_HIDDEN}: the stages return another result than the network"
     for key, values in stored_by_stages.items():

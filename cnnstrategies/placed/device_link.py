@@ -15,14 +15,17 @@ class DeviceLink:
     Args:
         group: Group of all ranks, for tensors on the device.
         device: This rank's device.
+
+    Attributes:
+        device: See above.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._kind = group, device.type
+        self._group, self.device = group, device
 
     def carries(self, tensor: Tensor) -> bool:
         """Whether a tensor, which may be foreign, is on a device of the kind that this link connects."""
-        return tensor.device.type == self._kind
+        return tensor.device.type == self.device.type
 
     def send(self, tensor: Tensor, target: int) -> None:
         """Send a contiguous tensor to a rank."""

@@ -57,6 +57,7 @@ class Places:
 
     Attributes:
         messages: Messages to and from other ranks.
+        devices: See above.
         sums: Sums over the ranks of a place that have not been computed yet.
         has_partial: Whether this rank has created a `PartialTensor`. Otherwise operations need not look for them.
     """
@@ -66,7 +67,7 @@ class Places:
         self.has_partial = False
         self.messages = Messages(rank, world_size, link)
         self.sums = DeferredSums(self)
-        self._devices = devices
+        self.devices = devices
         self._active = False
         self._spans: list[AbstractContextManager[None]] = []  # Contexts that `begin_local` has entered.
         self._runner = OperationRunner(self)
@@ -262,7 +263,7 @@ class Places:
             moved = list(elsewhere[place].values())
             subject = self._subject(why, moved)
             with self.local():
-                parcel = TensorParcel(moved, self._devices)
+                parcel = TensorParcel(moved, self.devices)
                 parts = parcel.pack() if self.rank == place[0] or (self.rank in place and self.rank in ranks) else []
                 if self.rank == place[0]:
                     for rank in ranks:
@@ -299,7 +300,7 @@ class Places:
             read = list(placed[place].values())
             subject = self._subject(why, read)
             with self.local():
-                parcel = TensorParcel(read, self._devices)
+                parcel = TensorParcel(read, self.devices)
                 packed = parcel.pack() if self.rank == place[0] else []
                 message = self._told(place, partial(parcel.for_message, packed), subject)
                 parts = parcel.share(packed or message, place[0])

@@ -9,10 +9,15 @@ from torch import Tensor
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.declared_loss import NAME, DeclaredLoss
+from cnnstrategies.pipeline.loss_verdict import settle_late
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Schedule
 from cnnstrategies.strategies.differences import has_mean_loss
 from cnnstrategies.strategies.whole_step.logs import PlacedLogs
+
+# The methods on which the gradients of the network's result depend, and the packages whose code never changes them.
+_OF_STEPS = ("training_step", NAME, "loss_weight", "backward")
+_OWN = ("cnnstrategies.models.", "lightning.")
 
 
 def order_of(module: LightningModule, schedule: Schedule) -> Schedule:
@@ -60,7 +65,28 @@ def declare_loss(
         return 1.0 if scaler is None else scaler.scale(torch.ones((), device=device))
 
     weight: Any = module.loss_weight if has_mean_loss(module) else None
-    placed.declared = DeclaredLoss(module, placed.places, placed.ranks[-1], weight, logs.silent, scale, saves_memory)
+    on_device = placed.places.devices is not None
+    placed.declared = DeclaredLoss(
+        module,
+        placed.places,
+        placed.ranks[-1],
+        weight,
+        logs.silent,
+        scale,
+        saves_memory,
+        settles_late=on_device and has_own_steps(module),
+    )
+
+
+def has_own_steps(module: LightningModule) -> bool:
+    """Whether the training step and the loss of a module are this package's own, and no user's class overrides them."""
+    functions = [getattr(getattr(module, name, None), "__func__", None) for name in _OF_STEPS]
+    return all(getattr(function, "__module__", "").startswith(_OWN) for function in functions)
+
+
+def settle_verdicts(placed: PlacedNetwork) -> None:
+    """Read all verdicts on gradients that no step has waited for. All ranks must call this."""
+    settle_late(placed.places, placed.ranks[-1], placed.declared)
 
 
 def tell_news(placed: PlacedNetwork) -> None:

@@ -61,7 +61,14 @@ from cnnstrategies.strategies.whole_step.measuring import callbacks_for_cuts, me
 from cnnstrategies.strategies.whole_step.metric_values import share_metrics
 from cnnstrategies.strategies.whole_step.metrics import metrics_of_one_process
 from cnnstrategies.strategies.whole_step.network import DividedForward, find_network, module_at
-from cnnstrategies.strategies.whole_step.order import check_run_ahead, declare_loss, describe_order, order_of, tell_news
+from cnnstrategies.strategies.whole_step.order import (
+    check_run_ahead,
+    declare_loss,
+    describe_order,
+    order_of,
+    settle_verdicts,
+    tell_news,
+)
 from cnnstrategies.strategies.whole_step.own_stage import (
     NetworkPlan,
     check_plan,
@@ -412,6 +419,11 @@ class WholeStepStrategy(PipelineStrategy):
         tell_news(self._network)
         return closure_loss
 
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        settle_verdicts(self._network)
+
     # Collectives
 
     @override
@@ -472,6 +484,7 @@ class WholeStepStrategy(PipelineStrategy):
                 "save; continue from the last checkpoint"
             )
         if self._placed is not None:
+            settle_verdicts(self._network)
             return self._placed.state_on_rank_zero()
         if not self._is_whole:
             raise ConfigurationError(
