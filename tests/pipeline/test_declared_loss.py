@@ -19,6 +19,7 @@ from cnnstrategies.pipeline.declared_loss import DeclaredLoss
 from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.gradient_check import Verdict, compare
 from cnnstrategies.pipeline.loss_arguments import LossArguments, UnknownArgumentError
+from cnnstrategies.pipeline.loss_verdict import settle_late
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
@@ -28,6 +29,7 @@ SAMPLES = 7
 MICROBATCHES = 4
 CLASSES = 3
 CUTS = ("first", "second")
+HOST = torch.device("cpu")
 
 
 class Token:
@@ -200,27 +202,36 @@ PROGRAMS = {
 }
 
 
-def train(name: str, replicas: Sequence[int], places: Places, declares: bool = True, mixes: bool = False) -> Any:
+def train(
+    name: str,
+    replicas: Sequence[int],
+    places: Places,
+    declares: bool = True,
+    mixes: bool = False,
+    device: torch.device = HOST,
+) -> Any:
     """Run a program on a rank. Return the results, why the order is GPipe's, and the numbers of graphs.
 
-    The stages run ahead if the program mixes samples.
+    The stages run ahead if the program mixes samples. On a device that is not the CPU, backwards do not wait for it.
     """
-    program = Program(mixes)
-    transport = Transport(Placement(tuple(replicas), microbatches=MICROBATCHES), timedelta(minutes=1))
+    program = Program(mixes).to(device)
+    transport = Transport(Placement(tuple(replicas), microbatches=MICROBATCHES), timedelta(minutes=1), device)
     placed = PlacedNetwork(program.net, CUTS[: len(replicas) - 1], places, transport, AHEAD, program)
     vars(program.net)["forward"] = placed
     places.set_place(program.proxies, placed.ranks[-1], "proxies")
     if declares:
-        placed.declared = DeclaredLoss(program, places, placed.ranks[-1], saves_memory=mixes)
+        late = device != HOST
+        placed.declared = DeclaredLoss(program, places, placed.ranks[-1], saves_memory=mixes, settles_late=late)
     declared, placed.runner.run_ahead = placed.declared, mixes
     torch.manual_seed(2)
     with places:
         program.run(
             name,
             nullcontext if declared is None else declared.step,
-            lambda tensor: places.give(tensor, placed.ranks[0], "the batch"),
+            lambda tensor: places.give(tensor.to(device), placed.ranks[0], "the batch"),
         )
-        result = program.result(places.everywhere)
+        settle_late(places, placed.ranks[-1], declared)
+        result = program.result(lambda tensor: places.everywhere(tensor).to(HOST))
     return result, None if declared is None else declared.reason, program.peaks
 
 

@@ -188,7 +188,7 @@ def fit(case: Case, kind: str, world: int) -> Trained:
     )
     scaler = None
     if case.precision == "16-mixed":
-        # With the package's module, the gradients of the second step are not finite, and the third step is as the first.
+        # With the package's module, the gradients of the second step are not finite, but those of the third are.
         growth = 2.0**40 if case.options else 2.0
         scaler = torch.amp.GradScaler(kind, 1024.0, growth_factor=growth, backoff_factor=1 / growth, growth_interval=1)
     graceful_stop.CHECK_SECONDS = (
