@@ -66,7 +66,7 @@ def compare(
     The arguments are those of :func:`begin_comparison`.
     """
     begun = begin_comparison(arrived, through, of_loss, scale, pairs)
-    return begun if isinstance(begun, Verdict) else begun.verdict(begun.numbers.tolist())
+    return begun if isinstance(begun, Verdict) else begun.read()
 
 
 class Comparison(NamedTuple):
@@ -86,6 +86,10 @@ class Comparison(NamedTuple):
     results: int
     compared: Sequence[Tensor]
     has_scaler: bool
+
+    def read(self) -> Verdict:
+        """Read the numbers, for which the host waits if they are on a GPU, and return the verdict."""
+        return self.verdict(self.numbers.tolist())
 
     def verdict(self, numbers: Sequence[float], tolerance: float = 1.0) -> Verdict:
         """Return the verdict.

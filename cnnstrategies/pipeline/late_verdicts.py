@@ -1,9 +1,9 @@
 """Read late whether the gradients of backwards were those of the declared loss, so that no step waits for the device.
 
-A step of a module whose step and loss are the package's own does not change from batch to batch. After the first step
-has shown that it trains the declared loss, later backwards use the gradients of the declared loss at once. The numbers
-that show whether they were right are copied to the CPU while the device computes on, and are read when they have
-arrived. If they show other gradients, the run ends with an error: the weights of the meantime are never saved.
+The training step and the loss of the package's own modules do not change from batch to batch. After the first step has
+shown that the step trains the declared loss, later backwards use the gradients of the declared loss at once. The numbers
+that show whether these gradients were right are copied to the CPU, and are read as soon as they are there. If they show
+other gradients, the run ends with an error, before a checkpoint is saved.
 """
 
 from collections import deque

@@ -46,21 +46,25 @@ def judge(
     if not isinstance(batch, InterleavedBatch) and loss.is_used:
         loss.prepare()
     late = loss.declared.late if isinstance(batch, InterleavedBatch) else None
-    found: Comparison | None = None
-    told: tuple[Any, ...] = ()
+    comparison: Comparison | None = None  # A comparison that is read late.
+    common: Verdict | None = None
+    failure = ""
     if places.rank in last:
         with places.local():
             started = batch.started if isinstance(batch, InterleavedBatch) else _started(loss, batch, outputs)
-            compared = loss.compare(of_outputs, has_stored, lambda: _pairs(batch, of_outputs, started))
-            if isinstance(compared, Comparison) and late is None:
-                compared = compared.verdict(compared.numbers.tolist())
-        if isinstance(compared, Comparison):
-            found, compared = compared, Verdict("assumed")
+            result = loss.compare(of_outputs, has_stored, lambda: _pairs(batch, of_outputs, started))
+        if isinstance(result, Verdict):
+            verdict = result
+        elif late is None:
+            verdict = result.read()
+        else:
+            comparison, verdict = result, Verdict("assumed")
         # The codec sends plain tuples.
-        own = tuple(compared), "" if late is None else late.failure()
-        received: list[Any] = places.exchange(own, last, "the declared loss")
-        told = tuple(combine([Verdict(*values) for values, _ in received])), _first([text for _, text in received])
-    values, failure = places.tell(last, lambda: told, "the declared loss")
+        received: list[Any] = places.exchange(
+            (tuple(verdict), "" if late is None else late.failure()), last, "the declared loss"
+        )
+        common, failure = combine([Verdict(*values) for values, _ in received]), _first(text for _, text in received)
+    values, failure = places.tell(last, lambda: (tuple(common or ()), failure), "the declared loss")
     if failure:
         raise ConfigurationError(failure)
     verdict = Verdict(*values)
@@ -68,9 +72,9 @@ def judge(
         return verdict
     late.is_settled = False
     with places.local():
-        if found is not None:
-            late.add(found, loss.declared.steps)
-        return verdict._replace(factor=_shared_factor(places, last[0], found))
+        if comparison is not None:
+            late.add(comparison, loss.declared.steps)
+        return verdict._replace(factor=_shared_factor(places, last[0], comparison))
 
 
 def settle_late(places: Places, last: tuple[int, ...], declared: DeclaredLoss | None) -> None:
@@ -99,17 +103,20 @@ def _first(texts: Iterable[str]) -> str:
     return next(filter(None, texts), "")
 
 
-def _shared_factor(places: Places, source: int, found: Comparison | None) -> Tensor:
+def _shared_factor(places: Places, source: int, comparison: Comparison | None) -> Tensor:
     """Return the factor of the gradients on this rank's device. No rank waits for its device.
 
     Args:
         places: The rules of this rank.
         source: Rank that has computed the factor.
-        found: The comparison, on ranks of the last stage.
+        comparison: The comparison, on ranks of the last stage.
     """
     devices = places.devices
     assert devices is not None
-    factor = torch.empty((), dtype=torch.float64, device=devices.device) if found is None else found.factor.clone()
+    if comparison is None:
+        factor = torch.empty((), dtype=torch.float64, device=devices.device)
+    else:
+        factor = comparison.factor.clone()
     devices.share(factor, source)
     return factor
 

@@ -3,17 +3,18 @@
 import inspect
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from cnnstrategies import ConfigurationError
+from cnnstrategies import ConfigurationError, ImageClassifier, ImageSegmenter
 from cnnstrategies.commands.plan.measured import _request
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.whole_step.network import WHOLE, DividedForward, find_network
-from cnnstrategies.strategies.whole_step.order import check_run_ahead, describe_order
+from cnnstrategies.strategies.whole_step.order import check_run_ahead, describe_order, has_own_steps
 
 pytestmark = pytest.mark.light
 
@@ -38,6 +39,27 @@ def test_the_start_panel_says_which_order_runs() -> None:
     assert text(Declaring()).startswith("gpipe in the first step, then 1f1b if training_step trains Declaring.loss")
     assert text(Declaring(), reason="it draws").endswith("stores the activations of all microbatches: it draws")
     assert text(Declaring(), reason="it draws", again="always").endswith("the inputs of all microbatches: it draws")
+
+
+class OwnLoss(ImageClassifier):
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        return super().loss(outputs, targets)
+
+
+class OwnStep(ImageClassifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx)
+
+
+def test_only_steps_of_the_package_itself_are_checked_late() -> None:
+    network = nn.Linear(2, 2)
+    assert has_own_steps(ImageClassifier(network, 2))
+    assert has_own_steps(ImageSegmenter(network, 2))
+    for module in (OwnLoss(network, 2), OwnStep(network, 2), Own(), Declaring()):
+        assert not has_own_steps(module)
+    replaced: Any = ImageClassifier(network, 2)
+    replaced.loss = nn.functional.cross_entropy
+    assert not has_own_steps(replaced)
 
 
 def test_the_plan_is_for_the_schedule_that_runs() -> None:
