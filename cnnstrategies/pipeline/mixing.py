@@ -35,11 +35,14 @@ class ProbeResult(NamedTuple):
         reason: Why the stage must run the whole batch as one microbatch; None if it may run parts.
         stored: What the stage has stored for the batch, without the values; None if there is a reason.
         rules: The rule of each stored leaf.
+        has_rows: For each leaf of the stage's result, whether the leaf has rows for the samples; otherwise it is the
+            same in each batch.
     """
 
     reason: str | None
     stored: StoredValues | None
     rules: list[CombiningRule]
+    has_rows: Sequence[bool] = ()
 
 
 class MixingProbe:
@@ -132,7 +135,8 @@ class MixingProbe:
             results = [self._forward(part) for part in parts]
         except Exception as error:
             return ProbeResult(f"it cannot run parts of the batch ({type(error).__name__}: {error})", None, [])
-        if not _are_rows(output, [result[0] for result in results], samples):
+        has_rows = _rows_among(output, [result[0] for result in results], samples)
+        if has_rows is None:
             return ProbeResult(self._culprit(whole, parts, samples), None, [])
         values = StoredValues.of(stored)
         of_parts = [StoredValues.of(result[1]) for result in results]
@@ -152,7 +156,7 @@ class MixingProbe:
                 )
                 return ProbeResult(reason, None, [])
             rules.append(rule._replace(is_certain=rule.kind == "same" and _depends_on_parameters_only(leaf, inputs)))
-        return ProbeResult(None, values._replace(leaves=[]), rules)
+        return ProbeResult(None, values._replace(leaves=[]), rules, has_rows)
 
     def _again(self, arguments: Arguments, stored: Mapping[StoredKey, Any]) -> dict[StoredKey, Any]:
         """Return what a forward stores after another forward. It shows which values a forward adds to.
@@ -265,16 +269,27 @@ def rows_of(arguments: Arguments, samples: int, start: int, stop: int) -> Argume
 
 def _are_rows(whole: Any, parts: Sequence[Any], samples: Sequence[int]) -> bool:
     """Whether each leaf of a result for a batch consists of the rows for its parts, or is the same for all parts."""
+    return _rows_among(whole, parts, samples) is not None
+
+
+def _rows_among(whole: Any, parts: Sequence[Any], samples: Sequence[int]) -> list[bool] | None:
+    """Return for each leaf of a result whether it consists of the rows for the parts of the batch.
+
+    Returns:
+        False for a leaf that is the same for all parts; None if a leaf is neither.
+    """
     columns = [tree_leaves(part) for part in parts]
     leaves = tree_leaves(whole)
     if any(len(column) != len(leaves) for column in columns):
-        return False
+        return None
+    has_rows = []
     for leaf, *others in zip(leaves, *columns, strict=True):
         rule = find_rule(leaf, others, samples, None, None, _limit(leaf))
         is_count = isinstance(leaf, int) and rule is not None and rule.kind == "sum"
         if (rule is None or rule.kind not in ("same", "rows")) and not is_count:
-            return False
-    return True
+            return None
+        has_rows.append(rule is not None and rule.kind == "rows")
+    return has_rows
 
 
 class FixedDraws(OperationMode):  # type: ignore[no-untyped-call]

@@ -160,7 +160,8 @@ class CallTerms:
         """
         watch, terms = self._terms.watch, self._terms
         is_new = self._form not in terms.run_forms
-        with watch.saving_copies(is_new) if self._needs_gradient else nullcontext():
+        saving = watch.saving_copies(is_new) if self._needs_gradient else nullcontext()
+        with saving, nullcontext() if self._noted is None else self._noted.watching():
             result = terms.run(*arguments)
         if self._noted is not None and (changed := self._noted.changed()):
             self._changed_parameter = changed[0]
@@ -211,6 +212,11 @@ class CallTerms:
             reason = self._find_rules()
         terms.run_forms.add(self._form)
         reason = self.reason or reason
+        if self._noted is not None and (name := self._noted.changed_unseen()) is not None:
+            refusal = refusal or (
+                f"the network's first forward changes {name} without an operation of torch, for example through NumPy: "
+                "use operations of torch, or set the parameter before training"
+            )
         set_first = self._share_parameters()
         self._arguments.clear()
         report = _Report(set_first or reason, _NOTHING, set_first is not None, refusal)
@@ -407,7 +413,7 @@ class CallTerms:
         arguments, samples = list(self._arguments.values()), [self._sizes[m] for m in self._arguments]
         verdict = terms.probe.verdict(arguments, samples)
         if verdict is not None and verdict.reason is None and self._needs_gradient:
-            reason = reason_of_backward(terms.probe, arguments, samples)
+            reason = reason_of_backward(terms.probe, arguments, samples, verdict.has_rows)
             verdict = verdict if reason is None else ProbeResult(reason, None, [])
         if len(terms.group) > 1:
             verdicts = [v for v in terms.places.exchange(verdict, terms.group, "probe") if v is not None]

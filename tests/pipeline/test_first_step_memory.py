@@ -1,0 +1,127 @@
+"""Tests of the memory that the first step of a divided network needs, and of parameters that its forward sets."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_placed_network import placed
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from cnnstrategies.pipeline import first_forward, mixing_backward
+from cnnstrategies.pipeline.first_forward import NotedParameters
+from cnnstrategies.pipeline.mixing_backward import Sketch
+from cnnstrategies.placed import GlooLink, Places
+
+WIDTH, LAYERS = 128, 12
+
+
+def held(function: Callable[[], Any]) -> tuple[int, int, Any]:
+    """Return the bytes that a function has allocated and not freed, their peak during the call, and the result."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+        result = function()
+    assert measured.profiler is not None
+    records = [event for event in measured.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(records, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return now, most, result
+
+
+def peaks() -> tuple[int, list[int], list[int]]:
+    """Return the bytes of the stage's parameters, and the peaks of two forwards and of their steps."""
+    first_forward.CHUNK = mixing_backward.CHUNK = 1024  # The layers are small.
+    torch.manual_seed(0)
+    network = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)])
+    rank, size = dist.get_rank(), dist.get_world_size()
+    places = Places(rank, size, GlooLink(dist.new_group(range(size)), rank, size))  # type: ignore[arg-type]
+    images = torch.randn(4, WIDTH)
+    forwards, steps = [], []
+    with placed(network, [str(LAYERS // 2)], (1, 1), places, 2) as divided:
+        own = sum(parameter.nbytes for parameter in divided.runner.parameters)
+        for _ in range(2):
+            kept, of_forward, loss = held(lambda: network(images).square().mean())
+            _, of_backward, _ = held(loss.backward)
+            forwards.append(of_forward)
+            steps.append(max(of_forward, kept + of_backward))
+            network.zero_grad()
+    places.messages.close()
+    return own, forwards, steps
+
+
+def test_the_first_step_needs_the_memory_of_later_steps() -> None:
+    for own, (first, later), (first_step, later_step) in run_ranks(2, peaks):
+        layer = own // (LAYERS // 2)
+        assert later < layer, "activations are small"
+        assert first < later + 1.5 * layer, "the first forward holds neither parameters nor gradients"
+        assert later_step > own, "a step holds the gradients"
+        assert first_step <= later_step + layer / 2
+
+
+def assign(weight: nn.Parameter) -> None:
+    weight.data = weight.data * 2
+
+
+def assign_and_change(weight: nn.Parameter) -> None:
+    weight.data = weight.data * 2
+    weight.data.add_(1)
+
+
+def change_out(weight: nn.Parameter) -> None:
+    torch.mul(weight.detach(), 2, out=weight.detach()[:])
+
+
+WAYS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "data": lambda weight: weight.data.mul_(2),
+    "view": lambda weight: weight.detach()[1].zero_(),
+    "list": lambda weight: torch._foreach_mul_([weight.data], 2),
+    "initialisation": nn.init.normal_,
+    "out": change_out,
+    "assignment": assign,
+    "assignment and change": assign_and_change,
+}
+
+
+@pytest.mark.light
+@pytest.mark.parametrize("way", WAYS)
+def test_a_parameter_that_a_forward_sets_is_noticed_and_restored(way: str) -> None:
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
+    before = [parameter.detach().clone() for parameter in network.parameters()]
+    for name in ("0", "1"):
+        noted = NotedParameters(dict(network.named_modules()))
+        with noted.watching():
+            WAYS[way](network.get_parameter(f"{name}.weight"))
+        assert noted.changed() == [f"{name}.weight"]
+        assert noted.changed_unseen() is None
+        noted.restore()
+        assert noted.changed() == []
+        for parameter, expected in zip(network.parameters(), before, strict=True):
+            assert torch.equal(parameter, expected)
+
+
+@pytest.mark.light
+def test_a_parameter_that_changes_without_an_operation_is_noticed() -> None:
+    network = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3).bfloat16())
+    noted = NotedParameters(dict(network.named_modules()))
+    assert noted.changed_unseen() is None
+    values = network.get_parameter("0.weight").detach().numpy()
+    with noted.watching():
+        values[[0, 1]] = values[[1, 0]]
+    assert noted.changed_unseen() == "0.weight"
+
+
+@pytest.mark.light
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_sketches_of_large_gradients_are_small_and_differ_if_an_element_differs(dtype: torch.dtype) -> None:
+    gradient = torch.randn(1000, 101, generator=torch.Generator().manual_seed(1)).to(dtype)
+    sketch = Sketch.of(gradient)
+    assert sketch.values.numel() < gradient.numel() / 50
+    assert sketch.largest == gradient.abs().max()
+    for index in (0, 63, 64, 99_999, 100_999):
+        other = gradient.clone().view(-1)
+        other[index] += 8
+        assert (Sketch.of(other.view_as(gradient)).values - sketch.values).abs().max() > 0.1
