@@ -19,7 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from cnnstrategies.pipeline.gradient_check import Comparison, Pairs, Verdict, begin_comparison, different
+from cnnstrategies.pipeline.gradient_check import (
+    GradientComparison,
+    GradientVerdict,
+    Pairs,
+    begin_comparison,
+    different,
+)
 from cnnstrategies.pipeline.late_verdicts import LateVerdicts
 from cnnstrategies.pipeline.loss_arguments import LossArguments, UnknownArgumentError
 from cnnstrategies.placed import Places
@@ -315,7 +321,7 @@ class LossOfCall:
 
     def compare(
         self, arrived: Sequence[Tensor | None], has_stored: bool, pairs: Callable[[], Pairs]
-    ) -> Verdict | Comparison:
+    ) -> GradientVerdict | GradientComparison:
         """Compare the gradients that have arrived at the network's results with those of the declared loss.
 
         This does not wait for the device.
@@ -339,7 +345,7 @@ class LossOfCall:
             return different("the step does not train what loss() returns")
         return begin_comparison(arrived, through, of_loss, self._scale, pairs)
 
-    def settle(self, verdict: Verdict) -> None:
+    def settle(self, verdict: GradientVerdict) -> None:
         """Draw the conclusions from the comparison of a backward. All ranks call this."""
         if verdict.kind == "different":
             self.declared.learn(self._number, verdict.reason)

@@ -29,7 +29,7 @@ Kind = Literal["factor", "infinite", "different", "assumed"]
 LATE_TOLERANCE = 16
 
 
-class Verdict(NamedTuple):
+class GradientVerdict(NamedTuple):
     """Verdict on a backward.
 
     Attributes:
@@ -49,9 +49,9 @@ class Verdict(NamedTuple):
 Pairs = Sequence[tuple[Tensor | None, Tensor | None]]
 
 
-def different(reason: str) -> Verdict:
+def different(reason: str) -> GradientVerdict:
     """Return the verdict for other gradients than those of the declared loss."""
-    return Verdict("different", 1.0, reason)
+    return GradientVerdict("different", 1.0, reason)
 
 
 def compare(
@@ -60,16 +60,16 @@ def compare(
     of_loss: Tensor,
     scale: Tensor | float,
     pairs: Callable[[], Pairs],
-) -> Verdict:
+) -> GradientVerdict:
     """Compare gradients on one replica of the last stage. This reads from the device once.
 
     The arguments are those of :func:`begin_comparison`.
     """
     begun = begin_comparison(arrived, through, of_loss, scale, pairs)
-    return begun if isinstance(begun, Verdict) else begun.read()
+    return begun if isinstance(begun, GradientVerdict) else begun.read()
 
 
-class Comparison(NamedTuple):
+class GradientComparison(NamedTuple):
     """A comparison of gradients whose numbers have not been read from the device.
 
     Attributes:
@@ -87,11 +87,11 @@ class Comparison(NamedTuple):
     compared: Sequence[Tensor]
     has_scaler: bool
 
-    def read(self) -> Verdict:
+    def read(self) -> GradientVerdict:
         """Read the numbers, for which the host waits if they are on a GPU, and return the verdict."""
         return self.verdict(self.numbers.tolist())
 
-    def verdict(self, numbers: Sequence[float], tolerance: float = 1.0) -> Verdict:
+    def verdict(self, numbers: Sequence[float], tolerance: float = 1.0) -> GradientVerdict:
         """Return the verdict.
 
         Args:
@@ -101,18 +101,20 @@ class Comparison(NamedTuple):
         factor, size_of_loss, *values = numbers
         facts, sizes = values[: 2 * self.results], values[2 * self.results :]
         if not all(facts[::2]) or not isfinite(factor):
-            return Verdict("infinite")
+            return GradientVerdict("infinite")
         if not all(facts[1::2]):
             return different(OTHER_TERM)
         for difference, size, whole in zip(sizes[::2], sizes[1::2], self.compared, strict=True):
             if self.has_scaler and not isfinite(difference):
-                return Verdict("infinite")  # The microbatches' gradients contain a larger scale than the batch's.
+                return GradientVerdict(
+                    "infinite"
+                )  # The microbatches' gradients contain a larger scale than the batch's.
             if not difference <= tolerance * allowed_difference(whole, size, abs(size_of_loss)):
                 return different(
                     f"the gradients of loss() for a batch and for its microbatches differ by {difference:.1e}, where "
                     f"the largest is {size:.1e}, so loss() is not a mean over samples"
                 )
-        return Verdict("factor", factor)
+        return GradientVerdict("factor", factor)
 
 
 def begin_comparison(
@@ -121,7 +123,7 @@ def begin_comparison(
     of_loss: Tensor,
     scale: Tensor | float,
     pairs: Callable[[], Pairs],
-) -> Verdict | Comparison:
+) -> GradientVerdict | GradientComparison:
     """Compare gradients on one replica of the last stage, without a read from the device.
 
     Args:
@@ -154,7 +156,7 @@ def begin_comparison(
         wide = torch.promote_types(rows.dtype, torch.float32)
         numbers += [(rows.to(wide) - ratio.to(wide) * sums.to(wide)).abs().amax(), rows.abs().amax()]
     stacked = torch.stack([number.double() for number in numbers])
-    return Comparison(stacked, factor, len(present), compared, isinstance(scale, Tensor))
+    return GradientComparison(stacked, factor, len(present), compared, isinstance(scale, Tensor))
 
 
 OTHER_TERM = "the step's loss depends on the network's result in other ways than by one call of loss()"
@@ -185,6 +187,6 @@ def allowed_difference(gradient: Tensor, largest: float, of_loss: float) -> floa
 _BY_WEIGHT: Sequence[Kind] = ("different", "infinite", "factor", "assumed")
 
 
-def combine(verdicts: Sequence[Verdict]) -> Verdict:
+def combine(verdicts: Sequence[GradientVerdict]) -> GradientVerdict:
     """Return the common verdict of all replicas of the last stage, from the verdicts of the replicas."""
     return min(verdicts, key=lambda verdict: _BY_WEIGHT.index(verdict.kind))

@@ -1,9 +1,9 @@
 """Read late whether the gradients of backwards were those of the declared loss, so that no step waits for the device.
 
 The training step and the loss of the package's own modules do not change from batch to batch. After the first step has
-shown that the step trains the declared loss, later backwards use the gradients of the declared loss at once. The numbers
-that show whether these gradients were right are copied to the CPU, and are read as soon as they are there. If they show
-other gradients, the run ends with an error, before a checkpoint is saved.
+shown that the step trains the declared loss, later backwards use the gradients of the declared loss at once. The
+numbers that show whether these gradients were right are copied to the CPU, and are read as soon as they are there. If
+they show other gradients, the run ends with an error, before a checkpoint is saved.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cnnstrategies.pipeline.gradient_check import LATE_TOLERANCE, Comparison
+from cnnstrategies.pipeline.gradient_check import LATE_TOLERANCE, GradientComparison
 
 
 class _Begun(NamedTuple):
@@ -25,7 +25,7 @@ class _Begun(NamedTuple):
         arrived: Event of the device after which the numbers are there.
     """
 
-    comparison: Comparison
+    comparison: GradientComparison
     step: int
     numbers: Tensor
     arrived: Any
@@ -43,7 +43,7 @@ class LateVerdicts:
         self.is_settled = True
         self._begun: deque[_Begun] = deque()
 
-    def add(self, comparison: Comparison, step: int) -> None:
+    def add(self, comparison: GradientComparison, step: int) -> None:
         """Begin to copy the numbers of a comparison to the CPU.
 
         Args:

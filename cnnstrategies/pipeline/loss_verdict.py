@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
 from cnnstrategies.pipeline.declared_loss import DeclaredLoss, LossOfCall
-from cnnstrategies.pipeline.gradient_check import Comparison, Pairs, Verdict, combine
+from cnnstrategies.pipeline.gradient_check import GradientComparison, GradientVerdict, Pairs, combine
 from cnnstrategies.pipeline.interleaved_batch import InterleavedBatch
 from cnnstrategies.pipeline.random_draws import GeneratorStates
 from cnnstrategies.pipeline.whole_batch import WholeBatch
@@ -26,7 +26,7 @@ def judge(
     of_outputs: Sequence[Tensor | None],
     has_stored: bool,
     outputs: Sequence[Tensor],
-) -> Verdict:
+) -> GradientVerdict:
     """Return the verdict of the last stage on a backward, on all ranks. All ranks must call this.
 
     If the verdict is read late, this reads which of the earlier verdicts have arrived.
@@ -46,28 +46,31 @@ def judge(
     if not isinstance(batch, InterleavedBatch) and loss.is_used:
         loss.prepare()
     late = loss.declared.late if isinstance(batch, InterleavedBatch) else None
-    comparison: Comparison | None = None  # A comparison that is read late.
-    common: Verdict | None = None
+    comparison: GradientComparison | None = None  # A comparison that is read late.
+    common: GradientVerdict | None = None
     failure = ""
     if places.rank in last:
         with places.local():
             started = batch.started if isinstance(batch, InterleavedBatch) else _started(loss, batch, outputs)
             result = loss.compare(of_outputs, has_stored, lambda: _pairs(batch, of_outputs, started))
-        if isinstance(result, Verdict):
+        if isinstance(result, GradientVerdict):
             verdict = result
         elif late is None:
             verdict = result.read()
         else:
-            comparison, verdict = result, Verdict("assumed")
+            comparison, verdict = result, GradientVerdict("assumed")
         # The codec sends plain tuples.
         received: list[Any] = places.exchange(
             (tuple(verdict), "" if late is None else late.failure()), last, "the declared loss"
         )
-        common, failure = combine([Verdict(*values) for values, _ in received]), _first(text for _, text in received)
+        common, failure = (
+            combine([GradientVerdict(*values) for values, _ in received]),
+            _first(text for _, text in received),
+        )
     values, failure = places.tell(last, lambda: (tuple(common or ()), failure), "the declared loss")
     if failure:
         raise ConfigurationError(failure)
-    verdict = Verdict(*values)
+    verdict = GradientVerdict(*values)
     if late is None or verdict.kind != "assumed":
         return verdict
     late.is_settled = False
@@ -103,7 +106,7 @@ def _first(texts: Iterable[str]) -> str:
     return next(filter(None, texts), "")
 
 
-def _shared_factor(places: Places, source: int, comparison: Comparison | None) -> Tensor:
+def _shared_factor(places: Places, source: int, comparison: GradientComparison | None) -> Tensor:
     """Return the factor of the gradients on this rank's device. No rank waits for its device.
 
     Args:

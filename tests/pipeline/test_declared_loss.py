@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from cnnstrategies.pipeline.declared_loss import DeclaredLoss
 from cnnstrategies.pipeline.engine import AHEAD
-from cnnstrategies.pipeline.gradient_check import Verdict, compare
+from cnnstrategies.pipeline.gradient_check import GradientVerdict, compare
 from cnnstrategies.pipeline.loss_arguments import LossArguments, UnknownArgumentError
 from cnnstrategies.pipeline.loss_verdict import settle_late
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
@@ -279,7 +279,7 @@ def test_more_steps_train_as_on_one_device_with_replicas_and_three_stages(replic
 
 def compared(
     arrived: Tensor, expected: Tensor, of_loss: float = 1.0, through: Tensor | None = None, scale: float = 1.0
-) -> Verdict:
+) -> GradientVerdict:
     through = arrived if through is None else through
     return compare([arrived], [through], torch.tensor(of_loss), scale, lambda: [(arrived, expected)])
 
@@ -287,9 +287,9 @@ def compared(
 @pytest.mark.light
 def test_gradients_are_those_of_the_declared_loss_up_to_a_factor() -> None:
     expected = torch.randn(4, 3)
-    assert compared(expected, expected) == Verdict("factor", 1.0)
-    assert compared(3 * expected, 2 * expected, of_loss=3.0, scale=2.0) == Verdict("factor", 1.5)
-    assert compared(0 * expected, expected, of_loss=0.0) == Verdict("factor", 0.0)
+    assert compared(expected, expected) == GradientVerdict("factor", 1.0)
+    assert compared(3 * expected, 2 * expected, of_loss=3.0, scale=2.0) == GradientVerdict("factor", 1.5)
+    assert compared(0 * expected, expected, of_loss=0.0) == GradientVerdict("factor", 0.0)
     tiny = expected + 1e-6 * expected.abs()
     assert compared(tiny, expected, through=expected).kind == "different", "a term that does not come from the loss"
     assert compared(expected * (1 + 1e-6), expected).kind == "factor", "rounding"

@@ -13,7 +13,7 @@ from test_declared_loss import PROGRAMS, on_one_device, train
 from test_placed_network import check_equal
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.gradient_check import Comparison, Verdict, begin_comparison
+from cnnstrategies.pipeline.gradient_check import GradientComparison, GradientVerdict, begin_comparison
 from cnnstrategies.pipeline.late_verdicts import LateVerdicts
 from cnnstrategies.placed import DeviceLink, GlooLink, Places
 
@@ -71,10 +71,10 @@ def late_verdicts() -> None:
     with simulate():
         ones = torch.ones(4, 3, device="cuda")
 
-        def begun(arrived: Any, expected: Any = ones, scale: Any = 1.0) -> Comparison:
+        def begun(arrived: Any, expected: Any = ones, scale: Any = 1.0) -> GradientComparison:
             loss = torch.ones((), device="cuda")
             comparison = begin_comparison([arrived], [arrived], loss, scale, lambda: [(arrived, expected)])
-            assert isinstance(comparison, Comparison)
+            assert isinstance(comparison, GradientComparison)
             return comparison
 
         late = LateVerdicts()
@@ -87,7 +87,7 @@ def late_verdicts() -> None:
             assert not waits
         infinite = begun(ones / 0)
         assert bool(infinite.factor.isnan()), "a gradient scaler must skip the step"
-        assert infinite.read() == Verdict("infinite")
+        assert infinite.read() == GradientVerdict("infinite")
         # The scale of a microbatch's loss may be too large where that of the batch, divided by a number, is not.
         for scale, kind in ((1.0, "different"), (torch.ones((), device="cuda"), "infinite")):
             assert begun(ones, ones / 0, scale).read().kind == kind
