@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.combining import is_number, is_same
 from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.first_forward import NotedParameters
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.random_draws import GeneratorStates
 from cnnstrategies.pipeline.stage import IMAGES, copy_value
@@ -43,23 +44,26 @@ def rehearse(division: Division, owner: nn.Module, images: Any) -> str | None:
     network, device = division.network, next(leaf.device for leaf in tree_leaves(images) if isinstance(leaf, Tensor))
     states = GeneratorStates.current(device)
     watch = StoredWatch(owner, network)
+    noted = NotedParameters(dict(network.named_modules()))
     with torch.no_grad():
         try:
             arguments = images if len(network_inputs(network)) > 1 else (images,)
-            with Untouched(network):
+            with Untouched(network), noted.watching():
                 watch.begin()
                 expected = copy_value(type(network).forward(network, *copy_value(arguments)))
                 stored = _copies(watch.take())
         except Exception:
             return None  # The example may be of another kind than the batches.
         finally:
+            noted.restore()
             states.restore(device)
         try:
-            with Untouched(network):
+            with Untouched(network), noted.watching():
                 actual, stored_by_stages = _in_stages(division, watch, images)
         except Exception as error:
             return f"{_HIDDEN}: the stages fail with {type(error).__name__}: {error}"
         finally:
+            noted.restore()
             states.restore(device)
     if not _are_equal(expected, actual):
         return f"{_HIDDEN}: the stages return another result than the network"

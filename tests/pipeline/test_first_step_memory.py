@@ -42,7 +42,7 @@ def peaks() -> tuple[int, list[int], list[int]]:
     images = torch.randn(4, WIDTH)
     forwards, steps = [], []
     with placed(network, [str(LAYERS // 2)], (1, 1), places, 2) as divided:
-        own = sum(parameter.nbytes for parameter in divided.runner.parameters)
+        parameters = sum(parameter.nbytes for parameter in divided.runner.parameters)
         for _ in range(2):
             kept, of_forward, loss = held(lambda: network(images).square().mean())
             _, of_backward, _ = held(loss.backward)
@@ -50,15 +50,15 @@ def peaks() -> tuple[int, list[int], list[int]]:
             steps.append(max(of_forward, kept + of_backward))
             network.zero_grad()
     places.messages.close()
-    return own, forwards, steps
+    return parameters, forwards, steps
 
 
 def test_the_first_step_needs_the_memory_of_later_steps() -> None:
-    for own, (first, later), (first_step, later_step) in run_ranks(2, peaks):
+    for parameters, (first, later), (first_step, later_step) in run_ranks(2, peaks):
         layer = 4 * WIDTH * (WIDTH + 1)
         assert later < layer, "activations are small"
         assert first < later + 1.5 * layer, "the first forward holds neither parameters nor gradients"
-        assert later_step > own, "a step holds the gradients"
+        assert later_step > parameters, "a step holds the gradients"
         assert first_step <= later_step + layer / 2
 
 

@@ -167,3 +167,24 @@ def test_stages_that_pass_values_in_hidden_ways_are_found(how: str) -> None:
     assert float(network.keep.calls) == 0
     assert network.keep.level == 1.0
     assert TABLES == {}
+
+
+class Scaled(nn.Module):
+    """A layer that scales its parameter in its first forward, so that its results have a variance of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.ready = nn.Parameter(torch.ones(1, dtype=torch.float64)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.scale.data.div_(x.std())
+            self.ready = True
+        return x * self.scale
+
+
+def test_the_comparison_leaves_parameters_that_a_first_forward_sets() -> None:
+    network = nn.Sequential(nn.Linear(4, 4), scaled := Scaled(), nn.Linear(4, 4)).double()
+    assert rehearse(Division(network, ["1"]), network, torch.randn(4, 4, dtype=torch.float64)) is None
+    assert float(scaled.scale) == 1.0
+    assert not scaled.ready
