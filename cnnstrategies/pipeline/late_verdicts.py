@@ -1,9 +1,9 @@
 """Read late whether the gradients of backwards were those of the declared loss, so that no step waits for the device.
 
 The training step and the loss of the package's own modules do not change from batch to batch. After the first step has
-shown that the step trains the declared loss, later backwards use the gradients of the declared loss at once. The
-numbers that show whether these gradients were right are copied to the CPU, and are read as soon as they are there. If
-they show other gradients, the run ends with an error, before a checkpoint is saved.
+shown that it trains the declared loss, later backwards use the gradients of the declared loss at once. The numbers that
+show whether these gradients were right are copied to the CPU, and are read as soon as they are there. If they show
+other gradients, the run ends with an error, before a checkpoint is saved.
 """
 
 from collections import deque

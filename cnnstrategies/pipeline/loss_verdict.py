@@ -53,12 +53,12 @@ def judge(
         with places.local():
             started = batch.started if isinstance(batch, InterleavedBatch) else _started(loss, batch, outputs)
             result = loss.compare(of_outputs, has_stored, lambda: _pairs(batch, of_outputs, started))
-        if isinstance(result, GradientVerdict):
-            verdict = result
-        elif late is None:
-            verdict = result.read()
-        else:
-            comparison, verdict = result, GradientVerdict("assumed")
+            if isinstance(result, GradientVerdict):
+                verdict = result
+            elif late is None:
+                verdict = result.read()
+            else:
+                comparison, verdict = result, GradientVerdict("assumed")
         # The codec sends plain tuples.
         received: list[Any] = places.exchange(
             (tuple(verdict), "" if late is None else late.failure()), last, "the declared loss"

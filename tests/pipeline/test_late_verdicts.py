@@ -34,8 +34,9 @@ def train_on_gpu() -> list[Trained]:
     results = []
     with simulate(rank, size):
         everyone = dist.group.WORLD
-        assert everyone is not None
         group = dist.new_group(range(size), backend="gloo")
+        assert isinstance(everyone, dist.ProcessGroup)
+        assert isinstance(group, dist.ProcessGroup)
         places = Places(rank, size, GlooLink(group, rank, size), DeviceLink(everyone, DEVICE.name))
         for name in [*RIGHT, *WRONG]:
             with DEVICE.waits_inside() as waits:

@@ -109,6 +109,7 @@ class Waits(Callback):
 
     def __init__(self) -> None:
         self.steps: dict[str, list[Counter[str]]] = {"training": [], "validation": []}
+        self.late: Any = None  # The verdicts on gradients that no step has waited for.
 
     def _begin(self, kind: str) -> None:
         self.steps[kind].append(Counter())
@@ -122,6 +123,14 @@ class Waits(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         DEVICE.waits = Counter()
+        strategy: Any = trainer.strategy
+        forward = vars(strategy).get("_forward")
+        self.late = None if forward is None or forward.placed.declared is None else forward.placed.declared.late
+        if self.late is not None:
+            assert not self.late.is_settled
+            if trainer.world_size == 2:
+                strategy.lightning_module_state_dict()
+                assert self.late.is_settled, "a checkpoint has right weights"
         validation = self.steps["validation"]
         waits = [self.steps["training"][-2], validation[1] if validation else Counter()]
         torch.save(waits, f"waits{trainer.global_rank}")  # A parameter server's worker is another process.
@@ -201,13 +210,14 @@ def fit(case: Case, kind: str, world: int) -> Trained:
         accelerator="gpu" if kind == "cuda" else "cpu",
         max_epochs=1,
         limit_train_batches=STEPS,
-        callbacks=[Waits(), GracefulStop()],
+        callbacks=[waits := Waits(), GracefulStop()],
         precision=None if scaler else case.precision,
         plugins=[MixedPrecision("16-mixed", kind, scaler)] if scaler else None,
     )
     loader = DataLoader(data if case.has_length else Endless(data), 8, pin_memory=kind == "cuda")
     validation = DataLoader(Subset(data, range(17 * world)), 8, pin_memory=kind == "cuda")
     trainer.fit(model, loader, None if case.waits else validation)
+    assert waits.late is None or waits.late.is_settled, "the end of the training reads all verdicts"
     metrics = {name: value.cpu() for name, value in trainer.callback_metrics.items()}
     return Trained(
         {n: v.cpu() for n, v in model.state_dict().items() if v.device.type != "meta"},
