@@ -88,7 +88,7 @@ class HiddenGradients:
         self._stepped: list[tuple[Tensor, tuple[int, ...], str]] = []
         self._before = optimizer.register_step_pre_hook(self._begin)
         self._after = optimizer.register_step_post_hook(self._end)
-        self._loaded = optimizer.register_load_state_dict_post_hook(self._state.place_all)
+        self._loaded = _after_loading(optimizer, self._state.place_all)
         self._order = register_optimizer_step_pre_hook(_order_hooks(weakref.ref(optimizer), weakref.ref(self)))
 
     def remove(self) -> None:
@@ -181,3 +181,29 @@ def _order_hooks(
             hider.order_hooks()
 
     return order
+
+
+class _LoadHandle:
+    """Handle of an optimizer whose method ``load_state_dict`` was replaced; :meth:`remove` undoes this."""
+
+    def __init__(self, optimizer: Optimizer, hook: Callable[[Optimizer], None]) -> None:
+        self._optimizer = optimizer
+        load = optimizer.load_state_dict
+
+        def load_and_call(state_dict: Any) -> None:
+            load(state_dict)
+            hook(optimizer)
+
+        vars(optimizer)["load_state_dict"] = load_and_call
+
+    def remove(self) -> None:
+        vars(self._optimizer).pop("load_state_dict", None)
+
+
+def _after_loading(optimizer: Optimizer, hook: Callable[[Optimizer], None]) -> Any:
+    """Call a hook after an optimizer has loaded a state. Return a handle whose method ``remove`` undoes this."""
+    try:
+        return optimizer.register_load_state_dict_post_hook(hook)
+    except AttributeError:
+        # An optimizer that wraps another one may not call `Optimizer.__init__`, which makes the list of hooks.
+        return _LoadHandle(optimizer, hook)

@@ -1,6 +1,7 @@
 """Optimizers whose steps see the gradients of a rank's own parameters only, compared with one device."""
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -171,6 +172,27 @@ def test_an_optimizer_that_mixes_parameters_sees_all_gradients() -> None:
         check(name, make, False)
 
 
+class Wrapping(torch.optim.Optimizer):
+    """An optimizer around another one, which does not call the constructor of its base class, as timm's Lookahead."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner = torch.optim.AdamW(parameters, 0.1)
+        self.defaults, self.param_groups, self.state = self.inner.defaults, self.inner.param_groups, self.inner.state
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self._patch_step_function()
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+
 def resume(make: Any, states: Any, places: Places | None = None) -> Program:
     program = Program(make, places)
     program.optimizer.load_state_dict(copy.deepcopy(states))
@@ -179,7 +201,7 @@ def resume(make: Any, states: Any, places: Places | None = None) -> Program:
 
 
 def test_a_loaded_state_gets_the_places_of_the_parameters() -> None:
-    for make in (SEPARATE["adamw"], SEPARATE["plain"], OTHERS["lbfgs"], OTHERS["counting"]):
+    for make in (SEPARATE["adamw"], SEPARATE["plain"], OTHERS["lbfgs"], OTHERS["counting"], Wrapping):
         first = Program(make)
         first.run(with_closure=True)
         states = first.optimizer.state_dict()
