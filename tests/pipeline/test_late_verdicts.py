@@ -53,6 +53,7 @@ def train_on_gpu() -> list[Trained]:
 FILES = ("gradient_check", "loss_verdict", "late_verdicts")
 
 
+@pytest.mark.cluster
 def test_backwards_do_not_wait_for_the_device_and_wrong_gradients_end_the_run() -> None:
     for rank, results in enumerate(run_ranks(2, train_on_gpu)):
         for name, (result, waits) in zip([*RIGHT, *WRONG], results, strict=True):

@@ -79,6 +79,7 @@ class SlowReplica(SlowRank):
         self.now = now.item()  # All ranks wait for the slowest rank.
 
 
+@pytest.mark.cluster
 def test_a_slow_replica_gets_fewer_microbatches_until_it_is_fast_again(tmp_path):
     """Shares follow within an epoch. A run that resumes in mid-epoch has the shares of an uninterrupted run."""
     data = {"global_batch_size": 20, "num_workers": 1}  # A loading worker loads ahead.

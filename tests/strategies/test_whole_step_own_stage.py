@@ -103,7 +103,7 @@ def start(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("replicas", "has_teacher"),
     [
-        ([1, 1, 1], False),
+        pytest.param([1, 1, 1], False, marks=pytest.mark.cluster),
         pytest.param([1, 1, 1], True, marks=pytest.mark.cluster),
         pytest.param([2, 1], True, marks=pytest.mark.cluster),
     ],
