@@ -87,7 +87,10 @@ class InterleavedBatch(WholeBatch):
         """
         self._use_graph(keep)
         sums, of_images = [*self._sums], [*self._of_images]
-        if not keep:
+        if keep:
+            # What happens to these gradients, such as their sum over replicas, must not change those that are kept.
+            sums, of_images = _copies(sums), _copies(of_images)
+        else:
             self._sums, self._of_images = [], []
         return _times(sums, factor), _times(of_images, factor)
 
@@ -137,6 +140,10 @@ class RepeatedBatch(WholeBatch):
 
     def _finish_buffers(self) -> None:
         self._runner.buffers.abandon()
+
+
+def _copies(gradients: list[Tensor | None]) -> list[Tensor | None]:
+    return [gradient if gradient is None else gradient.clone() for gradient in gradients]
 
 
 def _times(gradients: list[Tensor | None], factor: float | Tensor) -> list[Tensor | None]:
