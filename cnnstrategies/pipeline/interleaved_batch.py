@@ -87,12 +87,9 @@ class InterleavedBatch(WholeBatch):
         """
         self._use_graph(keep)
         sums, of_images = [*self._sums], [*self._of_images]
-        if keep:
-            # What happens to these gradients, such as their sum over replicas, must not change those that are kept.
-            sums, of_images = _copies(sums), _copies(of_images)
-        else:
+        if not keep:
             self._sums, self._of_images = [], []
-        return _times(sums, factor), _times(of_images, factor)
+        return _times(sums, factor, keep), _times(of_images, factor, keep)
 
     def run_forwards_again(self, checkpointing: Checkpointing | None = None) -> WholeBatch:
         """Run the forwards again, without the backwards, and return the new call. All ranks must call this.
@@ -142,19 +139,24 @@ class RepeatedBatch(WholeBatch):
         self._runner.buffers.abandon()
 
 
-def _copies(gradients: list[Tensor | None]) -> list[Tensor | None]:
-    return [gradient if gradient is None else gradient.clone() for gradient in gradients]
+def _times(gradients: list[Tensor | None], factor: float | Tensor, keep: bool) -> list[Tensor | None]:
+    """Return gradients times a factor, in the list itself, so that each old gradient is freed before the next.
 
-
-def _times(gradients: list[Tensor | None], factor: float | Tensor) -> list[Tensor | None]:
-    """Return gradients times a factor, in the list itself, so that each old gradient is freed before the next."""
+    Args:
+        gradients: The gradients.
+        factor: The factor.
+        keep: Whether the results are other tensors than the gradients. What happens to the results, such as their sum
+            over replicas, must not change gradients that are kept.
+    """
     for index, gradient in enumerate(gradients):
-        if gradient is None or (not isinstance(factor, Tensor) and factor == 1):
+        if gradient is None:
             continue
         if isinstance(factor, Tensor):
             # In 16 bits the factor itself would be rounded.
             wide = torch.promote_types(gradient.dtype, torch.float32)
             gradients[index] = gradient.to(wide).mul(factor).to(gradient.dtype)
-        else:
+        elif factor != 1:
             gradients[index] = gradient * factor
+        elif keep:
+            gradients[index] = gradient.clone()
     return gradients
