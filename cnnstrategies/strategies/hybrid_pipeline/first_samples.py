@@ -26,8 +26,8 @@ def is_attached(module: LightningModule) -> bool:
 
 def as_given(images: Sequence[Any]) -> Images:
     """Return images as a network takes them: a tuple if the network takes several."""
-    given: Images = images[0] if len(images) == 1 else tuple(images)
-    return given
+    arguments: Images = images[0] if len(images) == 1 else tuple(images)
+    return arguments
 
 
 def on_device_of(network: nn.Module, images: Images) -> Images:

@@ -69,13 +69,13 @@ class Inputs:
             for index, leaf in enumerate(copies)
             if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == samples
         }
-        found = [_place_of(value, rows) for value in arguments]
-        for value, index in zip(arguments, found, strict=True):
+        indices = [_place_of(value, rows) for value in arguments]
+        for value, index in zip(arguments, indices, strict=True):
             if index is None:
                 raise ConfigurationError(
                     f"{type(self._module).__name__}.{step} gives the network {described(value)} {OF_THE_BATCH}"
                 )
-        return [index for index in found if index is not None]
+        return [index for index in indices if index is not None]
 
     def _first_tensors(self, batch: Any, leaves: Sequence[Any]) -> list[int]:
         """As many of a batch's tensors as the network takes."""

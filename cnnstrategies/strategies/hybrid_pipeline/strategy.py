@@ -450,7 +450,9 @@ class HybridPipelineStrategy(PipelineStrategy):
     def teardown(self) -> None:
         """Put the whole network back, with its weights on every rank; after a failure, what this rank has."""
         if self._callbacks is not None:
-            self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, EndTogether | StageTimes)]
+            self._callbacks[:] = [
+                callback for callback in self._callbacks if not isinstance(callback, EndTogether | StageTimes)
+            ]
         self._callbacks = None
         if self._steps is not None:
             self._steps.watch.end()
