@@ -14,12 +14,11 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch, Images, OutputGatherer, end_together, share_batch
 from cnnstrategies.pipeline.buffers import StageBuffers
 from cnnstrategies.pipeline.channels import Channels
-from cnnstrategies.pipeline.disk_memory import memory_on_disk
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
-from cnnstrategies.pipeline.losses import Loss, MeanLoss, PartialLoss
-from cnnstrategies.pipeline.stage import check_backend, connections, divide
+from cnnstrategies.pipeline.losses import Loss, MeanLoss
+from cnnstrategies.pipeline.stage import check_backend, divide
 from cnnstrategies.pipeline.step import Step
-from cnnstrategies.pipeline.timeline import Clock, Span
+from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule, check_layout, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.quantities import Duration, as_timedelta
@@ -73,9 +72,6 @@ class Pipeline:
         watchers: Functions that are called with each :class:`~cnnstrategies.pipeline.timeline.Span` of a training step.
             A span is a period of time in which the rank performs one action, such as a forward. Without watchers no
             times are measured. On a GPU, measuring a span synchronises the device at its start and at its end.
-        clocks: Stopwatches. Keys are kinds of spans, or ``loss`` for the computation of the loss; each value is a list
-            of stopwatches. The pipeline starts a stopwatch when a span of its kind begins, and stops the stopwatch when
-            the span ends. Starting and stopping must not wait for the device.
 
     Raises:
         ConfigurationError: Cuts, replicas, microbatches and ranks do not fit together, or the network cannot be cut.
@@ -137,8 +133,6 @@ class Pipeline:
             self.module.compile(backend=compile_backend, dynamic=False)
         self.loss_sum = torch.zeros((), device=self.device)
         self.watchers: list[Callable[[Span], None]] = []
-        self.clocks: dict[str, list[Clock]] = {}
-        self.forward_has_loss = True  # For `MeasuredPipeline`.
         self.gatherer = OutputGatherer(self.transport)
 
     @property
@@ -160,11 +154,6 @@ class Pipeline:
     def parameters(self) -> list[nn.Parameter]:
         """The stage's trainable parameters, in the order in which :meth:`train` returns their gradients."""
         return self.reducer.parameters
-
-    @property
-    def connections(self) -> list[tuple[int, int]]:
-        """Pairs of stages, the first of which sends its outputs to the second."""
-        return connections(self.blueprint.stages[True])
 
     def refresh(self) -> None:
         """Update the list of trainable parameters after parameters were frozen or unfrozen.
@@ -225,36 +214,31 @@ class Pipeline:
         with self.transport.collective("ending an epoch"):
             end_together(self.transport)
 
-    def collect(self, value: Any, on_disk: bool = False) -> list[Any] | None:
+    def collect(self, value: Any) -> list[Any] | None:
         """Send a value from the first replica of each stage to rank 0. All ranks must call this.
 
         Args:
             value: This rank's value: nested containers of tensors and plain data. Rank 0 receives tensors on the CPU.
-            on_disk: Whether rank 0 keeps the tensors of other stages in temporary files, because they may not fit into
-                memory.
 
         Returns:
             On rank 0, the values in the order of the stages; None on the other ranks.
         """
         content = "the state of a stage"
         if self.rank == 0:
-            allocate = memory_on_disk if on_disk else None
             others = [self.placement.ranks(stage)[0] for stage in range(1, self.placement.stages)]
-            return [value, *(self.transport.receive_object(rank, content, allocate) for rank in others)]
+            return [value, *(self.transport.receive_object(rank, content) for rank in others)]
         if self.place.replica == 0:
             for transfer in self.transport.send_object(value, 0, content):
                 transfer.wait()
         return None
 
     @torch.no_grad()
-    def merge(self, copy: tuple[nn.Module, nn.Module] | None = None) -> dict[str, Tensor]:
-        """Return all parameters and buffers of the network by name, on the CPU of every rank. All ranks must call this.
+    def merge(self) -> dict[str, Tensor]:
+        """Return all parameters and buffers of the network by name, on the CPU.
 
-        Args:
-            copy: Two modules of a copy of the network, such as a copy with averaged weights: this rank's stage, and the
-                whole network. The copy must be divided in the same way. By default, the pipeline's own network is used.
+        All ranks must call this. Every rank gets the whole result.
         """
-        module, network = copy or (self.module, self.blueprint.network)
+        module, network = self.module, self.blueprint.network
         # All names of a tensor are listed. If only one name of each tensor were listed, the stage and the network could
         # list the same tensor under different names.
         stage_tensors = dict(
@@ -277,7 +261,7 @@ class Pipeline:
     def train(
         self,
         batch: Batch,
-        loss: Loss | PartialLoss,
+        loss: Loss | MeanLoss,
         scale: float | Tensor = 1.0,
         more: bool = False,
     ) -> tuple[list[Tensor | None], dict[int, Any]]:
@@ -288,7 +272,8 @@ class Pipeline:
         Args:
             batch: Result of :meth:`share`.
             loss: Function that returns the mean loss from the network's outputs and the targets (n, ...); or a
-                `PartialLoss`. The last stage computes the loss for each microbatch.
+                `MeanLoss`, if the mean has another divisor than the number of samples. The last stage computes the loss
+                for each microbatch.
             scale: Factor by which the loss is multiplied.
             more: Whether another batch follows before the optimizer's step. If so, a stage with several replicas keeps
                 the gradients and adds the gradients of the next batch to them, so that the gradients of all batches are
@@ -310,7 +295,7 @@ class Pipeline:
                 "the beginning of an epoch (on_train_epoch_start); without Lightning, call refresh() on every rank "
                 "afterwards"
             )
-        parts = loss if isinstance(loss, PartialLoss) else MeanLoss(loss)
+        parts = loss if isinstance(loss, MeanLoss) else MeanLoss(loss)
         if self.last:
             parts.begin(batch)
         step = Step(self, batch, parts, scale)

@@ -1,7 +1,7 @@
 """Divide a traced network into stages. A stage has the parameters of its layers, with their names in the network."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,10 +65,6 @@ class Blueprint:
     state: tuple[tuple[str, ...], ...]
     used: frozenset[str]
     constants: Mapping[str, Tensor]
-
-    def of(self, network: nn.Module) -> "Blueprint":
-        """Return the same division for a different network, which must have the same structure."""
-        return replace(self, network=network)
 
     def build(self, stage: int) -> "StageModule":
         """Return the module of one stage. The module shares its parameters and buffers with the network."""

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch, Images
-from cnnstrategies.pipeline.losses import PartialLoss
+from cnnstrategies.pipeline.losses import MeanLoss
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Task
 
@@ -77,7 +77,7 @@ class Step:
         self,
         pipeline: "Pipeline",
         batch: Batch,
-        loss: PartialLoss | None = None,
+        loss: MeanLoss | None = None,
         scale: float | Tensor = 1.0,
     ) -> None:
         self.pipeline = pipeline
@@ -263,8 +263,7 @@ class Step:
         loss of the global batch.
         """
         assert self.loss is not None
-        with self.clocked("loss"):
-            part = self.loss.part(outputs, microbatch)
+        part = self.loss.part(outputs, microbatch)
         self.loss_sum = self.loss_sum + part.detach()
         return part * self.scale
 
@@ -295,27 +294,11 @@ class Step:
         return dict(zip(self.channels.graph.outputs, outputs, strict=True))
 
     @contextmanager
-    def clocked(self, kind: str) -> Iterator[None]:
-        """Start the stopwatches of a kind of span when the context begins, and stop them when the context ends.
-
-        The stopwatches only run in training.
-
-        Args:
-            kind: Kind of the span, or ``loss``.
-        """
-        clocks = self.pipeline.clocks.get(kind, []) if self.loss is not None else []
-        for clock in clocks:
-            clock.begin()
-        yield
-        for clock in clocks:
-            clock.end()
-
-    @contextmanager
     def timed(self, kind: str, microbatch: int | None) -> Iterator[None]:
         """Report the execution of the code inside the context as a span of a training step.
 
-        The span is reported to the pipeline's watchers, and the stopwatches of its kind run during the span. If the
-        pipeline has no watchers, the times at which the span starts and ends are not measured.
+        The span is reported to the pipeline's watchers. If the pipeline has no watchers, the times at which the span
+        starts and ends are not measured.
 
         Args:
             kind: Kind of the span.
@@ -324,8 +307,7 @@ class Step:
         pipeline = self.pipeline
         watchers = pipeline.watchers if self.loss is not None else []
         start = self._now() if watchers else 0.0
-        with self.clocked(kind):
-            yield
+        yield
         if not watchers:
             return
         span = Span(pipeline.rank, kind, pipeline.place.stage, microbatch, start, self._now())

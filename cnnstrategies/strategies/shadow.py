@@ -18,7 +18,6 @@ from torchmetrics import Metric, MetricCollection
 
 from cnnstrategies._torch_private import OperationMode
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.models.own_forward import PLACE, WHOLE
 
 FEW = 100  # If a list or dictionary has more entries than this, it is copied, but its entries are not.
 # Classes of objects that a copy shares with the original module, because copying them would take time or break them.
@@ -61,16 +60,16 @@ def shadow_of(
 
     Args:
         module: The module, as it is now.
-        path: Path of the submodule that the copy replaces.
+        path: Path of the submodule that the copy replaces; empty if the network is the module itself, whose ``forward``
+            is then replaced.
         network: The network that takes the submodule's place.
         metrics: The copy's metrics, by the ``id()`` of the module's metrics.
     """
-    standing = dict(module.named_children()).get(PLACE) if path == WHOLE else module.get_submodule(path)
     made: dict[int, Any] = dict(metrics)
-    if standing is not None:
-        made[id(standing)] = network
+    if path:
+        made[id(module.get_submodule(path))] = network
     shadow = _copied_module(module, made)
-    if standing is None:
+    if not path:
         vars(shadow)["forward"] = network
     _mute(shadow, module)
     result: LightningModule = shadow

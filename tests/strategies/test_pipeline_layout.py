@@ -19,7 +19,7 @@ from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Profile, Value
 from cnnstrategies.planning.rank import rank
-from cnnstrategies.strategies import HybridPipelineStrategy, WholeStepStrategy
+from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline import layout as layout_module
 from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout
@@ -44,7 +44,7 @@ def test_microbatches_follow_batch_normalisation_and_the_batch(network, data, as
     is_module = isinstance(data, LightningDataModule)
     trainer = SimpleNamespace(datamodule=data if is_module else None, state=SimpleNamespace(fn=TrainerFn.FITTING))
     monkeypatch.setattr(layout_module, "train_loader", lambda trainer: None if is_module else data)
-    layout = request.choose(network, trainer, 2, torch.device("cpu"), lambda size: None)
+    layout = request.choose(network, trainer, 2, torch.device("cpu"), lambda size: None, trace)
     assert layout.microbatches == expected
 
 
@@ -86,9 +86,9 @@ def test_fit_chooses_the_cuts_of_plan(monkeypatch: pytest.MonkeyPatch) -> None:
             datamodule=SimpleNamespace(batch_size=64), num_nodes=1, global_rank=0, precision="bf16-mixed",
             strategy=SimpleNamespace(optimizers=[optimizer]), lightning_module=None, state=SimpleNamespace(fn=None),
         )  # fmt: skip
-        request = HybridPipelineStrategy(replicas=[1, 1], microbatches=8, memory_limit=limit).request
+        request = PipelineStrategy(replicas=[1, 1], microbatches=8, memory_limit=limit).request
         images = torch.randn(32, 1, 8, 8)
-        layout = request.choose(network, trainer, 2, torch.device("cpu"), lambda size, images=images: images)
+        layout = request.choose(network, trainer, 2, torch.device("cpu"), lambda size, images=images: images, trace)
         copies = 4 if isinstance(optimizer, torch.optim.AdamW) else 2
         options: dict[str, Any] = {"microbatches": 8, "replicas": (1, 1)}
         job = Job(uneven(), cluster, 64, state_copies=copies, memory_limit=limit, **options)
@@ -119,20 +119,20 @@ def test_activations_are_computed_again_where_the_memory_limit_needs_it(monkeypa
         return request.choose(PlainCNN(), trainer, 2, cpu, lambda size: torch.randn(size, 1, 8, 8), trace, first)
 
     limit = 15 * 10**6
-    for layout in (choose(HybridPipelineStrategy, memory_limit=limit), choose(WholeStepStrategy)):
+    for layout in (choose(PipelineStrategy, memory_limit=limit), choose(HybridPipelineStrategy)):
         assert layout.checkpointing == "never"
         assert not layout.panel_rows()
-    layout = choose(WholeStepStrategy, memory_limit=limit)
+    layout = choose(HybridPipelineStrategy, memory_limit=limit)
     assert layout.checkpointing == "except_last"
     ((_, text),) = layout.panel_rows()
     assert "except those of a rank's last microbatch: a device with stored activations would need 30 MiB" in text
     assert text.endswith("and the limit is 14 MiB")
     with pytest.raises(ConfigurationError, match="set activation_checkpointing='always'"):
-        choose(WholeStepStrategy, memory_limit=limit, activation_checkpointing="never")
+        choose(HybridPipelineStrategy, memory_limit=limit, activation_checkpointing="never")
     # The first steps in the order gpipe keep the inputs of all microbatches.
     for first, expected in ((None, "never"), ("gpipe", "except_last")):
-        assert choose(HybridPipelineStrategy, first, memory_limit=10**7).checkpointing == expected
-    ((_, text),) = choose(WholeStepStrategy, activation_checkpointing="always").panel_rows()
+        assert choose(PipelineStrategy, first, memory_limit=10**7).checkpointing == expected
+    ((_, text),) = choose(HybridPipelineStrategy, activation_checkpointing="always").panel_rows()
     assert text == "computed again in the backward: as configured"
 
 
@@ -145,7 +145,7 @@ def test_a_network_that_fails_on_the_batch_is_named(monkeypatch: pytest.MonkeyPa
         datamodule=None, num_nodes=1, global_rank=0, precision="32-true",
         strategy=SimpleNamespace(optimizers=[]), lightning_module=None, state=SimpleNamespace(fn=None),
     )  # fmt: skip
-    request = HybridPipelineStrategy(replicas=[1, 1]).request
+    request = PipelineStrategy(replicas=[1, 1]).request
     message = r"SmallCNN fails on what the batch has, samples of shape \(6, 8, 8\): RuntimeError: .*6 channels"
     with pytest.raises(ConfigurationError, match=message):
-        request.choose(SmallCNN(10), trainer, 2, torch.device("cpu"), lambda size: torch.randn(size, 6, 8, 8))
+        request.choose(SmallCNN(10), trainer, 2, torch.device("cpu"), lambda size: torch.randn(size, 6, 8, 8), trace)

@@ -23,7 +23,7 @@ from cnnstrategies import ImageClassifier, cli
 from cnnstrategies.callbacks import GracefulStop, graceful_stop
 from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.planning import measure
-from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy, WholeStepStrategy
+from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 
 STEPS = 3
 PROFILE = partial(measure.profile, warm_up=0, repeats=1)  # The profile must run, but its times are irrelevant here.
@@ -243,8 +243,8 @@ def piped(**options: Any) -> HybridPipelineStrategy:
     return HybridPipelineStrategy(**{"replicas": [1, 1], "cuts": ["0"], "microbatches": 4} | options)
 
 
-def whole(**options: Any) -> WholeStepStrategy:
-    return WholeStepStrategy(**{"replicas": [1, 1], "cuts": ["0"], "microbatches": 4} | options)
+def whole(**options: Any) -> HybridPipelineStrategy:
+    return HybridPipelineStrategy(**{"replicas": [1, 1], "cuts": ["0"], "microbatches": 4} | options)
 
 
 def served(mode: Any) -> ParameterServerStrategy:

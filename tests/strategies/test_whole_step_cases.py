@@ -14,7 +14,7 @@ from ranks import run_ranks
 from whole_step_cases import CASES, Case
 from whole_step_cases.checking import check
 
-from cnnstrategies.strategies import WholeStepStrategy
+from cnnstrategies.strategies import HybridPipelineStrategy
 
 # Cases of several kinds, which `make test` runs with three steps.
 SELECTION = (
@@ -46,7 +46,7 @@ def validate(case: Case, devices: int) -> dict[str, float]:
     os.environ["WORLD_SIZE"] = str(devices)
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    strategy = WholeStepStrategy(stages=devices) if devices > 1 else "auto"
+    strategy = HybridPipelineStrategy(stages=devices) if devices > 1 else "auto"
     trainer = quiet_trainer(strategy, devices)
     result: dict[str, float] = trainer.validate(case.module(), case.evaluation_loader(), verbose=False)[0]
     return result

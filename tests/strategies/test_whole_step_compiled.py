@@ -18,8 +18,8 @@ from whole_step_cases.checking import whole_step
 from whole_step_cases.running import differences, on_one_device, train_all, verdict
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.strategies.whole_step import checks
-from cnnstrategies.strategies.whole_step.compiling import compile_stages
+from cnnstrategies.strategies.hybrid_pipeline import checks
+from cnnstrategies.strategies.hybrid_pipeline.compiling import compile_stages
 
 # Cases with layers that run in a special way, that store values or count, that are called several times, or whose
 # hooks store values.

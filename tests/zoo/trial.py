@@ -19,7 +19,6 @@ from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trac
 from cnnstrategies.pipeline.uses import ordered_nodes
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.differences import OWN_MEANS, OWN_OTHER_LOSSES
-from cnnstrategies.strategies.whole_step.strategy import WholeStepStrategy
 
 RESULTS = Path(os.environ.get("CNNSTRATEGIES_ZOO", ROOT / "build/zoo"))
 CLASSES = 5
@@ -29,8 +28,6 @@ STRATEGIES: Mapping[str, tuple[Callable[[LightningModule, Tensor], Any], int]] =
     "hybrid_pipeline [1, 1]": (lambda module, images: pipeline([1, 1], module, images), 2),
     "hybrid_pipeline [2, 1]": (lambda module, images: pipeline([2, 1], module, images), 3),
 }
-if os.environ.get("CNNSTRATEGIES_ZOO_WHOLE_STEP"):  # The preview alone, for a comparison with the table.
-    STRATEGIES = {"whole step [1, 1]": (lambda module, images: pipeline([1, 1], module, images, WholeStepStrategy), 2)}
 
 
 def part_of(names: Iterable[str]) -> list[str]:

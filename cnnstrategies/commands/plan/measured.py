@@ -18,16 +18,15 @@ from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.module import share
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.models.own_forward import network_at
-from cnnstrategies.pipeline.tracing import decide_by_shapes, find_cut, trace
+from cnnstrategies.pipeline.tracing import decide_by_shapes, find_cut, trace_open
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, read_cluster
 from cnnstrategies.planning.costs import Link, Profile
 from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of
 from cnnstrategies.planning.measure_links import measure_local_link
 from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
-from cnnstrategies.strategies.hybrid_pipeline.contract import find_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
+from cnnstrategies.strategies.hybrid_pipeline.network import find_network, module_at
 
 
 def job_from_configuration(options: PlanOptions, arguments: Sequence[str]) -> Job:
@@ -59,13 +58,13 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
             "them: leave out --profile or --config"
         )
     submodule = getattr(getattr(trainer.strategy, "init_args", None), "submodule", None)
-    network = network_at(model, find_network(model, submodule))
+    network = module_at(model, find_network(model, submodule))
     device = device_of(trainer.accelerator)
     devices = _device_count(trainer.devices) * int(trainer.num_nodes)
     cluster = read_cluster(options.cluster, devices) if options.cluster is not None else None
     request = None if options.search else _request(trainer.strategy, model)
     decide_by_shapes(network, lambda size: _images(data)[0][:size])
-    traced = trace(network)
+    traced = trace_open(network, True)
     loading = request.replicas_on(devices)[0] if request else devices
     samples = _samples(data, options, devices, loading, int(trainer.accumulate_grad_batches))
     images, batch = _images(data)

@@ -1,4 +1,4 @@
-"""The strategy `hybrid_pipeline`: what stands between Lightning and the engine in `cnnstrategies.pipeline`."""
+"""Pipeline and data parallel training: the network is cut into stages, and a stage may have several replicas."""
 
 from cnnstrategies.strategies.hybrid_pipeline.strategy import HybridPipelineStrategy
 

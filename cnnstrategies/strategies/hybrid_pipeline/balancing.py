@@ -117,13 +117,13 @@ class StageBalance(Balance):
 
 
 def begin_dealing(strategy: "PipelineStrategy", trainer: Trainer, gather: GatherRows) -> Deals | None:
-    """The shares of all ranks in each batch of training, None where they are equal.
+    """Return the shares of all ranks in each training batch; None if the shares are equal.
 
-    Where they are to be found, a callback does that, which is added before Lightning gives callbacks their states of a
-    checkpoint.
+    If the shares are measured, a callback that measures them is added, before Lightning gives callbacks their states of
+    a checkpoint.
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
-    callbacks[:] = [one for one in callbacks if not isinstance(one, StageBalance)]
+    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, StageBalance)]
     shares, placement = strategy.request.shares, strategy.placement
     if shares == "equal":
         return None

@@ -18,9 +18,8 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import samples_of
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.buffers import has_batch_norm
-from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.microbatches import NORMALISED_TOGETHER, Split, default_microbatches
-from cnnstrategies.pipeline.stage import StageGraph, copy_value, divide
+from cnnstrategies.pipeline.stage import StageGraph, copy_value
 from cnnstrategies.pipeline.timetable import (
     CHECKPOINTING,
     ORDERS,
@@ -30,10 +29,8 @@ from cnnstrategies.pipeline.timetable import (
     Order,
     Placement,
     Schedule,
-    check_layout,
     even_replicas,
 )
-from cnnstrategies.pipeline.tracing import cut_positions, trace
 from cnnstrategies.pipeline.transport import broadcast_value
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.costs import Profile, format_bytes
@@ -119,10 +116,10 @@ class LayoutRequest:
             "replicas": None if self.replicas is None else len(self.replicas),
             "cuts": None if self.cuts is None else len(self.cuts) + 1,
         }
-        given = {name: count for name, count in counts.items() if count is not None}
-        if len(set(given.values())) > 1:
-            said = ", ".join(f"{name} make {count}" for name, count in given.items())
-            raise ConfigurationError(f"the number of stages is not clear: {said}; leave all but one of them out")
+        known = {name: count for name, count in counts.items() if count is not None}
+        if len(set(known.values())) > 1:
+            numbers = ", ".join(f"{name} make {count}" for name, count in known.items())
+            raise ConfigurationError(f"the number of stages is not clear: {numbers}; leave all but one of them out")
 
     @property
     def stage_count(self) -> int:
@@ -156,19 +153,6 @@ class LayoutRequest:
             return self.microbatches
         return default_microbatches(self.replicas_on(devices), samples if has_batch_norm(network) else None)
 
-    def check(self, network: nn.Module, devices: int) -> None:
-        """Refuse what cannot run: layouts that do not fit together, and networks that cannot be cut so."""
-        placement = self.placement_on(devices, self.microbatches_on(devices, network))
-        check_layout(self.stage_count - 1, placement, devices)
-        places = len(cut_positions(trace(network)))
-        if places < self.stage_count - 1:
-            raise ConfigurationError(
-                f"stages={self.stage_count}: {type(network).__name__} has {places} places to cut; use at most "
-                f"{places + 1} stages"
-            )
-        if self.cuts is not None:
-            divide(network, self.cuts)
-
     def choose(
         self,
         network: nn.Module,
@@ -176,7 +160,7 @@ class LayoutRequest:
         devices: int,
         device: torch.device,
         example: Callable[[int], Images | None],
-        trace_network: Callable[[nn.Module], fx.GraphModule] = trace,
+        trace_network: Callable[[nn.Module], fx.GraphModule],
         first_schedule: Schedule | None = None,
     ) -> ChosenLayout:
         """The layout; automatic cuts are chosen by rank 0, which profiles the traced network. A collective.
@@ -267,10 +251,10 @@ def _measured(
 ) -> Profile:
     channels_last = bool(getattr(trainer.lightning_module, "channels_last", False))
     try:
-        given = on_device_of(network, images)
-        return measure_profile(trace_network(network), given, size, device, str(trainer.precision), channels_last)
+        images = on_device_of(network, images)
+        return measure_profile(trace_network(network), images, size, device, str(trainer.precision), channels_last)
     except Exception as error:
-        shapes = " and ".join(str(tuple(one.shape[1:])) for one in tree_leaves(images))
+        shapes = " and ".join(str(tuple(image.shape[1:])) for image in tree_leaves(images))
         raise ConfigurationError(
             f"cuts are chosen by a profile, and {type(network).__name__} fails on what the batch has, samples of shape "
             f"{shapes}: {type(error).__name__}: {error}. The steps must give it that in one call; else set "
@@ -308,9 +292,9 @@ def describe_pipeline(
     configured = " (as configured)" if request.microbatches is not None else ""
     rows = [("microbatches", f"{microbatches}{configured}, schedule {request.schedule}")]
     if request.shares != "equal":
-        found = f"{request.initial_shares} at first, then by each rank's own time"
-        given = found if request.shares == "auto" else f"{list(request.shares)}, rank by rank"
-        rows.append(("shares", f"of the microbatches: {given}"))
+        measured = f"{request.initial_shares} at first, then by each rank's own time"
+        shares = measured if request.shares == "auto" else f"{list(request.shares)}, rank by rank"
+        rows.append(("shares", f"of the microbatches: {shares}"))
     for stage, (graph, number) in enumerate(zip(graphs, parameters, strict=True)):
         nodes = [node for node in graph.graph.nodes if _computes(node)]
         ranks = placement.ranks(stage)
@@ -321,12 +305,6 @@ def describe_pipeline(
         span = first if first == last else f"{first} to {last}"
         rows.append((f"stage {stage}", f"{span} on {where}: {number:,} parameters"))
     return rows
-
-
-def stage_parameters(pipeline: Pipeline) -> list[int]:
-    """Number of parameters of each stage; known on every rank, though it holds those of its own stage alone."""
-    names = {name for name, _ in pipeline.blueprint.network.named_parameters()}
-    return [sum(pipeline.shapes[name].numel() for name in own if name in names) for own in pipeline.blueprint.state]
 
 
 def differences_of_pipeline(network: nn.Module, placement: Placement, batch_size: int | None) -> list[str]:

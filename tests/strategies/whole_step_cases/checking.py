@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from cnnstrategies.strategies import WholeStepStrategy
+from cnnstrategies.strategies import HybridPipelineStrategy
 from whole_step_cases import Case
 from whole_step_cases.running import on_one_device, on_ranks, verdict
 
@@ -16,7 +16,7 @@ TIMEOUT = 30.0
 def whole_step(case: Case, replicas: Sequence[int], **options: Any) -> Any:
     cuts = list(case.cuts[: len(replicas) - 1])
     options |= {"cuts": cuts, "microbatches": case.microbatches, "submodule": case.submodule, "timeout": TIMEOUT}
-    return WholeStepStrategy(replicas=list(replicas), **options)
+    return HybridPipelineStrategy(replicas=list(replicas), **options)
 
 
 def check_error(case: Case, replicas: Sequence[int]) -> None:

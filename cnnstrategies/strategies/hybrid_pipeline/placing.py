@@ -17,8 +17,8 @@ from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.placed import ForeignTensor, Places
 from cnnstrategies.placed.optimizer_state import parameters_of
 from cnnstrategies.placed.placing import place_tensors
-from cnnstrategies.strategies.whole_step.network import DividedForward, tensors_of
-from cnnstrategies.strategies.whole_step.own_stage import put_on_meta, stage_tensors
+from cnnstrategies.strategies.hybrid_pipeline.network import DividedForward, tensors_of
+from cnnstrategies.strategies.hybrid_pipeline.own_stage import put_on_meta, stage_tensors
 from cnnstrategies.strategies.without_ddp import check_optimizer_states
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cnnstrategies._torch_private import swap_contents
 from cnnstrategies.placed import ForeignTensor, Places
-from cnnstrategies.strategies.whole_step.network import tensors_of
+from cnnstrategies.strategies.hybrid_pipeline.network import tensors_of
 
 DEPTH = 8  # Largest number of objects and containers around a tensor.
 LONG = 10_000  # A longer list is only searched if it begins with a tensor.

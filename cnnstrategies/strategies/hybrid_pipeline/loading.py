@@ -19,18 +19,18 @@ from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.placed import Places
 from cnnstrategies.placed.partial import PartialTensor, contiguous_strides
 from cnnstrategies.runtime.seeds import mixed_seed, seed_all
+from cnnstrategies.strategies.hybrid_pipeline.batch_form import put_together, take_apart
 from cnnstrategies.strategies.hybrid_pipeline.batches import StageLoader, note_indices
-from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
-from cnnstrategies.strategies.whole_step.batch_form import put_together, take_apart
-from cnnstrategies.strategies.whole_step.joined_parts import (
+from cnnstrategies.strategies.hybrid_pipeline.joined_parts import (
     DividedRows,
     count_samples,
     first_rows,
     join_parts,
     keep_rows,
 )
-from cnnstrategies.strategies.whole_step.loader_messages import START, LoaderMessage, exchange, receive, send
-from cnnstrategies.strategies.whole_step.random_states import changed_states, random_states, set_random_states
+from cnnstrategies.strategies.hybrid_pipeline.loader_messages import START, LoaderMessage, exchange, receive, send
+from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
+from cnnstrategies.strategies.hybrid_pipeline.random_states import changed_states, random_states, set_random_states
 
 # Default for the largest number of bytes of a tensor of which all ranks get copies.
 SMALL = 1 << 16
@@ -97,8 +97,8 @@ class PlacedLoader(StageLoader):
     def begin(self) -> Iterator[Any]:
         """Create the iterator of this rank's own loader, and return an iterator of this rank's parts of batches.
 
-        A part is a result of :func:`~cnnstrategies.strategies.whole_step.batch_form.take_apart`, or None if this rank
-        does not have a part of a batch. The iterator of parts does not end.
+        A part is a result of :func:`~cnnstrategies.strategies.hybrid_pipeline.batch_form.take_apart`, or None if this
+        rank does not have a part of a batch. The iterator of parts does not end.
         """
         return self.ranks.batches(self._own(iter(self.loader)) if self.loads_now else iter(()))
 

@@ -6,8 +6,8 @@ from cnnstrategies.pipeline.task_times import TaskTimes
 from cnnstrategies.placed import Places
 from cnnstrategies.strategies.balancing import GatherRows
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout
+from cnnstrategies.strategies.hybrid_pipeline.loader_messages import SUBJECT
 from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
-from cnnstrategies.strategies.whole_step.loader_messages import SUBJECT
 
 
 def measure_waits(places: Places, times: TaskTimes) -> None:

@@ -13,7 +13,7 @@ from cnnstrategies.pipeline.loss_verdict import settle_late
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Schedule
 from cnnstrategies.strategies.differences import has_mean_loss
-from cnnstrategies.strategies.whole_step.logs import PlacedLogs
+from cnnstrategies.strategies.hybrid_pipeline.logs import PlacedLogs
 
 # The methods on which the gradients of the network's result depend, and the packages whose code never changes them.
 _OF_STEPS = ("training_step", NAME, "loss_weight", "backward")

@@ -18,8 +18,8 @@ from cnnstrategies.strategies.hybrid_pipeline.first_samples import (
     first_samples,
     repeated,
 )
+from cnnstrategies.strategies.hybrid_pipeline.network import module_at
 from cnnstrategies.strategies.shadow import same_random_numbers
-from cnnstrategies.strategies.whole_step.network import module_at
 
 STEPS: dict[TrainerFn | None, str] = {
     TrainerFn.VALIDATING: "validation_step",

@@ -18,10 +18,10 @@ from cnnstrategies.pipeline.stage import check_cuts
 from cnnstrategies.pipeline.timetable import Placement, check_layout
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
 from cnnstrategies.placed import ForeignTensor
-from cnnstrategies.strategies.hybrid_pipeline.contract import compile_backend_of
+from cnnstrategies.strategies.hybrid_pipeline.compiling import compile_backend_of
 from cnnstrategies.strategies.hybrid_pipeline.first_samples import is_attached
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
-from cnnstrategies.strategies.whole_step.network import DividedForward, module_at
+from cnnstrategies.strategies.hybrid_pipeline.network import DividedForward, module_at
 
 COMPILE_STAGES = (
     "strategy hybrid_pipeline cuts the network before it is compiled: leave out torch.compile, and let the callback "
