@@ -214,7 +214,7 @@ def main() -> None:
         ranks = measured(name, 2)
         most = max(figures[2] for figures in alone["phases"].values())
         peaks = [max(set_up(rank["phases"], 2)) for rank in ranks]
-        later = [max(rank["phases"][f"{which} step"][2] for which in ("first", "next")) for rank in ranks]
+        later = [max(rank["phases"][phase][2] for phase in ("first step", "next step")) for rank in ranks]
         first = ranks[0]["phases"]
         first["other"] = [
             sum(figures[index] for phase, figures in first.items() if phase not in SHOWN[:-2] and " step" not in phase)

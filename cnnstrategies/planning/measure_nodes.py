@@ -114,7 +114,8 @@ class _Walk:
                 self._results[node] = self._interpreter.fetch_attr(str(node.target))
         self._constants = frozenset(self._results)
         self._users = {node: len([user for user in node.users if user.op != "output"]) for node in order}
-        self._storages = _Storages()
+        tensors = (*traced.parameters(), *traced.buffers(), *_tensors(list(self._results.values())))
+        self._storages = _Storages(frozenset(map(_address, tensors)))
         self.times: dict[fx.Node, Times] = {}
         self.saved_bytes: dict[fx.Node, int] = dict.fromkeys(order, 0)
         self.sizes: dict[fx.Node, tuple[int, int]] = {}
@@ -154,17 +155,16 @@ class _Walk:
                 return forward, self._backward(_differentiable(result))
 
             self.times[node] = _shortest(once, self._repeats)
-            constants = {_address(tensor) for tensor in self._state_of(node, inputs)}
+            state = {_address(tensor) for tensor in self._state_of(node, inputs)}
             aliases = {
                 _address(here): _address(kept)
                 for source in inputs
-                if source not in self._constants
                 for here, kept in zip(_tensors(inputs[source]), _tensors(self._results[source]), strict=True)
             }
         (result,) = results
         tensors, roots = _tensors(result), _differentiable(result)
         self.sizes[node] = (sum(tensor.nbytes for tensor in tensors), sum(root.nbytes for root in roots))
-        for producer, size in self._storages.saved(node, saved, constants, aliases):
+        for producer, size in self._storages.saved(node, saved, state, aliases):
             self.saved_bytes[producer] += size
         if self._users[node]:
             place = None if self._apart_on is None else CPU
@@ -210,7 +210,7 @@ class _Walk:
         self._release(nodes)
 
     def _call(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        arguments = (fx.node.map_arg(given, values.__getitem__) for given in (node.args, node.kwargs))
+        arguments = (fx.node.map_arg(part, values.__getitem__) for part in (node.args, node.kwargs))
         return getattr(self._interpreter, node.op)(node.target, *arguments)
 
     def _backward(self, roots: Sequence[Tensor]) -> float:
@@ -250,8 +250,8 @@ class _Walk:
     def _state_of(self, node: fx.Node, inputs: dict[fx.Node, Any]) -> list[Tensor]:
         """Return the parameters and buffers that a node uses, and the images."""
         module = self._traced.get_submodule(str(node.target)) if node.op == "call_module" else nn.Module()
-        given = [tensor for source in inputs if source in self._constants for tensor in _tensors(inputs[source])]
-        return [*module.parameters(), *module.buffers(), *given]
+        constants = [tensor for source in inputs if source in self._constants for tensor in _tensors(inputs[source])]
+        return [*module.parameters(), *module.buffers(), *constants]
 
     @contextmanager
     def _gradients_of(self, nodes: Iterable[fx.Node]) -> Iterator[None]:
@@ -290,27 +290,32 @@ class _Walk:
 
 
 class _Storages:
-    """The nodes that have made the storages which are kept, and whether a storage has been counted as saved."""
+    """The nodes that have made the storages which are kept, and whether a storage has been counted as saved.
 
-    def __init__(self) -> None:
+    Args:
+        permanent: Addresses of the storages of parameters, buffers and images, which are not counted.
+    """
+
+    def __init__(self, permanent: frozenset[int]) -> None:
+        self._permanent = permanent
         self._makers: dict[int, fx.Node] = {}  # Keys are addresses of storages.
         self._counted: set[int] = set()
         self._kept: Counter[int] = Counter()  # Number of kept results with a storage.
 
     def saved(
-        self, node: fx.Node, saved: dict[int, int], constants: set[int], aliases: dict[int, int]
+        self, node: fx.Node, saved: dict[int, int], state: set[int], aliases: dict[int, int]
     ) -> Iterator[tuple[fx.Node, int]]:
         """Yield the maker and the bytes of each storage that a node has saved and that was not counted before.
 
         Args:
             node: The node.
             saved: Bytes of the storages that autograd has saved, by address.
-            constants: Addresses of parameters, buffers and images, which are not counted.
+            state: Addresses of the node's parameters and buffers on the device.
             aliases: For the addresses of the node's inputs, the addresses of the kept results.
         """
         for address, size in saved.items():
             kept = aliases.get(address, address)
-            if address not in constants and kept not in self._counted:
+            if address not in state and not self._is_counted(kept):
                 self._counted.add(kept)
                 yield self._makers.get(kept, node), size
 
@@ -326,9 +331,12 @@ class _Storages:
         for tensor, copy in zip(tensors, kept, strict=True):
             address = aliases.get(_address(tensor), _address(tensor))
             self._makers.setdefault(_address(copy), self._makers.get(address, node))
-            if address in self._counted:
+            if self._is_counted(address):
                 self._counted.add(_address(copy))
         self._kept.update(_address(copy) for copy in kept)
+
+    def _is_counted(self, address: int) -> bool:
+        return address in self._permanent or address in self._counted
 
     def drop(self, kept: Sequence[Tensor]) -> None:
         """Note that a result is not kept any more."""
