@@ -216,16 +216,14 @@ def main() -> None:
         peaks = [max(set_up(rank["phases"], 2)) for rank in ranks]
         later = [max(rank["phases"][phase][2] for phase in ("first step", "next step")) for rank in ranks]
         first = ranks[0]["phases"]
-        first["other"] = [
-            sum(figures[index] for phase, figures in first.items() if phase not in SHOWN[:-2] and " step" not in phase)
-            for index in range(3)
-        ]
+        others = [value for phase, value in first.items() if phase not in SHOWN[:-2] and not phase.endswith(" step")]
+        first["other"] = [sum(value[index] for value in others) for index in range(3)]
         figures = [most, peaks[0], peaks[0] / most, peaks[1], *later]
         row = [name, *(f"{figure:,.0f}" if figure > 10 else f"{figure:.2f}" for figure in figures)]
         spent = [sum(set_up({k: v for k, v in first.items() if k in SHOWN}, index)) for index in range(2)]
         row += [f"{seconds:.1f}" for seconds in spent]
         rows.append([*row, *(f"{first.get(phase, [0, 0])[1]:.2f}" for phase in SHOWN), ranks[0]["cut"]])
-        print(rows[-1], {phase: round(value[2]) for phase, value in first.items()}, flush=True)
+        print(rows[-1], flush=True)
     report(
         options.page,
         "Memory and time of a set-up",
