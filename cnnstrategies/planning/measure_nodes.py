@@ -244,6 +244,7 @@ class _Walk:
                     self._users[source] -= 1
                     if not self._users[source]:
                         self._storages.drop(_tensors(self._results.pop(source)))
+        self._storages.forget_others()
         # Copies of parameters in the precision of autocast would otherwise be kept until autocast ends.
         torch.clear_autocast_cache()
 

@@ -145,7 +145,7 @@ def test_the_next_start_of_a_run_reads_the_profile(tmp_path: Path, monkeypatch: 
         ((folder, "bf16-mixed", network(5)), 3),
         ((None,), 4),
         ((None,), 5),
-        (("s3://bucket/checkpoints",), 6),
+        (("memory://checkpoints",), 6),
         ((str(tmp_path / "other"),), 7),
     ):
         assert start(*arguments) == PROFILE

@@ -156,7 +156,7 @@ def test_a_profile_needs_the_memory_of_few_nodes(monkeypatch: pytest.MonkeyPatch
     images = torch.randn(4, 8, 16, 16)
     for skips in (False, True):
         network = Skipping(*layers) if skips else nn.Sequential(*layers)
-        assert peak_of(network, images) < (9 + skips) * images.nbytes
+        assert peak_of(network, images) < 12 * images.nbytes
     wide = nn.Sequential(*[nn.Linear(128, 128) for _ in range(12)])
     assert peak_of(wide, torch.randn(2, 128)) < 4 * 4 * 128 * 129
 
