@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from conftest import quiet_trainer
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -35,11 +34,13 @@ class Module(LightningModule):
 
 
 def main() -> None:
+    # The launcher starts this program again, so it must not import `conftest`, which removes variables of launchers.
     devices, limit = map(int, sys.argv[1:])
     torch.set_num_threads(1)
     data = TensorDataset(torch.randn(SAMPLES, CHANNELS, SIZE, SIZE), torch.randint(CHANNELS, (SAMPLES,)))
     strategy = HybridPipelineStrategy() if devices > 1 else "auto"
-    trainer = quiet_trainer(strategy, devices, max_epochs=2)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, **quiet)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     used = pages * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + limit, resource.RLIM_INFINITY))

@@ -15,9 +15,8 @@ pytestmark = pytest.mark.cluster
 def fit(devices: int) -> tuple[int, str]:
     """Train with processes that may each take three quarters of all activations, and return code and output."""
     limit = memory_program.ACTIVATION * memory_program.LAYERS * 3 // 4
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "strategies")))
     # Each thread of glibc's allocator would otherwise take addresses that it does not use.
-    environment = {**os.environ, "PYTHONPATH": paths, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, Path(memory_program.__file__), str(devices), str(limit)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     return result.returncode, result.stdout + result.stderr
