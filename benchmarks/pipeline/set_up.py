@@ -223,18 +223,18 @@ def main() -> None:
         spent = [sum(set_up({k: v for k, v in first.items() if k in SHOWN}, index)) for index in range(2)]
         row += [f"{seconds:.1f}" for seconds in spent]
         rows.append([*row, *(f"{first.get(phase, [0, 0])[1]:.2f}" for phase in SHOWN), ranks[0]["cut"]])
-        print(rows[-1], flush=True)
-    report(
-        options.page,
-        "Memory and time of a set-up",
-        f"{__doc__}\nResNet-50, EfficientNet-B0, ConvNeXt-T and DenseNet-121 train batches of 8 images of 224 x 224, "
-        f"and a U-Net with {UNET_WIDTHS[0]} to {UNET_WIDTHS[-1]} channels batches of 4 images of 512 x 512; SGD with "
-        "momentum. Memory is the largest resident memory of a process, with the libraries that it has imported. "
-        "Seconds and processor seconds are those of rank 0 from the start of the script, without imports, to the first "
-        "step. The columns from `build` on are processor seconds of a phase. The target is a ratio of at most 1.05 and "
-        "15 seconds on two idle cores.",
-        rows,
-    )
+        # The page grows with each network, because a run takes long on a busy machine.
+        report(
+            options.page,
+            "Memory and time of a set-up",
+            f"{__doc__}\nResNet-50, EfficientNet-B0, ConvNeXt-T and DenseNet-121 train batches of 8 images of 224 x 224, "
+            f"and a U-Net with {UNET_WIDTHS[0]} to {UNET_WIDTHS[-1]} channels batches of 4 images of 512 x 512; SGD with "
+            "momentum. Memory is the largest resident memory of a process, with the libraries that it has imported. "
+            "Seconds and processor seconds are those of rank 0 from the start of the script, without imports, to the first "
+            "step. The columns from `build` on are processor seconds of a phase. The target is a ratio of at most 1.05 and "
+            "15 seconds on two idle cores.",
+            rows,
+        )
 
 
 if __name__ == "__main__":
