@@ -12,7 +12,8 @@ from cnnstrategies.pipeline.timeline import Clock
 from cnnstrategies.pipeline.timetable import KINDS, Placement, Schedule, Task
 from cnnstrategies.planning.redeal import in_flight, redeal
 from cnnstrategies.shares import Deals, Proposal
-from cnnstrategies.strategies.balancing import Balance, GatherRows
+from cnnstrategies.strategies.balancing import Balance
+from cnnstrategies.strategies.gathering import GatherRows
 from cnnstrategies.strategies.stopwatch import Measured, Stopwatch
 
 if TYPE_CHECKING:

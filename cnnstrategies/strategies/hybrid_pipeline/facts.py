@@ -12,17 +12,16 @@ from cnnstrategies.strategies.hybrid_pipeline.layout import differences_of_pipel
 OWN_DRAWS = "random draws of the network (as in dropout) are each microbatch's own"
 
 
-def differences(placed: PlacedNetwork, placement: Placement, batch_size: int | None) -> list[str]:
+def differences(placed: PlacedNetwork, batch_size: int | None) -> list[str]:
     """Return one line of text for each difference from a run on one device.
 
     Args:
         placed: The divided network.
-        placement: Numbering of the ranks, and the microbatches of each rank.
         batch_size: Number of samples of a batch on each replica of the first stage; None if the number is not known.
     """
     if placed.runner.microbatches == 1 or placed.one_microbatch is not None:
         return []
-    lines = differences_of_pipeline(placed.division.network, placement, batch_size)
+    lines = differences_of_pipeline(placed.division.network, placed.runner.placement, batch_size)
     return [OWN_DRAWS if line == RANDOM_DRAWS else line for line in lines]
 
 

@@ -1,10 +1,10 @@
 """A pipeline's layout: from what a user asks to one that can run, and in words."""
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from lightning.pytorch import Trainer
@@ -38,6 +38,7 @@ from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states
 from cnnstrategies.planning.measure_links import measure_cluster
 from cnnstrategies.planning.predict import Predictor, choose_layout
 from cnnstrategies.planning.recut import Recut, recut
+from cnnstrategies.quantities import size_in_bytes
 from cnnstrategies.shares import check_count, check_initial, deal
 from cnnstrategies.strategies.differences import RANDOM_DRAWS
 from cnnstrategies.strategies.hybrid_pipeline.first_samples import on_device_of
@@ -95,6 +96,12 @@ class LayoutRequest:
     shares: Literal["auto", "equal"] | Sequence[float]
     initial_shares: Literal["equal"] | Sequence[float]
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """Return the request from all options of the strategy."""
+        size = size_in_bytes(options["memory_limit"], "memory_limit")
+        return cls(**{field.name: options[field.name] for field in fields(cls)} | {"memory_limit": size})
+
     def __post_init__(self) -> None:
         check_initial(self.initial_shares, self.shares)
         for name, value, accepted in (
@@ -104,11 +111,7 @@ class LayoutRequest:
         ):
             if value is not None and value not in accepted:
                 raise ConfigurationError(f"{name}={value!r}: accepted are {', '.join(accepted)}")
-        for name, number in (
-            ("stages", self.stages),
-            ("microbatches", self.microbatches),
-            ("memory_limit", self.memory_limit),
-        ):
+        for name, number in (("stages", self.stages), ("microbatches", self.microbatches)):
             if number is not None and number < 1:
                 raise ConfigurationError(f"{name}={number}: at least 1 is needed; leave it out for the default")
         counts = {

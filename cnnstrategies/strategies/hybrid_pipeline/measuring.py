@@ -4,7 +4,7 @@ from lightning.pytorch import Callback
 
 from cnnstrategies.pipeline.task_times import TaskTimes
 from cnnstrategies.placed import Places
-from cnnstrategies.strategies.balancing import GatherRows
+from cnnstrategies.strategies.gathering import GatherRows
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout
 from cnnstrategies.strategies.hybrid_pipeline.loader_messages import SUBJECT
 from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
@@ -26,18 +26,12 @@ def measure_waits(places: Places, times: TaskTimes) -> None:
     places.messages.note_wait = note_wait
 
 
-def callbacks_for_cuts(places: Places, times: TaskTimes, layout: ChosenLayout, gather: GatherRows) -> list[Callback]:
+def callbacks_for_cuts(times: TaskTimes, layout: ChosenLayout, gather: GatherRows) -> list[Callback]:
     """Return the callback that compares measured times of stages with the profile, if a profile has chosen the cuts.
 
     Args:
-        places: The rules of this rank.
         times: Measures the spans of this rank's stage.
         layout: The layout of the run.
         gather: Function that returns the rows of numbers that all ranks pass. All ranks must call this function.
     """
-
-    def gather_locally(row: list[float]) -> list[list[float]]:
-        with places.local():
-            return gather(row)
-
-    return [StageTimes(times, layout.recut, gather_locally)] if layout.planned else []
+    return [StageTimes(times, layout.recut, gather)] if layout.planned else []

@@ -13,7 +13,7 @@ from typing_extensions import override
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.task_times import MeasuredPipeline
 from cnnstrategies.pipeline.timetable import KINDS
-from cnnstrategies.strategies.balancing import GatherRows
+from cnnstrategies.strategies.gathering import GatherRows
 from cnnstrategies.strategies.hybrid_pipeline.layout import Recutter
 from cnnstrategies.strategies.stopwatch import Stopwatch
 
