@@ -19,7 +19,7 @@ from cnnstrategies.strategies.hybrid_pipeline.first_samples import (
     repeated,
 )
 from cnnstrategies.strategies.hybrid_pipeline.network import module_at
-from cnnstrategies.strategies.shadow import same_random_numbers
+from cnnstrategies.strategies.module_copies import same_random_numbers
 
 STEPS: dict[TrainerFn | None, str] = {
     TrainerFn.VALIDATING: "validation_step",

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
-from cnnstrategies.strategies.shadow import NoCollectives, copy_metrics, same_random_numbers, shadow_of
+from cnnstrategies.strategies.module_copies import NoCollectives, muted_copy, same_random_numbers
 
 
 def is_attached(module: LightningModule) -> bool:
@@ -63,9 +63,9 @@ def first_samples(loader: Any, size: int) -> Any:
 
 def as_loaded(module: LightningModule, path: str, network: nn.Module, batch: Any) -> Any:
     """Return a batch as the steps get it, after the hooks of its transfer, which run on a copy of the module."""
-    shadow = shadow_of(module, path, network, copy_metrics(module))
+    copied = muted_copy(module, path, network)
     batch = module.trainer.precision_plugin.convert_input(batch)  # Lightning does this when it loads a batch.
-    return shadow.on_after_batch_transfer(shadow.on_before_batch_transfer(batch, 0), 0)
+    return copied.on_after_batch_transfer(copied.on_before_batch_transfer(batch, 0), 0)
 
 
 class _CallSeen(BaseException):
@@ -109,23 +109,18 @@ def arguments_of_call(
         device: Device of the random numbers that the step may draw.
 
     Returns:
-        The arguments; None if the step does not call the network, or calls it in a way in which it cannot be called.
-        Errors of the step are ignored here, because they occur again when the step runs.
-
-    Raises:
-        ConfigurationError: The step calls a collective.
+        The arguments; None if the step does not call the network, calls it in a way in which it cannot be called, or
+        calls a collective before. Errors of the step are ignored here, because they occur again when the step runs.
     """
     recorder = _Recorder(network)
     recorder.training = module.training
-    shadow = shadow_of(module, path, recorder, copy_metrics(module))
-    with same_random_numbers(device), NoCollectives(module, step) as watched:
+    copied = muted_copy(module, path, recorder)
+    with same_random_numbers(device), NoCollectives():
         try:
             with torch.no_grad():
-                getattr(shadow, step)(*_arguments(module, step, batch, dataloader))
+                getattr(copied, step)(*_arguments(module, step, batch, dataloader))
         except (_CallSeen, Exception):
             pass
-    if watched.refusal is not None:
-        raise watched.refusal
     if recorder.call is None:
         return None
     try:

@@ -29,7 +29,7 @@ from cnnstrategies.placed import ForeignTensor, Places
 from cnnstrategies.placed.registration import PlannedParameter, register_at_places
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.network import find_network, module_at, tensors_of
-from cnnstrategies.strategies.shadow import copy_of_module, same_random_numbers
+from cnnstrategies.strategies.module_copies import copy_of_module, same_random_numbers
 
 
 @dataclass(frozen=True)
