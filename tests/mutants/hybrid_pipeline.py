@@ -22,7 +22,7 @@ from cnnstrategies.strategies.hybrid_pipeline.joined_parts import _joined, join_
 from cnnstrategies.strategies.hybrid_pipeline.loader_messages import end_together
 from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedPredictionLoader
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
-from cnnstrategies.strategies.hybrid_pipeline.placing import PlacedModule
+from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
 from cnnstrategies.strategies.hybrid_pipeline.predictions import predictions_on_rank_zero
 from cnnstrategies.strategies.hybrid_pipeline.random_states import set_random_states
 

@@ -20,7 +20,7 @@ from cnnstrategies.pipeline.timetable import Placement, check_layout
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
 from cnnstrategies.placed import ForeignTensor
 from cnnstrategies.strategies.hybrid_pipeline.compiling import compile_backend_of
-from cnnstrategies.strategies.hybrid_pipeline.first_samples import is_attached
+from cnnstrategies.strategies.hybrid_pipeline.example_inputs import is_attached
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.network import DividedForward, module_at
 

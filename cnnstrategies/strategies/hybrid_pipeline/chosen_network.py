@@ -14,8 +14,7 @@ from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.tracing import trace_open
 from cnnstrategies.placed import Places
 from cnnstrategies.strategies.hybrid_pipeline.checks import check_layout_of, check_state
-from cnnstrategies.strategies.hybrid_pipeline.example import example_inputs
-from cnnstrategies.strategies.hybrid_pipeline.first_samples import is_attached, on_device_of
+from cnnstrategies.strategies.hybrid_pipeline.example_inputs import example_inputs, is_attached, on_device_of
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.network import find_network, module_at
 from cnnstrategies.strategies.hybrid_pipeline.order import FIRST_ORDER, check_run_ahead, order_of

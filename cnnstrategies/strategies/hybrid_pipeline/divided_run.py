@@ -22,17 +22,15 @@ from cnnstrategies.strategies.hybrid_pipeline.checks import check_stages
 from cnnstrategies.strategies.hybrid_pipeline.chosen_network import ChosenNetwork
 from cnnstrategies.strategies.hybrid_pipeline.compiling import compile_stages
 from cnnstrategies.strategies.hybrid_pipeline.connections import Connections
+from cnnstrategies.strategies.hybrid_pipeline.descriptions import describe_pipeline
 from cnnstrategies.strategies.hybrid_pipeline.epoch_ends import EndTogether
 from cnnstrategies.strategies.hybrid_pipeline.kept_values import bring_kept_values
-from cnnstrategies.strategies.hybrid_pipeline.layout import describe_pipeline
 from cnnstrategies.strategies.hybrid_pipeline.logs import PlacedLogs
-from cnnstrategies.strategies.hybrid_pipeline.measuring import callbacks_for_cuts, measure_waits
-from cnnstrategies.strategies.hybrid_pipeline.metric_values import share_metrics
-from cnnstrategies.strategies.hybrid_pipeline.metrics import metrics_of_one_process
+from cnnstrategies.strategies.hybrid_pipeline.metric_values import metrics_of_one_process, share_metrics
 from cnnstrategies.strategies.hybrid_pipeline.network import DividedForward
 from cnnstrategies.strategies.hybrid_pipeline.order import declare_loss, describe_order
-from cnnstrategies.strategies.hybrid_pipeline.placing import PlacedModule
-from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
+from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
+from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes, measure_waits
 from cnnstrategies.strategies.hybrid_pipeline.start_values import share_among_replicas
 from cnnstrategies.strategies.hybrid_pipeline.steps import UserSteps
 
@@ -136,7 +134,8 @@ class DividedRun:
         self._replaced.enter_context(metrics_of_one_process())
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             self._callbacks.insert(0, EndTogether(self._end_together))
-            self._callbacks.extend(callbacks_for_cuts(self.placed.runner.times, self._chosen.layout, gather))
+            if self._chosen.layout.planned:
+                self._callbacks.append(StageTimes(self.placed.runner.times, self._chosen.layout.recut, gather))
             self._chosen.keep_cuts()
             self._replaced.callback(_remove, self._callbacks, EndTogether, StageTimes)
         self._entered.enter_context(self._places)

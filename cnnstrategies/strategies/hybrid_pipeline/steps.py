@@ -4,16 +4,18 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
+from cnnstrategies.data.sampling import dealt
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
+from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.strategies.hybrid_pipeline.connections import Connections
-from cnnstrategies.strategies.hybrid_pipeline.facts import usual_samples, warn_after_first_batch, weight_of_batch
+from cnnstrategies.strategies.hybrid_pipeline.descriptions import warn_after_first_batch
 from cnnstrategies.strategies.hybrid_pipeline.logs import PlacedLogs
-from cnnstrategies.strategies.hybrid_pipeline.placing import PlacedModule
+from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
 
 
 class UserSteps:
@@ -53,7 +55,7 @@ class UserSteps:
         is_first, self._has_trained = not self._has_trained, True
         runner, declared = self._placed.runner, self._placed.declared
         if is_first:
-            runner.usual = usual_samples(self._module.trainer, runner.placement)
+            runner.usual = _usual_samples(self._module.trainer, runner.placement)
         watched = nullcontext() if declared is None else declared.step((args, kwargs))
         result = self._run(name, context, watched, args, kwargs)
         if is_first:
@@ -93,7 +95,7 @@ class UserSteps:
         Returns:
             The loss without a graph.
         """
-        if (weight := weight_of_batch(self._module.trainer)) != 1:
+        if (weight := _weight_of_batch(self._module.trainer)) != 1:
             loss = loss * weight
         loss = precision.pre_backward(loss, self._module)
         with self._connections.one_process():
@@ -102,3 +104,21 @@ class UserSteps:
         if is_last:
             self._values.finish_gradients()
         return precision.post_backward(loss, self._module)
+
+
+def _weight_of_batch(trainer: Trainer) -> float:
+    """Return the factor of the current batch's loss among the batches whose gradients are accumulated.
+
+    The sampler of this package's data modules divides the samples of an optimizer's step among these batches, whose
+    sizes may differ. Each sample has the same weight.
+    """
+    sampler = dealt(trainer)
+    if sampler is None:
+        return 1.0
+    return sampler.weight(trainer.fit_loop.batch_idx, trainer.num_training_batches, "by_sample")
+
+
+def _usual_samples(trainer: Trainer, placement: Placement) -> int:
+    """Return the number of samples of a global batch that is not the last batch of an epoch; 0 if it is not known."""
+    of_replica = getattr(trainer.train_dataloader, "usual", None)
+    return (of_replica or 0) * placement.replicas[0]

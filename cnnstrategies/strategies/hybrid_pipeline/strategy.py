@@ -19,17 +19,16 @@ from cnnstrategies._lightning_private import allow_skipped_steps
 from cnnstrategies.checkpoints.io import load_mapped
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.task_times import MeasuredPipeline
-from cnnstrategies.strategies.hybrid_pipeline.balancing import TimedStages
+from cnnstrategies.strategies.hybrid_pipeline.balancing import TimedStages, use_shares
 from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.checks import placement_for
-from cnnstrategies.strategies.hybrid_pipeline.dealing import use_shares
+from cnnstrategies.strategies.hybrid_pipeline.descriptions import differences
 from cnnstrategies.strategies.hybrid_pipeline.divided_run import DividedRun
 from cnnstrategies.strategies.hybrid_pipeline.epoch_ends import summarise_whole
-from cnnstrategies.strategies.hybrid_pipeline.facts import differences
 from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader, PlacedPredictionLoader
 from cnnstrategies.strategies.hybrid_pipeline.order import settle_verdicts, tell_news
 from cnnstrategies.strategies.hybrid_pipeline.own_stage import meta_tensors_stay, put_others_away
-from cnnstrategies.strategies.hybrid_pipeline.placing import PlacedModule
+from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
 from cnnstrategies.strategies.hybrid_pipeline.predictions import predictions_on_rank_zero
 from cnnstrategies.strategies.hybrid_pipeline.start_values import broadcast_weights
 from cnnstrategies.strategies.lost_rank import after_the_lost_rank
