@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.channels import TensorHeader, pack
 from cnnstrategies.pipeline.combining import CombiningRule, combine
 from cnnstrategies.pipeline.microbatch_terms import MicrobatchTerms
-from cnnstrategies.pipeline.stored import StoredWatch
+from cnnstrategies.pipeline.stored_watch import StoredWatch
+from cnnstrategies.pipeline.tensor_headers import TensorHeader, pack
 from cnnstrategies.pipeline.watched import PLAIN, StoredKey
 from cnnstrategies.placed import Places
 
@@ -19,7 +19,7 @@ NOTHING = pack((), False)[0]  # Header of a stage that stores nothing.
 
 
 class CombinedTerms(NamedTuple):
-    """What a stage has stored for the whole batch.
+    """Values that a stage has stored for the whole batch.
 
     Attributes:
         header: For each key its kind, its path, whether the forward has added to the value, and the value. Tensors are

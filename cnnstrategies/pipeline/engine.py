@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.batch import Batch, Images, OutputGatherer, share_batch
 from cnnstrategies.pipeline.buffers import StageBuffers
-from cnnstrategies.pipeline.channels import Channels
+from cnnstrategies.pipeline.channels import AHEAD, Channels
+from cnnstrategies.pipeline.engine_batch import Batch, OutputGatherer, share_batch
+from cnnstrategies.pipeline.engine_loss import Loss, MeanLoss
+from cnnstrategies.pipeline.engine_step import Step
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
-from cnnstrategies.pipeline.losses import Loss, MeanLoss
+from cnnstrategies.pipeline.microbatches import Images
 from cnnstrategies.pipeline.stage import check_backend, divide
-from cnnstrategies.pipeline.step import Step
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule, check_layout, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport, new_group
@@ -24,14 +25,6 @@ from cnnstrategies.quantities import Duration, as_timedelta
 from cnnstrategies.runtime.allocation import reuse_freed_memory
 
 TIMEOUT = timedelta(minutes=10)
-# Under gloo, a receive begins this number of turns (see `timetable.turns`) before the task that needs its message. This
-# is early enough even for messages of a stage that runs ahead. Under gloo, a receive that only begins when its message
-# arrives is slow: the receive holds the lock of the connection, and gloo's thread waits for the lock in a loop, which
-# takes milliseconds if there are too few cores.
-# Under NCCL, receives do not begin early. A receive occupies the device until its message arrives, and this process may
-# have to wait at any moment until the device has completed all its work. An early receive could therefore block the
-# process; see `Channels.exchange`.
-AHEAD = 4
 
 
 class Pipeline:

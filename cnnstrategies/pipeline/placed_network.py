@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.declared_loss import DeclaredLoss
 from cnnstrategies.pipeline.division import Division
-from cnnstrategies.pipeline.forms import KnownForm, form_of
 from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults
+from cnnstrategies.pipeline.known_forms import KnownForm, form_of
 from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
 from cnnstrategies.pipeline.placed_call import NetworkFunction, PlacedCall
 from cnnstrategies.pipeline.replicas import StageReplicas

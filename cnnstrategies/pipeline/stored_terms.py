@@ -19,7 +19,7 @@ from cnnstrategies.pipeline.first_forward import NotedParameters
 from cnnstrategies.pipeline.microbatch_terms import MicrobatchTerms
 from cnnstrategies.pipeline.mixing import MixingProbe
 from cnnstrategies.pipeline.noted_state import NotedState
-from cnnstrategies.pipeline.stored import StoredWatch
+from cnnstrategies.pipeline.stored_watch import StoredWatch
 from cnnstrategies.pipeline.term_reports import TermReport, TermReports
 from cnnstrategies.pipeline.term_rules import TermRules
 from cnnstrategies.placed import Places, RefusedError

@@ -1,11 +1,11 @@
-"""What the ranks report to each other after the forwards of a call, about values that the forwards have stored."""
+"""Reports of the ranks to each other, after the forwards of a call, about what the forwards have stored."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch_terms import NOTHING
-from cnnstrategies.pipeline.channels import TensorHeader
+from cnnstrategies.pipeline.tensor_headers import TensorHeader
 from cnnstrategies.placed import Places
 
 

@@ -17,12 +17,11 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.buffers import has_batch_norm
-from cnnstrategies.pipeline.fixed import preserved
-from cnnstrategies.pipeline.microbatches import CPU
+from cnnstrategies.pipeline.graph_checks import preserved
+from cnnstrategies.pipeline.microbatches import CPU, Images
+from cnnstrategies.pipeline.node_uses import changed_in_place, ordered_nodes, state_names
 from cnnstrategies.pipeline.tracing import cut_positions, mode
-from cnnstrategies.pipeline.uses import changed_in_place, ordered_nodes, state_names
 from cnnstrategies.planning.costs import GraphCosts, NodeCost, Profile, Value, from_two_sizes
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cnnstrategies import ImageClassifier
-from cnnstrategies.pipeline.batch import Batch
-from cnnstrategies.pipeline.losses import MeanLoss
+from cnnstrategies.pipeline.engine_batch import Batch
+from cnnstrategies.pipeline.engine_loss import MeanLoss
 from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.strategies.differences import has_mean_loss
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cnnstrategies.pipeline.fixed import preserved
+from cnnstrategies.pipeline.graph_checks import preserved
 from cnnstrategies.pipeline.tracing import trace
 from cnnstrategies.planning import measure, measure_links
 from cnnstrategies.planning.costs import GraphCosts

@@ -27,7 +27,7 @@ from cnnstrategies.strategies.gathering import gather_rows
 from cnnstrategies.strategies.hybrid_pipeline.balancing import begin_dealing
 from cnnstrategies.strategies.hybrid_pipeline.checks import check_devices
 from cnnstrategies.strategies.hybrid_pipeline.chosen_network import ChosenNetwork
-from cnnstrategies.strategies.hybrid_pipeline.connections import Connections, gather
+from cnnstrategies.strategies.hybrid_pipeline.connections import RunConnections, gather, reduce_over_ranks
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks, warn_of_shares
 from cnnstrategies.strategies.protocol import GradientWeighting, StepKind, StrategyFacts
@@ -110,7 +110,7 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         self.submodule = submodule
         self.time_limit = limit
         self._chosen = ChosenNetwork(request, submodule, start_method)
-        self._connections: Connections | None = None
+        self._connections: RunConnections | None = None
         self._deals: Deals | None = None
         self._failed = False
         self._in_parts = False  # Whether a run has failed, and each rank has the values of its own stage alone.
@@ -217,7 +217,7 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
             end_group_at_exit()
         self._deals = begin_dealing(self, self.lightning_module.trainer, self._gather)
         # Loaders, which may be asked for before the set-up, need the rules.
-        self._connections = Connections(self.global_rank, self.world_size, self.root_device, self.time_limit)
+        self._connections = RunConnections(self.global_rank, self.world_size, self.root_device, self.time_limit)
 
     @property
     def places(self) -> Places | None:
@@ -225,7 +225,7 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         return None if self._connections is None else self._connections.places
 
     @property
-    def _connected(self) -> Connections:
+    def _connected(self) -> RunConnections:
         assert self._connections is not None, "the processes have been started"
         return self._connections
 
@@ -247,16 +247,10 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return a value that all ranks have: each rank has counted the whole batch, so nothing is combined.
-
-        Only the largest or the smallest value is combined, because such values, as of a signal, may differ between
-        ranks.
-        """
+        """Return a value that all ranks have; see `reduce_over_ranks`."""
         if not isinstance(tensor, Tensor):
             return tensor
-        value = tensor.detach() if self.places is None else self.places.everywhere(tensor.detach(), "reduce")
-        how = str(reduce_op).lower().rpartition(".")[2]
-        return getattr(self.gather_from_ranks(value), f"a{how}")(0) if how in ("max", "min") else value
+        return reduce_over_ranks(tensor, reduce_op, self._connections, self.time_limit)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

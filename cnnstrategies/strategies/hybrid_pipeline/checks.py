@@ -11,8 +11,8 @@ from torch import nn
 from cnnstrategies._lightning_private import is_compiled_whole
 from cnnstrategies._torch_private import is_compiled
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.microbatches import Images
 from cnnstrategies.pipeline.network_copies import CopiedForward
 from cnnstrategies.pipeline.rehearsal import REHEARSED, refusal, rehearse
 from cnnstrategies.pipeline.stage import check_cuts

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-from cnnstrategies.pipeline.batch import Images
+from cnnstrategies.pipeline.microbatches import Images
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.tracing import trace_open
 from cnnstrategies.placed import Places
@@ -83,19 +83,19 @@ class ChosenNetwork:
             if before_setup:
                 return  # The code may need what its setup makes in the ranks, which check again.
             raise
-        found = module
+        built = module
         if self._planned is not None:
             check_plan(self.request, self._start_method)
-            found = self._planned.module
-        path = self.path(found)
-        check_state(found, path)
-        check_run_ahead(self.request.run_ahead, found, self.request.schedule)
-        network = module_at(found, path)
+            built = self._planned.module
+        path = self.path(built)
+        check_state(built, path)
+        check_run_ahead(self.request.run_ahead, built, self.request.schedule)
+        network = module_at(built, path)
         if self._planned is None:
-            refuse_meta(found, path)
-        if before_setup and not is_attached(found) and not any(True for _ in network.parameters()):
+            refuse_meta(built, path)
+        if before_setup and not is_attached(built) and not any(True for _ in network.parameters()):
             return
-        if check_layout_of(self.request, network, devices, partial(self.example, found)):
+        if check_layout_of(self.request, network, devices, partial(self.example, built)):
             self._checked = module  # Otherwise the ranks, which have the data, check again.
 
     def check_job(self, module: LightningModule, devices: int) -> None:

@@ -18,7 +18,7 @@ from cnnstrategies.strategies.hybrid_pipeline.loader_messages import end_togethe
 from cnnstrategies.strategies.hybrid_pipeline.random_states import random_states, set_random_states
 
 
-class Connections:
+class RunConnections:
     """Process groups and rules of a rank from the start of the processes to the end of a run.
 
     All ranks create this object, and all ranks call its methods.
@@ -112,7 +112,7 @@ class Connections:
         self._groups.clear()
 
 
-def gather(values: Tensor, connections: Connections | None, timeout: timedelta) -> Tensor:
+def gather(values: Tensor, connections: RunConnections | None, timeout: timedelta) -> Tensor:
     """Return the tensors of all ranks in rank order (ranks, ...). All ranks must call this, at any time.
 
     Args:
@@ -130,7 +130,7 @@ def gather(values: Tensor, connections: Connections | None, timeout: timedelta) 
             return gather_tensors(values, group)
 
 
-def reduce(value: Tensor, how: Any, connections: Connections | None, timeout: timedelta) -> Tensor:
+def reduce_over_ranks(value: Tensor, how: Any, connections: RunConnections | None, timeout: timedelta) -> Tensor:
     """Return a value that all ranks have: each rank has counted the whole batch, so nothing is combined.
 
     Only the largest or the smallest value is combined, because such values, as of a signal, may differ between ranks.

@@ -6,11 +6,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import fx, nn
 
 from cnnstrategies.pipeline.buffers import has_batch_norm
-from cnnstrategies.pipeline.microbatches import NORMALISED_TOGETHER, Split
+from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.stage import StageGraph, copy_value
 from cnnstrategies.pipeline.timetable import Placement
-from cnnstrategies.shares import deal
+from cnnstrategies.shares import NORMALISED_TOGETHER, deal
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 
 OWN_DRAWS = "random draws of the network (as in dropout) are each microbatch's own"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cnnstrategies._lightning_private import asks_of_sigterm
-from cnnstrategies.pipeline.engine import AHEAD
+from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import broadcast_value
@@ -21,7 +21,7 @@ from cnnstrategies.strategies.gathering import GatherRows
 from cnnstrategies.strategies.hybrid_pipeline.checks import check_stages
 from cnnstrategies.strategies.hybrid_pipeline.chosen_network import ChosenNetwork
 from cnnstrategies.strategies.hybrid_pipeline.compiling import compile_stages
-from cnnstrategies.strategies.hybrid_pipeline.connections import Connections
+from cnnstrategies.strategies.hybrid_pipeline.connections import RunConnections
 from cnnstrategies.strategies.hybrid_pipeline.descriptions import describe_pipeline
 from cnnstrategies.strategies.hybrid_pipeline.epoch_ends import EndTogether
 from cnnstrategies.strategies.hybrid_pipeline.kept_values import bring_kept_values
@@ -51,7 +51,7 @@ class DividedRun:
     """
 
     def __init__(
-        self, module: LightningModule, chosen: ChosenNetwork, connections: Connections, device: torch.device
+        self, module: LightningModule, chosen: ChosenNetwork, connections: RunConnections, device: torch.device
     ) -> None:
         self._module, self._chosen, self._connections, self._device = module, chosen, connections, device
         self._places = connections.places

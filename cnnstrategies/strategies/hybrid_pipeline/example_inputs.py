@@ -13,9 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from cnnstrategies._lightning_private import first_loader
-from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
-from cnnstrategies.pipeline.microbatches import CPU
+from cnnstrategies.pipeline.microbatches import CPU, Images
 from cnnstrategies.strategies.hybrid_pipeline.network import module_at, only
 from cnnstrategies.strategies.module_copies import NoCollectives, muted_copy, same_random_numbers
 

@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_leaves
 from cnnstrategies._lightning_private import train_loader
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import samples_of
-from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.buffers import has_batch_norm
-from cnnstrategies.pipeline.microbatches import default_microbatches
+from cnnstrategies.pipeline.microbatches import Images, default_microbatches
 from cnnstrategies.pipeline.timetable import (
     CHECKPOINTING,
     ORDERS,

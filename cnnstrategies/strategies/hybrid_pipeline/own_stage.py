@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from cnnstrategies._torch_private import OperationMode, swap_contents, without_modes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.division import Division
-from cnnstrategies.pipeline.fixed import known
+from cnnstrategies.pipeline.graph_checks import known
 from cnnstrategies.pipeline.network_copies import find_copies
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.placed import ForeignTensor, Places

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Placement
-from cnnstrategies.strategies.hybrid_pipeline.connections import Connections
+from cnnstrategies.strategies.hybrid_pipeline.connections import RunConnections
 from cnnstrategies.strategies.hybrid_pipeline.descriptions import warn_after_first_batch
 from cnnstrategies.strategies.hybrid_pipeline.logs import PlacedLogs
 from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
@@ -35,7 +35,7 @@ class UserSteps:
         placed: PlacedNetwork,
         values: PlacedModule,
         logs: PlacedLogs,
-        connections: Connections,
+        connections: RunConnections,
     ) -> None:
         self._module, self._placed, self._values, self._logs = module, placed, values, logs
         self._connections = connections

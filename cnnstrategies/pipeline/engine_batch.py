@@ -12,15 +12,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from cnnstrategies.codec import from_bytes, to_bytes
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.microbatches import Split
+from cnnstrategies.pipeline.microbatches import Images, Split
 from cnnstrategies.pipeline.transport import Transport, broadcast_value
 
 HEADER_BYTES = 1024
 WORD = 8  # Bytes of an integer. A header begins with its length as an integer; tensors travel in buffers of integers.
 
 Spec = tuple[tuple[int, ...], torch.dtype]  # The shape and the dtype of one row of a tensor.
-
-Images = Tensor | tuple[Tensor, ...]  # The input of the network: a tuple if the network takes several tensors.
 
 
 class BatchHeader(NamedTuple):
