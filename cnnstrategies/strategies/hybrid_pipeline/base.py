@@ -101,15 +101,13 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         **kwargs: Any,
     ) -> None:
         limit = as_timedelta(timeout, "timeout")
-        request = LayoutRequest.of(locals())
         refuse_old_names(type(self), kwargs)
         check_keywords(type(self).__name__, kwargs)
         super().__init__(
             process_group_backend=process_group_backend, timeout=limit, start_method=start_method, **kwargs
         )
-        self.submodule = submodule
         self.time_limit = limit
-        self._chosen = ChosenNetwork(request, submodule, start_method)
+        self._chosen = ChosenNetwork(LayoutRequest.of(locals()), submodule, start_method)
         self._connections: RunConnections | None = None
         self._deals: Deals | None = None
         self._failed = False
