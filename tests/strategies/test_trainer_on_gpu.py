@@ -26,7 +26,7 @@ from cnnstrategies.planning import measure
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 
 STEPS = 3
-PROFILE = partial(measure.profile, warm_up=0, repeats=1)  # The profile must run, but its times are irrelevant here.
+PROFILE = partial(measure.profile, repeats=1)  # The profile must run, but its times are irrelevant here.
 
 
 class Scaled(nn.Module):

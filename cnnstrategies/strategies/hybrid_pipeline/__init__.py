@@ -4,7 +4,8 @@ Every rank runs the user's own module, callbacks and optimizers. The files:
 
 - The strategy: `strategy` (Lightning's interface), `base` (options, ranks, data and failures).
 - Before a run: `chosen_network` (which network is divided), `checks` (refusals), `example_inputs`, `layout` (cuts,
-  replicas and microbatches), `own_stage` (networks that are built in `configure_model`).
+  replicas and microbatches), `profiling` (for automatic cuts), `own_stage` (networks that are built in
+  `configure_model`).
 - A run: `connections` (groups and rules of a rank), `divided_run` (the divided module from set-up to end), `network`
   (calls of the divided network), `compiling`, `placed_module` (parameters, buffers, optimizers and checkpoints),
   `start_values`, `random_states`, `kept_values` (the end).
