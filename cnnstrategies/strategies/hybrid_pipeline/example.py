@@ -55,7 +55,7 @@ def example_inputs(module: LightningModule, path: str, size: int) -> Images | No
         batch = first_samples(first_loader(module.trainer), size)
         if batch is None:
             return None
-        batch = as_loaded(module, path, network, batch)
+        batch = as_loaded(module, batch)
         step = STEPS.get(module.trainer.state.fn, "training_step")
         arguments = arguments_of_call(module, path, network, step, batch, 0, CPU)
     if arguments is None or not all(isinstance(value, Tensor) for value in arguments):
