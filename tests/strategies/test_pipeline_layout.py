@@ -23,6 +23,7 @@ from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Profile, Va
 from cnnstrategies.planning.rank import rank
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline import layout as layout_module
+from cnnstrategies.strategies.hybrid_pipeline import profiling
 from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.first_samples import arguments_of_call
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout
@@ -102,7 +103,7 @@ def test_fit_chooses_the_cuts_of_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(arguments[4])
         return uneven()
 
-    monkeypatch.setattr(layout_module, "measure_profile", measured)
+    monkeypatch.setattr(profiling, "measure_profile", measured)
     monkeypatch.setattr(layout_module, "broadcast_value", lambda value, *_: value)
     network, cuts = PlainCNN(), {}
     parameters = list(network.parameters())
@@ -139,7 +140,7 @@ def test_activations_are_computed_again_where_the_memory_limit_needs_it(monkeypa
     """The schedule gpipe keeps the activations of all microbatches, and 1f1b those of few."""
     costs = uneven().costs
     profile = Profile(replace(costs, nodes=tuple(replace(node, saved_bytes=10**6) for node in costs.nodes)))
-    monkeypatch.setattr(layout_module, "measure_profile", lambda *_: profile)
+    monkeypatch.setattr(profiling, "measure_profile", lambda *_: profile)
     monkeypatch.setattr(layout_module, "broadcast_value", lambda value, *_: value)
     monkeypatch.setattr(layout_module, "measure_cluster", lambda *_: Cluster.flat(2, Link(1e10, 5e-5)))
     trainer: Any = SimpleNamespace(
