@@ -70,7 +70,7 @@ class MovedTeacher(LightningModule):
 
 def test_the_step_that_shows_the_inputs_of_the_network_leaves_all_parameters_as_they_are() -> None:
     module = MovedTeacher()
-    module._trainer = SimpleNamespace(loggers=[])
+    module.trainer = SimpleNamespace(loggers=[])
     before = {name: (p.data_ptr(), p.detach().clone()) for name, p in module.named_parameters()}
     images = torch.randn(4, 3)
     arguments = arguments_of_call(module, "net", module.net, "training_step", images, 0, CPU)
