@@ -49,24 +49,16 @@ def _copy_metrics(module: nn.Module) -> dict[int, nn.Module]:
     return copies
 
 
-def muted_copy(module: LightningModule, path: str, network: nn.Module) -> LightningModule:
-    """Return a copy of a module, with a different network, whose steps do not change the module.
+def muted_copy(module: LightningModule) -> LightningModule:
+    """Return a copy of a module in which steps change nothing of the module but parameters.
 
     Metrics, buffers, lists, numbers and small objects of the user's own classes are copied. The copy shares the
     module's parameters and data.
 
     Args:
         module: The module, as it is now.
-        path: Path of the submodule that the copy replaces; empty if the network is the module itself, whose ``forward``
-            is then replaced.
-        network: The network that takes the submodule's place.
     """
-    made: dict[int, Any] = dict(_copy_metrics(module))
-    if path:
-        made[id(module.get_submodule(path))] = network
-    copied = _copied_module(module, made)
-    if not path:
-        vars(copied)["forward"] = network
+    copied = _copied_module(module, dict(_copy_metrics(module)))
     _mute(copied, module)
     result: LightningModule = copied
     return result

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from cnnstrategies._lightning_private import first_loader
+from cnnstrategies._torch_private import hook_tables
+from cnnstrategies.pipeline.first_forward import NotedParameters
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.microbatches import CPU, Images
 from cnnstrategies.strategies.hybrid_pipeline.network import module_at, only
@@ -52,7 +54,7 @@ def example_inputs(module: LightningModule, path: str, size: int) -> Images | No
         batch = first_samples(first_loader(module.trainer), size)
         if batch is None:
             return None
-        batch = as_loaded(module, path, network, batch)
+        batch = as_loaded(module, batch)
         step = STEPS.get(module.trainer.state.fn, "training_step")
         arguments = arguments_of_call(module, path, network, step, batch, 0, CPU)
     if arguments is None or not all(isinstance(value, Tensor) for value in arguments):
@@ -105,9 +107,9 @@ def first_samples(loader: Any, size: int) -> Any:
     return loader.collate_fn([dataset[index] for index in range(min(size, len(dataset)))])
 
 
-def as_loaded(module: LightningModule, path: str, network: nn.Module, batch: Any) -> Any:
+def as_loaded(module: LightningModule, batch: Any) -> Any:
     """Return a batch as the steps get it, after the hooks of its transfer, which run on a copy of the module."""
-    copied = muted_copy(module, path, network)
+    copied = muted_copy(module)
     batch = module.trainer.precision_plugin.convert_input(batch)  # Lightning does this when it loads a batch.
     return copied.on_after_batch_transfer(copied.on_before_batch_transfer(batch, 0), 0)
 
@@ -116,22 +118,17 @@ class _CallSeen(BaseException):
     """Ends a step. No ``except Exception`` of the step catches this exception."""
 
 
-class _Recorder(nn.Module):
-    """A module that takes the network's place and records a call. Its other attributes are those of the network.
+class _Recorder:
+    """The ``forward`` of a copy of the network, which records a call and ends the step.
 
     Attributes:
         call: Positional arguments and keyword arguments of the call; None before the call.
     """
 
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
+    def __init__(self) -> None:
         self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._network = [network]  # In a list, because the network must not become a submodule.
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_network"][0], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.call = (args, kwargs)
         raise _CallSeen
 
@@ -156,15 +153,21 @@ def arguments_of_call(
         The arguments; None if the step does not call the network, calls it in a way in which it cannot be called, or
         calls a collective before. Errors of the step are ignored here, because they occur again when the step runs.
     """
-    recorder = _Recorder(network)
-    recorder.training = module.training
-    copied = muted_copy(module, path, recorder)
+    copied, recorder = muted_copy(module), _Recorder()
+    called = copied.get_submodule(path)
+    vars(called)["forward"] = recorder
+    for hooks in hook_tables(called) if path else ():
+        hooks.clear()
+    # The copy shares the parameters, which the step may change, as steps do that move a teacher towards the network.
+    parameters = NotedParameters(dict(module.named_modules()))
     with same_random_numbers(device), NoCollectives():
         try:
-            with torch.no_grad():
+            with torch.no_grad(), parameters.watching():
                 getattr(copied, step)(*_arguments(module, step, batch, dataloader))
         except (_CallSeen, Exception):
             pass
+        finally:
+            parameters.restore()
     if recorder.call is None:
         return None
     try:
