@@ -36,6 +36,7 @@ def main() -> None:
     # The launcher starts this program again, so it must not import `conftest`, which removes variables of launchers.
     devices, limit = map(int, sys.argv[1:])
     torch.set_num_threads(1)
+    torch.manual_seed(1)  # Ranks with different data would train on the data of both.
     data = TensorDataset(torch.randn(SAMPLES, CHANNELS, SIZE, SIZE), torch.randint(CHANNELS, (SAMPLES,)))
     # The planner does not know what the process takes besides activations, and may measure unequal times.
     strategy = HybridPipelineStrategy(memory_limit=limit * 5 // 6) if devices > 1 else "auto"
@@ -46,7 +47,7 @@ def main() -> None:
     used = next(int(line.split()[1]) for line in status if line.startswith("VmData")) * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (used + limit, resource.RLIM_INFINITY))
     trainer.fit(Module(), DataLoader(data, SAMPLES))
-    print(f"trained {trainer.global_step} steps", flush=True)
+    print(f"trained steps: {trainer.global_step}", flush=True)
 
 
 if __name__ == "__main__":
