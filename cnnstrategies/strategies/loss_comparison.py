@@ -170,7 +170,7 @@ def _run(
     vars(shadow)["all_gather"] = _no_gathering
     arguments = [_rows(batch, samples, rows), batch_idx][: len(inspect.signature(shadow.training_step).parameters)]
     device = module.device
-    with same_random_numbers(device), torch.enable_grad(), NoCollectives(module, "training_step") as watch:
+    with same_random_numbers(device), torch.enable_grad(), NoCollectives() as watch:
         before = _generators(device)
         with torch.autocast(device.type, enabled=False):
             try:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 
 from cnnstrategies._torch_private import OperationMode
-from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.placed.collectives import group_of
 
 FEW = 100  # If a list or dictionary has more entries than this, it is copied, but its entries are not.
 # Classes of objects that a copy shares with the original module, because copying them would take time or break them.
@@ -142,38 +142,26 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 
 
 class NoCollectives(OperationMode):  # type: ignore[no-untyped-call]
-    """Mode that refuses collectives of the user in a step that only some ranks run, as other ranks would never answer.
+    """Mode that refuses collectives with other processes, in a step that other processes may not run.
 
     Attributes:
-        refusal: The error that was raised; None if no collective was called. The caller reads it because a user's code
+        collective: Name of the collective; None if no collective was called. The caller reads it because a user's code
             may catch the error.
-        collective: Name of the collective; None if no collective was called.
-
-    Args:
-        module: The module of the step.
-        step: Name of the step's method.
     """
 
-    def __init__(self, module: LightningModule, step: str) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.refusal: ConfigurationError | None = None
         self.collective: str | None = None
-        self._step = f"{type(module).__name__}.{step}"
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation, unless it is a collective."""
-        if func.namespace == "c10d":
-            name = self.collective = func.name().partition("::")[2].strip("_")
-            self.refusal = ConfigurationError(
-                f"{self._step} calls a collective of torch.distributed ({name}), as losses do that gather the "
-                "embeddings of all processes: with strategy hybrid_pipeline one rank runs this part of the step, on "
-                "all samples, and no other would answer; leave the gathering out (gather_distributed=False), or use "
-                "strategy ddp"
-            )
-            raise self.refusal
-        return func(*args, **(kwargs or {}))
+        """Run an operation, unless it is a collective in a group of several processes."""
+        kwargs = kwargs or {}
+        if func.namespace == "c10d" and group_of(func, args, kwargs)[1] > 1:
+            self.collective = func.name().partition("::")[2].strip("_")
+            raise RuntimeError(f"a trial of the step may not call the collective {self.collective}")
+        return func(*args, **kwargs)
 
 
 def _copied_module(module: nn.Module, made: dict[int, Any]) -> Any:

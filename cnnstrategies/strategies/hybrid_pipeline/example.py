@@ -1,5 +1,7 @@
 """Find example inputs of a network, with which its cuts are chosen."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +30,12 @@ STEPS: dict[TrainerFn | None, str] = {
 }
 
 
-def example_inputs(module: LightningModule, path: str, size: int) -> Images | None:
+def example_inputs(
+    module: LightningModule,
+    path: str,
+    size: int,
+    one_process: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Images | None:
     """Return inputs of the network for about ``size`` samples; None if they are not known.
 
     The inputs are the module's ``example_input_array``, or random numbers of the data module's ``image_shape``, or what
@@ -40,6 +47,7 @@ def example_inputs(module: LightningModule, path: str, size: int) -> Images | No
         module: The module, which has a trainer.
         path: Path of the network.
         size: Number of samples. At least two samples are returned, because batch normalisation cannot train on one.
+        one_process: Returns the context of a step, in which the default process group has one process.
     """
     size = max(2, size)
     network = module_at(module, path)
@@ -57,7 +65,8 @@ def example_inputs(module: LightningModule, path: str, size: int) -> Images | No
             return None
         batch = as_loaded(module, path, network, batch)
         step = STEPS.get(module.trainer.state.fn, "training_step")
-        arguments = arguments_of_call(module, path, network, step, batch, 0, CPU)
+        with one_process():
+            arguments = arguments_of_call(module, path, network, step, batch, 0, CPU)
     if arguments is None or not all(isinstance(value, Tensor) for value in arguments):
         return None
     return as_given(arguments)

@@ -110,22 +110,18 @@ def arguments_of_call(
 
     Returns:
         The arguments; None if the step does not call the network, or calls it in a way in which it cannot be called.
-        Errors of the step are ignored here, because they occur again when the step runs.
-
-    Raises:
-        ConfigurationError: The step calls a collective.
+        Errors of the step are ignored here, because they occur again when the step runs. A collective with other
+        processes is such an error, because they may not run the step now.
     """
     recorder = _Recorder(network)
     recorder.training = module.training
     shadow = shadow_of(module, path, recorder, copy_metrics(module))
-    with same_random_numbers(device), NoCollectives(module, step) as watched:
+    with same_random_numbers(device), NoCollectives():
         try:
             with torch.no_grad():
                 getattr(shadow, step)(*_arguments(module, step, batch, dataloader))
         except (_CallSeen, Exception):
             pass
-    if watched.refusal is not None:
-        raise watched.refusal
     if recorder.call is None:
         return None
     try:

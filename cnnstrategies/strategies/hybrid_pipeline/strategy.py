@@ -167,8 +167,12 @@ class HybridPipelineStrategy(PipelineStrategy):
         if not is_attached(module):
             return None
         path = find_network(module, self.submodule)
-        images = example_inputs(module, path, size)
+        images = self._example_inputs(module, path, size)
         return None if images is None else on_device_of(module_at(module, path), images)
+
+    def _example_inputs(self, module: LightningModule, path: str, size: int) -> Images | None:
+        """Return example inputs of the network, see :func:`.example_inputs`."""
+        return example_inputs(module, path, size, self._one_process)
 
     @override
     @contextmanager
@@ -260,7 +264,7 @@ class HybridPipelineStrategy(PipelineStrategy):
         self._entered.enter_context(self.places)
 
     def _layout_of(self, trainer: Trainer, path: str) -> ChosenLayout:
-        example = partial(example_inputs, trainer.lightning_module, path)
+        example = partial(self._example_inputs, trainer.lightning_module, path)
         network = module_at(trainer.lightning_module, path)
         traced = partial(trace_open, training=True)
         request, first = self.request, None
@@ -541,9 +545,8 @@ class HybridPipelineStrategy(PipelineStrategy):
     @override
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
         placed, placement = self._network, self._transport().placement
-        configured = replace(self.request, schedule=self._schedule)
         rows = describe_pipeline(
-            placement, placed.division.graphs(), self.parameters_per_device, configured, batch_size
+            placement, placed.division.graphs(), self.parameters_per_device, self.request, batch_size
         )
         if placed.runner.microbatches == 1:
             rows[0] = ("microbatches", "1, which runs on the first replica of each stage")
