@@ -12,14 +12,14 @@ import torch.distributed as dist
 from conftest import quiet_trainer
 from ranks import run_ranks
 from whole_step_cases import CASES, Case
-from whole_step_cases.checking import check
+from whole_step_cases.checking import check, check_error
 
 from cnnstrategies.strategies import HybridPipelineStrategy
 
 # Cases of several kinds, which `make test` runs with three steps.
 SELECTION = (
     *("kl_term", "byol", "branch_on_loss", "logged_metric", "finite_loss", "small_unet", "pruned"),
-    *("global_list", "kept_features", "grad_cam", "wasserstein_penalty"),
+    *("global_list", "kept_features", "grad_cam", "wasserstein_penalty", "gathered_contrast"),
 )
 
 
@@ -53,8 +53,15 @@ def validate(case: Case, devices: int) -> dict[str, float]:
 
 
 @pytest.mark.cluster
-def test_validation_alone_chooses_cuts_by_the_validation_data() -> None:
-    case = CASES["contexts_in_forward"]
+@pytest.mark.parametrize("name", [case.name for case in CASES.values() if case.error])
+def test_programs_that_the_documentation_lists_are_refused(name: str) -> None:
+    check_error(CASES[name], [1, 1])
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("name", ["contexts_in_forward", "gathered_contrast"])
+def test_validation_alone_chooses_cuts_by_the_validation_data(name: str) -> None:
+    case = CASES[name]
     (expected,) = run_ranks(1, validate, case, 1)
     for result in run_ranks(2, validate, case, 2):
         assert result == pytest.approx(expected, rel=1e-12)
