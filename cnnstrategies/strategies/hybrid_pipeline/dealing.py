@@ -1,4 +1,4 @@
-"""Shares of the microbatches under the whole step."""
+"""Shares of the microbatches among the replicas of a stage."""
 
 from dataclasses import replace
 from typing import Any

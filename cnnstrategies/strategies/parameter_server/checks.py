@@ -236,7 +236,7 @@ class Linear(TorchFunctionMode):
         return [name for tensor in tensors_in(values) if (name := self._gradients.origin_of(tensor, ""))]
 
     def _is_linear(self, func: Callable[..., Any], args: Sequence[Any], parameters: Sequence[str]) -> bool:
-        if func.__name__ in TO_PYTHON or func.__name__ == "__bool__":
+        if func.__name__ in TO_PYTHON:
             return False
         name = func.__name__.removeprefix("_foreach_").strip("_")
         if func.__name__.startswith("__") and name[:1] in ("r", "i") and name[1:] in (*PRODUCTS, *QUOTIENTS, *LINEAR):
