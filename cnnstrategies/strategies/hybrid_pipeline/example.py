@@ -63,7 +63,7 @@ def example_inputs(
         batch = first_samples(first_loader(module.trainer), size)
         if batch is None:
             return None
-        batch = as_loaded(module, path, network, batch)
+        batch = as_loaded(module, batch)
         step = STEPS.get(module.trainer.state.fn, "training_step")
         with one_process():
             arguments = arguments_of_call(module, path, network, step, batch, 0, CPU)
