@@ -22,19 +22,6 @@ if TYPE_CHECKING:
 IN_PLACE = {"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_"}
 
 
-def group_of(func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
-    """Return the group of a collective, as an argument of the operation, and the number of its processes.
-
-    Args:
-        func: The operation of the namespace ``c10d``.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-    """
-    position = [argument.name for argument in schema_of(func).arguments].index("process_group")
-    group = args[position] if position < len(args) else kwargs["process_group"]
-    return group, dist.ProcessGroup.unbox(group).size()
-
-
 def run_collective(places: "Places", func: Any, args: Any, kwargs: Any) -> Any:
     """Run a collective.
 
@@ -46,7 +33,9 @@ def run_collective(places: "Places", func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     name: str = func.overloadpacket.__name__
     schema = schema_of(func)
-    group, size = group_of(func, args, kwargs)
+    position = [argument.name for argument in schema.arguments].index("process_group")
+    group = args[position] if position < len(args) else kwargs["process_group"]
+    size = dist.ProcessGroup.unbox(group).size()
     if size > 1:
         placed = next(tensor for tensor in tensors if places.place_of(tensor) is not None)
         raise RefusedError(

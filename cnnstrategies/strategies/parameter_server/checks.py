@@ -17,7 +17,7 @@ from cnnstrategies._lightning_private import acts_within_epochs
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.optimizer_check import ServedOptimizer, check_on_servers
 from cnnstrategies.paramserver.specification import hyperparameters
-from cnnstrategies.strategies.observer_hooks import TO_PYTHON, HookContexts, TensorOrigins, tensors_in
+from cnnstrategies.strategies.parameter_server.observer_hooks import TO_PYTHON, HookContexts, TensorOrigins, tensors_in
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
 GATHERS = "gather_distributed"  # lightly's options with this suffix make losses gather tensors from all processes.

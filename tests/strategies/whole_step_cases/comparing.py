@@ -1,7 +1,5 @@
 """Cases of losses that compare the samples of a batch, or look at all pixels of a batch."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -37,9 +35,6 @@ class GatheredContrast(Classifier):
         labels = gathered(y)
         similarity = gathered(self.net(x)) @ self.net(x.flip(-1)).T
         return F.binary_cross_entropy_with_logits(similarity, (labels[:, None] == y).to(similarity.dtype))
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.step_loss(*batch))
 
 
 @case()
