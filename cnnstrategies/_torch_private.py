@@ -151,11 +151,6 @@ def abort_all_groups() -> None:
     dist.distributed_c10d._abort_process_group()
 
 
-def put_module(parent: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace a submodule without calling ``__setattr__``, which the parent's class may override."""
-    parent._modules[name] = module
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module was returned by ``torch.compile``, or was compiled in place by its method ``compile()``.
 

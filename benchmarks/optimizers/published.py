@@ -7,11 +7,11 @@ prodigyopt, dadaptation and lion_pytorch that trains a small network on one devi
 optimizer makes `STEPS` steps in float64:
 
 - on one device;
-- under `ddp`: two forked processes, which train all optimizers one after the other, each with torch's own DDP;
-- under `hybrid_pipeline` and `parameter_server` with `mode: sync`: first the strategy's own check, which refuses
-  optimizers; then, in this process, the division that the strategy makes: two stages, each with an optimizer for its
-  own parameters; or a worker and two servers' stores, which receive the worker's hyperparameters and gradients.
-
+- under `ddp`: two processes, which train all optimizers one after the other, each with torch's own DDP;
+- under `hybrid_pipeline`: two processes with the parameters of one stage each, which train all optimizers one after the
+  other by the rules for placed tensors;
+- under `parameter_server` with `mode: sync`: first the strategy's own check, which refuses optimizers; then, in this
+  process, a worker and two servers' stores, which receive the worker's hyperparameters and gradients.
 """
 
 import argparse
@@ -22,11 +22,10 @@ import json
 import multiprocessing
 import sys
 import tempfile
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,10 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import Slice, cut
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
+from cnnstrategies.placed import GlooLink, Places
+from cnnstrategies.placed.hidden import hide_foreign_gradients
+from cnnstrategies.placed.messages import RefusedError
 from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.hybrid_pipeline import contract
 from cnnstrategies.strategies.parameter_server import checks
 
 PACKAGES = ("torch", "timm", "pytorch_optimizer", "schedulefree", "prodigyopt", "dadaptation", "lion_pytorch")
@@ -51,8 +52,7 @@ MODULES = ("torch.optim", "timm.optim", *PACKAGES[2:])
 STRATEGIES = ("ddp", "hybrid_pipeline", "parameter_server")
 STEPS, BATCH, SERVERS = 5, 8, 2
 TOLERANCE = 1e-6  # Largest difference from one device, as a fraction of the largest change of a weight.
-PATIENCE = 60.0  # Seconds after which a stage whose optimizer calls the closure alone fails.
-CPU = torch.device("cpu")
+PATIENCE = 10.0  # Longest wait of a rank for another rank in seconds.
 Make = Callable[[list[nn.Parameter]], Any]
 
 
@@ -151,36 +151,26 @@ def weights(net: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in net.parameters()]
 
 
-def under_pipeline(make: Make) -> list[Tensor]:
-    """Return the weights after steps of two stages' optimizers, each with its own parameters alone."""
+def on_stage(make: Make, places: Places) -> list[Tensor]:
+    """Return the weights after steps of a network whose parameters are divided among two ranks.
+
+    Args:
+        make: Function that makes the optimizer.
+        places: The rules of this rank.
+    """
     net = network()
-    contract.check_optimizers([make(list(net.parameters()))], CPU)
-    stages = [list(part.parameters()) for part in (net[:2], net[2:])]
-    computed: list[list[Tensor]] = []  # For each call of the closure: the gradients of all parameters.
-    steps = iter(range(10 * STEPS))
-    # Both stages call the closure before their gradients are computed, as in a pipeline.
-    barrier = threading.Barrier(2, action=lambda: computed.append(gradients(net, next(steps))), timeout=PATIENCE)
-
-    def stage(number: int) -> None:
-        torch.set_default_dtype(torch.float64)
-        parameters = stages[number]
-        first = 0 if number == 0 else len(stages[0])
-        optimizer = make(parameters)
-        getattr(optimizer, "train", lambda: None)()
-
-        def closure() -> Tensor:
-            barrier.wait()
-            for parameter, value in zip(parameters, computed[-1][first:], strict=False):
-                parameter.grad = value.clone()
-            return torch.ones(())
-
-        for _ in range(STEPS):
-            optimizer.step(closure)
-
-    with ThreadPoolExecutor(2) as pool:
-        for result in [pool.submit(stage, number) for number in range(2)]:
-            result.result()
-    return weights(net)
+    for index, layer in enumerate(net):
+        place = (0,) if index < 2 else (1,)
+        for name, parameter in layer.named_parameters():
+            put = places.mark if places.rank in place else places.put_away
+            put(parameter, place, f"{index}.{name}")
+    optimizer = make(list(net.parameters()))
+    hidden = hide_foreign_gradients(places, optimizer)
+    trained(net, optimizer)
+    hidden.remove()
+    values = [parameter.tolist() for parameter in weights(net)]
+    with places.local():
+        return [torch.tensor(value) for value in values]
 
 
 def under_servers(make: Make) -> list[Tensor]:
@@ -258,8 +248,8 @@ def alone(make: Make) -> list[Tensor] | None:
     return values if finite and is_stable(make, values) else None
 
 
-def ddp_rank(rank: int, folder: str, names: list[str]) -> None:
-    """Train all optimizers under DDP, and write rank 0's weights or an error for each."""
+def rank_main(rank: int, folder: str, strategy: str, names: list[str]) -> None:
+    """Train all optimizers under a strategy, and write this rank's weights or an error for each."""
     prepare()
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     results: dict[str, Any] = {}
@@ -267,26 +257,35 @@ def ddp_rank(rank: int, folder: str, names: list[str]) -> None:
         if name not in names:
             continue
         try:
-            net = DistributedDataParallel(network())
-            results[name] = trained(net, make(list(net.module.parameters())))
+            if strategy == "ddp":
+                net = DistributedDataParallel(network())
+                results[name] = trained(net, make(list(net.module.parameters())))
+            else:
+                # Messages of an optimizer that has failed must not reach the next optimizer.
+                group = dist.new_group([0, 1], timedelta(seconds=PATIENCE))
+                with Places(rank, 2, GlooLink(group, rank, 2)) as places:
+                    results[name] = on_stage(make, places)
+        except (ConfigurationError, RefusedError) as error:
+            results[name] = f"refused: {error}"
         except Exception as error:
             results[name] = f"crashes: {type(error).__name__}: {error}".splitlines()[0]
-    if rank == 0:
-        torch.save(results, f"{folder}/results.pt")
+    torch.save(results, f"{folder}/{rank}.pt")
     dist.barrier()
 
 
-def under_ddp(names: list[str]) -> dict[str, Any]:
-    """Return the weights, or the text of an error, for each optimizer under DDP."""
+def on_ranks(strategy: str, names: list[str]) -> dict[str, Any]:
+    """Return the weights, or the text of an error, for each optimizer under a strategy with two processes."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
-        ranks = [context.Process(target=ddp_rank, args=(rank, folder, names)) for rank in range(2)]
+        ranks = [context.Process(target=rank_main, args=(rank, folder, strategy, names)) for rank in range(2)]
         for process in ranks:
             process.start()
         for process in ranks:
             process.join()
-        results: dict[str, Any] = torch.load(f"{folder}/results.pt")
-        return results
+        results, others = (torch.load(f"{folder}/{rank}.pt") for rank in range(2))
+    # If one rank refuses an optimizer, the other rank waits in vain.
+    refusals = {name: text for name, text in others.items() if str(text).startswith("refused")}
+    return {**results, **refusals}
 
 
 def prepare() -> None:
@@ -311,12 +310,13 @@ def measure(only: list[str]) -> dict[str, dict[str, str]]:
         expected[name] = values
         results[name] = {
             "ddp": "",
-            "hybrid_pipeline": verdict(lambda make=make: under_pipeline(make), values),
+            "hybrid_pipeline": "",
             "parameter_server": verdict(lambda make=make: under_servers(make), values),
         }
         print(name, *(f"{key} {text[:150]}" for key, text in results[name].items() if text), sep="; ", file=sys.stderr)
-    for name, values in under_ddp(list(expected)).items():
-        results[name]["ddp"] = values if isinstance(values, str) else compared(values, expected[name])
+    for strategy in ("ddp", "hybrid_pipeline"):
+        for name, values in on_ranks(strategy, list(expected)).items():
+            results[name][strategy] = values if isinstance(values, str) else compared(values, expected[name])
     return results
 
 
@@ -324,8 +324,8 @@ HEAD = """# Published optimizers
 
 {count} optimizers of {packages}, each with its default arguments, for {steps} steps in float64: **equal** to one
 device, or **refused** with the line that a user reads. `differs` and `crashes` must be 0.
-[The script](published.py) trains under torch's DDP (`ddp` and `ddp_balanced` use it), and makes the steps of a
-pipeline's two stages and of two synchronous servers in one process, after the strategies' own checks.
+[The script](published.py) trains under torch's DDP (`ddp` and `ddp_balanced` use it), on two ranks with the parameters
+of one stage each, and with two synchronous servers in one process, after the strategy's own check.
 
 """
 

@@ -1,7 +1,7 @@
 """Divide a traced network into stages. A stage has the parameters of its layers, with their names in the network."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,9 +9,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.fixed import TracedModule
-from cnnstrategies.pipeline.tracing import find_cut, trace
-from cnnstrategies.pipeline.uses import (
+from cnnstrategies.pipeline.graph_checks import TracedModule
+from cnnstrategies.pipeline.node_uses import (
     changed_in_place,
     ordered_nodes,
     origins,
@@ -19,6 +18,7 @@ from cnnstrategies.pipeline.uses import (
     stages_of_readers,
     state_names,
 )
+from cnnstrategies.pipeline.tracing import find_cut, trace
 
 IMAGES = "images"
 
@@ -65,10 +65,6 @@ class Blueprint:
     state: tuple[tuple[str, ...], ...]
     used: frozenset[str]
     constants: Mapping[str, Tensor]
-
-    def of(self, network: nn.Module) -> "Blueprint":
-        """Return the same division for a different network, which must have the same structure."""
-        return replace(self, network=network)
 
     def build(self, stage: int) -> "StageModule":
         """Return the module of one stage. The module shares its parameters and buffers with the network."""
@@ -126,7 +122,7 @@ def divide(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
         network: The whole network.
         cuts: For each cut, in the order of the network, the name of the module after which the network is cut, or the
             index of the first node after the cut. An index refers to the
-            :func:`~cnnstrategies.pipeline.uses.ordered_nodes` of the graph for training, and must be one of this
+            :func:`~cnnstrategies.pipeline.node_uses.ordered_nodes` of the graph for training, and must be one of this
             graph's :func:`~cnnstrategies.pipeline.tracing.cut_positions`.
 
     Raises:

@@ -7,14 +7,12 @@ from cnnstrategies.strategies.balanced import BalancedDDPStrategy
 from cnnstrategies.strategies.data_parallel import CompressedDDPStrategy
 from cnnstrategies.strategies.hybrid_pipeline import HybridPipelineStrategy
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
-from cnnstrategies.strategies.whole_step import WholeStepStrategy
 
 __all__ = [
     "BalancedDDPStrategy",
     "CompressedDDPStrategy",
     "HybridPipelineStrategy",
     "ParameterServerStrategy",
-    "WholeStepStrategy",
 ]
 
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork"}

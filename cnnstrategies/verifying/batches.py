@@ -10,7 +10,6 @@ from lightning.pytorch.plugins.precision import DoublePrecision, Precision
 from typing_extensions import override
 
 from cnnstrategies.models.joined_batches import joined, tensors_in
-from cnnstrategies.strategies.hybrid_pipeline.batches import NoBatch
 
 
 class BatchKeeper(Precision):
@@ -29,7 +28,7 @@ class BatchKeeper(Precision):
     @override
     def convert_input(self, data: Any) -> Any:
         self.generator = torch.get_rng_state()
-        if self.folder is not None and not isinstance(data, NoBatch):
+        if self.folder is not None:
             torch.save(data, self.folder / f"{self.count}.pt" if self.writes else io.BytesIO())
             if self.keeps_generator:
                 torch.save(self.generator, self.folder / f"{self.count}.generator")

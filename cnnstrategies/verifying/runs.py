@@ -24,8 +24,8 @@ from cnnstrategies.verifying.batches import BatchKeeper, DoubleBatchKeeper, samp
 from cnnstrategies.verifying.recorder import END, Recorder, RunRole, settle
 from cnnstrategies.verifying.verdict import ComparedRow, Verdict, compared, differences, row_of
 
-# Pattern for a ConfigurationError or NotHereError in a run's output. The error message ends at an empty line.
-REFUSAL = re.compile(r"^cnnstrategies\.[\w.]+\.(?:ConfigurationError|NotHereError): (.*?)(?=\n\n|\Z)", re.M | re.S)
+# Pattern for a ConfigurationError in a run's output. The error message ends at an empty line.
+REFUSAL = re.compile(r"^cnnstrategies\.[\w.]+\.ConfigurationError: (.*?)(?=\n\n|\Z)", re.M | re.S)
 EXCEPTION = re.compile(r"^[\w.]+(?:Error|Exception)\w*: .*", re.MULTILINE)
 LAST_LINES = 30  # Number of lines of a failed run's output that the error message contains.
 # Arguments of `Trainer` that turn off validation, the progress bar and the model summary.

@@ -5,8 +5,7 @@
 
 A reader who has only the repository marks each text that has to be read twice. Each text is printed with its place and
 with the code that a reader of the file sees beside it: a docstring with its signature, a comment with the two lines of
-code after it, a message with its whole statement. Without folders the texts come from the whole package. The files that
-another change rewrites (`LEFT_OUT`) are never drawn from.
+code after it, a message with its whole statement. Without folders the texts come from the whole package.
 """
 
 import argparse
@@ -15,14 +14,6 @@ import random
 from pathlib import Path
 
 from check_words import PACKAGE, Comment, comments, docstrings, files_in, messages
-
-LEFT_OUT = (
-    "cnnstrategies/strategies/hybrid_pipeline/",
-    "cnnstrategies/pipeline/losses.py",
-    "cnnstrategies/pipeline/probes.py",
-    "cnnstrategies/pipeline/whole.py",
-    "cnnstrategies/models/own_forward.py",
-)
 
 
 def signature(node: ast.AST) -> str:
@@ -87,9 +78,8 @@ def main() -> None:
     options = parser.parse_args()
     texts: dict[str, list[str]] = {"docstrings": [], "comments": [], "messages": []}
     for path in files_in(options.folders):
-        if not path.as_posix().startswith(LEFT_OUT):
-            for kind, drawn in texts_of(path).items():
-                texts[kind] += drawn
+        for kind, drawn in texts_of(path).items():
+            texts[kind] += drawn
     random_numbers = random.Random(options.seed)
     for kind, candidates in texts.items():
         count = min(getattr(options, kind), len(candidates))

@@ -46,13 +46,13 @@ def test_a_pipeline_with_batch_normalisation(run_cli, quick, monkeypatch):
     rows = panels.rows(output)
     assert rows["global batch"] == "32 images = 2 loading processes x 16; 2 steps an epoch"
     assert rows["images"] == "43, 10 classes\nvalidation: 1,395, 10 classes"
-    assert rows["microbatches"] == "8 of 4 images (as configured), schedule 1f1b"
-    assert rows["stage 0"] == "block1.0.0 to block1.3 on ranks 0 to 1: 9,632 parameters"
+    assert rows["microbatches"] == "8 of 4 images (as configured)"
+    assert rows["stage 0"] == "block1 on ranks 0 to 1: 9,632 parameters"
     assert rows["stage 1"] == f"pool1 to classifier on rank 2: {WHOLE - 9632:,} parameters"
     assert rows["parameters"] == f"{WHOLE:,}; 9,632 to {WHOLE - 9632:,} on a device"
     assert rows["unlike one device"].splitlines() == [
         "BatchNorm normalises over each microbatch's 4 images",
-        "random draws (as in dropout) are each process's own",
+        "random draws of the network (as in dropout) are each microbatch's own",
     ]
     assert output.count("BatchNorm normalises over 4 images: a batch of 32 is cut into 8 microbatches.") == 1
     assert output.count("is cut into") == 1, "only the first batch warns"

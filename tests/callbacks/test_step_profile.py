@@ -20,7 +20,7 @@ from cnnstrategies.callbacks import StepProfile, step_parts
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.paramserver.worker.connections import Counters
-from cnnstrategies.strategies import WholeStepStrategy
+from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.protocol import StrategyFacts
 
 
@@ -179,7 +179,7 @@ def stages_of(replicas, slow_first, slow_last):
     """Return the logged times of both stages of a pipeline, in ms by part, for a step of 4 microbatches."""
     first = nn.Sequential(nn.Conv2d(1, 4, 3), slow_first)
     last = nn.Sequential(nn.Conv2d(4, 4, 3), slow_last, nn.Flatten(), nn.Linear(64, 10))
-    strategy = WholeStepStrategy(replicas=replicas, cuts=["0"], microbatches=4, start_method="fork")
+    strategy = HybridPipelineStrategy(replicas=replicas, cuts=["0"], microbatches=4, start_method="fork")
     profile = StepProfile(skip_first=2, steps=2)
     model = ImageClassifier(nn.Sequential(first, last), 10)
     options = {"devices": sum(replicas), "max_steps": 5, "logger": CSVLogger(".")}

@@ -27,9 +27,7 @@ from torchvision.models.resnet import BasicBlock, ResNet
 from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import SamplesPerSecond
 from cnnstrategies.data import SyntheticDataModule
-from cnnstrategies.pipeline.stage import divide
-from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy, WholeStepStrategy
-from cnnstrategies.strategies.hybrid_pipeline.comparison import compare
+from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -98,20 +96,11 @@ def waits() -> Rows:
         "parameter_server": lambda: ParameterServerStrategy(start_method="fork"),
         "auto": lambda: "auto",
         "ddp": lambda: "ddp",
-        "hybrid_pipeline [1]": lambda: HybridPipelineStrategy(replicas=[1]),
-        "whole step [1]": lambda: WholeStepStrategy(replicas=[1]),
+        "hybrid_pipeline [1]": lambda: HybridPipelineStrategy(replicas=[1], microbatches=2),
     }
     for name, make in strategies.items():
         fit(make(), resnet18(num_classes=10), watched=True)
         yield f"ResNet-18, {name}", "the host does not wait in a step" if ON_GPU else "has run"
-
-
-def comparison() -> Rows:
-    """Check that the comparison before training accepts a correctly divided network."""
-    network = resnet18(num_classes=10)
-    for _ in range(10 if ON_GPU else 1):
-        compare(divide(network, ["layer2"]), torch.randn(8, 3, 32, 32), torch.device(DEVICE, 0))
-    yield "ResNet-18 of 32 x 32, stages against the whole", "equal, ten times" if ON_GPU else "equal, once"
 
 
 def speed() -> Rows:
@@ -162,8 +151,8 @@ def one_card() -> Rows:
             yield from pool.map(lambda case: _compared(alone, *case), cases)
 
 
-def whole_step() -> Rows:
-    """Check that ranks on one card that run whole steps learn the same weights as one process, over NCCL in float64."""
+def accumulated() -> Rows:
+    """Check that ranks on one card accumulate and clip gradients as one process, over NCCL in float64."""
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"accumulate": 2, "clip": 0.5}
         alone = _ranks(1, "auto", folder, **options)
@@ -172,7 +161,7 @@ def whole_step() -> Rows:
         cases += [{"replicas": [1, 1], "precision": "bf16-mixed", "no_waits": True}]
         cases += [{"replicas": [1, 1], "precision": "16-mixed"}] if ON_GPU else []  # Needs a GPU.
         with ThreadPoolExecutor(4 if ON_GPU else 1) as pool:
-            yield from pool.map(lambda case: _compared(alone, sum(case["replicas"]), "whole_step", case), cases)
+            yield from pool.map(lambda case: _compared(alone, sum(case["replicas"]), "hybrid_pipeline", case), cases)
 
 
 def _compared(alone: dict[str, torch.Tensor], ranks: int, strategy: str, options: dict[str, Any]) -> tuple[str, str]:
@@ -273,7 +262,7 @@ def _ended(ranks: int, strategy: str, folder: str, **options: Any) -> list[tuple
 
 
 # Checks that may run at the same time, because they measure no times.
-TOGETHER = (staging, fits, waits, comparison, one_card, whole_step, own_stage, compiled, lost)
+TOGETHER = (staging, fits, waits, one_card, accumulated, own_stage, compiled, lost)
 ALONE = (speed, several)
 
 

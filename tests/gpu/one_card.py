@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from cnnstrategies import ImageClassifier
-from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy, WholeStepStrategy
+from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 
 BATCH, STEPS, SIZE = 32, 6, 64 if ON_GPU else 32
 LOST_AT = 3  # Step in which the check `lost` kills a rank.
@@ -129,9 +129,6 @@ def main() -> None:
         strategy = HybridPipelineStrategy(
             replicas=replicas, schedule=options.get("schedule", "1f1b"), cuts=options.get("cuts"), microbatches=4
         )
-    elif name == "whole_step":
-        shards = options["replicas"][0]
-        strategy = WholeStepStrategy(replicas=options["replicas"], cuts=options.get("cuts"), microbatches=4)
     elif name == "parameter_server":
         strategy = ParameterServerStrategy()
     learned = train(strategy, ranks, shards, options)

@@ -3,36 +3,28 @@
 import functools
 
 import test_balancing
-import test_batch
 import test_divided_loaders
 import test_hybrid_pipeline
-import test_layouts
-import test_pipeline_comparison
-import test_pipeline_contract
+import test_outside
 import test_pipeline_shares
-import torch
+import test_placed_loading
+import test_placed_metrics
 from mutants.faulty import removes, replaces
+from torch.utils._pytree import tree_map
 
 from cnnstrategies.data.sampling import batches_of
-from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.engine import Pipeline
+from cnnstrategies.pipeline.rehearsal import rehearse
+from cnnstrategies.placed import ForeignTensor
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.hybrid_pipeline.balancing import StageBalance
-from cnnstrategies.strategies.hybrid_pipeline.batches import PredictionLoader, StageLoader
-from cnnstrategies.strategies.hybrid_pipeline.comparison import compare, copies, differ
-from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss, try_optimizer
-from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
+from cnnstrategies.strategies.hybrid_pipeline.joined_parts import _joined, join_parts
+from cnnstrategies.strategies.hybrid_pipeline.loader_messages import end_together
+from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedPredictionLoader
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
-from cnnstrategies.strategies.hybrid_pipeline.steps import Overflow, clip_by_joint_norm
-
-
-@replaces(
-    clip_by_joint_norm, killed_by=test_hybrid_pipeline.test_accumulated_gradients_equal_one_process_and_are_summed_once
-)
-def each_stage_is_clipped_by_its_own_norm(original, optimizer, clip_val, counts, device):
-    torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip_val)
-
+from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
+from cnnstrategies.strategies.hybrid_pipeline.predictions import predictions_on_rank_zero
+from cnnstrategies.strategies.hybrid_pipeline.random_states import set_random_states
 
 removes(
     batches_of,
@@ -54,35 +46,27 @@ def replicas_load_equal_parts_and_run_unequal_ones(original, loader, trainer, de
 
 
 removes(
-    Pipeline.deal,
-    "replicas load and run different shares",
-    killed_by=test_layouts.test_random_layouts_equal_one_process,
-    part=0,
-)
-removes(
     StageBalance.load_state_dict,
     "a resumed run starts with equal shares again",
     killed_by=test_balancing.test_a_resumed_run_keeps_its_shares_under_the_same_layout,
 )
-removes(
-    Overflow.share,
-    "a stage skips a step only for its own overflow",
-    killed_by=test_hybrid_pipeline.test_fp16_skips_a_step_on_all_stages_and_lowers_one_scale,
-)
 
 
-@replaces(DividedModule.whole_state, killed_by=test_hybrid_pipeline.test_metrics_and_best_checkpoint_equal_one_process)
-def a_checkpoint_has_only_the_weights_of_the_first_stage(original, self, state):
-    whole = original(self, state)
-    return {name: value if name in state else torch.zeros_like(value) for name, value in whole.items()}
+@replaces(PlacedModule.on_rank_zero, killed_by=test_hybrid_pipeline.test_metrics_and_best_checkpoint_equal_one_process)
+def a_checkpoint_has_only_the_weights_of_the_first_stage(original, self, value):
+    whole = original(self, value)
+    with self.places.local():
+        return tree_map(lambda leaf, before: leaf * 0 if isinstance(before, ForeignTensor) else leaf, whole, value)
 
 
 @replaces(
-    DividedModule.restore,
-    killed_by=test_hybrid_pipeline.test_fp16_skips_a_step_on_all_stages_and_lowers_one_scale,
+    PlacedModule.restore, killed_by=test_hybrid_pipeline.test_fp16_skips_a_step_on_all_stages_and_lowers_one_scale
 )
-def after_fit_each_rank_has_only_its_own_stages_weights(original, self, merge):
-    original(self, False)
+def after_fit_each_rank_has_only_its_own_stages_weights(original, self, optimizers):
+    foreign = [parameter for parameter in self.module.parameters() if isinstance(parameter, ForeignTensor)]
+    original(self, optimizers)
+    for parameter in foreign:
+        parameter.data.zero_()
 
 
 @replaces(
@@ -95,51 +79,47 @@ def a_sum_over_ranks_counts_the_batch_once_per_rank(original, self, tensor, grou
 
 
 removes(
-    check_loss,
-    "a step may return a different loss from the trained loss",
-    killed_by=test_hybrid_pipeline.test_after_a_failed_fit_further_functions_are_refused,
-)
-removes(
-    compare,
+    rehearse,
     "stages that compute different values are trained",
-    killed_by=test_pipeline_comparison.test_behaviour_that_a_trace_has_fixed_is_refused_by_name,
-    way="counts",
-    message="in training returns another value",
+    killed_by=test_outside.test_stages_that_pass_values_in_hidden_ways_are_found,
+    how="attribute",
 )
-
-
-@replaces(
-    differ,
-    killed_by=test_pipeline_comparison.test_different_rounding_of_sums_is_not_refused,
-    noticed_by=(ConfigurationError,),
-)
-def gradients_that_only_rounding_makes_nonzero_must_be_equal(original, expected, actual, largest=0.0):
-    return original(expected, actual, 0.0)
-
-
-@replaces(
-    copies,
-    killed_by=test_pipeline_comparison.test_the_comparison_runs_in_float64_if_it_can,
-    fails="nowhere",
-    tried=["float64 cuda"],
-)
-def a_network_is_compared_only_in_its_own_dtype_and_on_its_own_device(original, network, device):
-    return [lambda: network]
-
-
 removes(
-    try_optimizer,
-    "an optimizer may use the norm of its stage only",
-    killed_by=test_pipeline_contract.test_an_optimizer_that_mixes_parameters_is_refused,
+    set_random_states,
+    "random numbers of a loader are drawn on the first stage only",
+    killed_by=test_placed_loading.test_random_numbers_go_on_as_on_one_device_after_each_batch,
+    name="shuffled",
+)
+removes(
+    end_together,
+    "a rank may end an epoch while other ranks continue",
+    killed_by=test_placed_loading.test_ranks_that_end_early_or_use_other_loaders_end_with_one_line,
 )
 
 
 @replaces(
-    PredictionLoader.__iter__,
-    killed_by=test_hybrid_pipeline.test_ordinary_loaders_give_the_rows_of_one_process_in_order,
+    join_parts,
+    killed_by=test_placed_loading.test_samples_are_in_the_order_of_one_process_for_one_two_and_three_replicas,
 )
-def a_prediction_writer_gets_the_indices_of_one_replica(original, self):
-    return StageLoader.__iter__(self)
+def the_parts_of_a_batch_are_joined_one_after_the_other(original, parts, counts):
+    return _joined(parts, counts, range(sum(counts)), "batch") if len(parts) > 1 else parts[0]
+
+
+@replaces(
+    PlacedPredictionLoader.note,
+    killed_by=test_placed_loading.test_prediction_writers_get_the_indices_of_the_global_batch,
+)
+def a_prediction_writer_gets_the_indices_of_one_replica(original, self, index):
+    if not self.has_rows:
+        original(self, index)
+
+
+@replaces(
+    predictions_on_rank_zero,
+    killed_by=test_placed_metrics.test_predictions_exist_once_and_can_be_read_by_rank_0_alone,
+)
+def predictions_stay_in_the_last_stage(original, places, predictions):
+    return predictions
 
 
 @replaces(
@@ -159,8 +139,3 @@ def only_the_first_stage_loads_what_all_ranks_have_divided(original, self, batch
 )
 def what_the_user_has_divided_is_divided_again(original, self, loader):
     return False
-
-
-@replaces(Pipeline.end_together, killed_by=test_batch.test_batches_that_do_not_fit_together_are_refused_on_every_rank)
-def a_rank_without_more_batches_counts_as_a_rank_with_an_empty_batch(original, self):
-    self.share(None)

@@ -1,6 +1,5 @@
 """Mutants of the pipeline's engine: equality with one process, limits of memory, and freedom from deadlocks."""
 
-import functools
 import importlib
 import pickle
 
@@ -10,21 +9,17 @@ import test_codec
 import test_compiled
 import test_executor
 import test_layouts
-import test_losses
-import test_pipeline_ways_to_write
 import test_rank_watch
 import test_trainer_on_gpu
-import torch
 from mutants.faulty import removes, replaces
-from torch import nn
 
 from cnnstrategies.codec import decode, from_bytes, loaded_record, with_fields
-from cnnstrategies.pipeline.buffers import StatisticsTable
+from cnnstrategies.pipeline.batch_statistics import StatisticsTable
 from cnnstrategies.pipeline.channels import Channels
+from cnnstrategies.pipeline.engine_step import RandomState, Step
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, Bucket, GradientReducer
-from cnnstrategies.pipeline.losses import WeighedLoss
 from cnnstrategies.pipeline.microbatches import CPU
-from cnnstrategies.pipeline.step import RandomState, Step
+from cnnstrategies.pipeline.placed_call import PlacedCall
 from cnnstrategies.pipeline.timetable import Placement, tasks_of
 from cnnstrategies.pipeline.transport import RankWatch, Transport
 
@@ -34,16 +29,6 @@ def microbatches_of_different_sizes_get_equal_weights(original, self, outputs, m
     split = self.batch.split
     count = sum(size > 0 for size in split.sizes)
     return original(self, outputs, microbatch) * (split.samples / split.sizes[microbatch] / count)
-
-
-@replaces(
-    WeighedLoss.part,
-    killed_by=test_losses.test_a_loss_that_microbatches_cannot_compute_is_refused,
-    loss=test_losses.contrastive,
-    message="not made of losses of its samples",
-)
-def a_loss_that_compares_samples_is_trained_in_parts(original, self, outputs, microbatch):
-    return self.loss(outputs, {CPU: self._batch.split.global_rows(microbatch)})
 
 
 @replaces(GradientReducer.__init__, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)
@@ -95,22 +80,23 @@ def messages_are_sent_to_the_ranks_that_equal_shares_imply(original, self, stage
 
 
 @replaces(
-    Step.part_of_loss,
+    PlacedCall.observe_loss,
     killed_by=test_trainer_on_gpu.test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits,
-    world=1,
-    cases=[test_trainer_on_gpu.Case(functools.partial(test_trainer_on_gpu.piped, replicas=[1], cuts=None))],
+    world=2,
+    cases=[test_trainer_on_gpu.Case(test_trainer_on_gpu.piped, module=test_trainer_on_gpu.OwnModule)],
 )
-def a_step_waits_for_the_device_to_read_its_loss(original, self, outputs, microbatch):
-    part = original(self, outputs, microbatch)
-    float(part)
-    return part
+def a_step_waits_for_the_device_to_read_an_output(original, self, outputs):
+    if self.network.runner.last:
+        with self.places.local():
+            float(outputs[0].sum())
+    original(self, outputs)
 
 
 @replaces(
     Transport.__init__,
     killed_by=test_trainer_on_gpu.test_a_gpu_trains_the_values_of_the_cpu_and_no_step_waits,
     world=2,
-    cases=[test_trainer_on_gpu.Case(test_trainer_on_gpu.piped)],
+    cases=[test_trainer_on_gpu.Case(test_trainer_on_gpu.piped, module=test_trainer_on_gpu.OwnModule)],
 )
 def sizes_of_a_batch_go_through_nccl(original, self, placement, timeout, device=CPU):
     original(self, placement, timeout, device)
@@ -167,35 +153,6 @@ removes(
     "only the neighbour of a lost rank learns about the loss",
     killed_by=test_rank_watch.test_the_other_ranks_end_within_seconds_and_name_the_lost_rank,
 )
-
-
-@replaces(
-    Channels.send_backward,
-    killed_by=test_pipeline_ways_to_write.test_ordinary_modules_train_the_weights_of_one_device,
-    kinds=(test_pipeline_ways_to_write.Probe,),
-    replicas=[1, 1],
-    microbatches=3,
-)
-def weights_without_a_gradient_in_this_step_decay_after_an_earlier_gradient(original, self, microbatch, leaves):
-    every = [leaf for tensors in leaves.values() for leaf in tensors]
-    known = vars(self).setdefault("known", set())
-    known |= {leaf.shape[1:] for leaf in every if leaf.grad is not None}
-    for leaf in every:
-        if leaf.grad is None and leaf.shape[1:] in known:
-            leaf.grad = torch.zeros_like(leaf)
-    original(self, microbatch, leaves)
-
-
-@replaces(
-    Bucket.without_gradient,
-    killed_by=test_pipeline_ways_to_write.test_ordinary_modules_train_the_weights_of_one_device,
-    kinds=(test_pipeline_ways_to_write.Probe,),
-    replicas=[1, 2],
-    microbatches=4,
-)
-def replicas_agree_on_parameters_without_gradient_in_the_first_step_only(original, self, reached):
-    agreed: list[nn.Parameter] = vars(self).setdefault("agreed", original(self, reached))
-    return agreed
 
 
 @replaces(Bucket.without_gradient, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)

@@ -1,11 +1,17 @@
-"""Mutants of tensors at places: random numbers, reads and messages."""
+"""Mutants of tensors at places: random numbers, reads, messages, sums over replicas and steps of optimizers."""
 
+import test_hidden
 import test_messages
 import test_rules
+import test_scaled_loss
+import test_sums
 from mutants.faulty import removes, replaces
 
-from cnnstrategies.placed import draws, messages
+from cnnstrategies.placed import ForeignTensor, draws, messages
+from cnnstrategies.placed.hidden import steps_separately
 from cnnstrategies.placed.places import Places
+from cnnstrategies.placed.rows import _check_finite
+from cnnstrategies.placed.sums import DeferredSums
 
 removes(
     draws.draw_and_drop,
@@ -32,3 +38,59 @@ def all_messages_have_the_same_subject(original, text):
 @replaces(Places.settle_gradients, killed_by=test_rules.test_gradients_are_brought_to_their_parameters)
 def gradients_stay_where_they_were_computed(original, self, tensors, why=""):
     pass
+
+
+@replaces(
+    Places.bring_all,
+    killed_by=test_rules.test_a_program_gives_at_all_places_what_it_gives_on_one_device,
+    program=test_rules.clipped,
+)
+def a_norm_of_all_gradients_counts_only_those_of_one_stage(original, self, tensors, ranks, why="bring"):
+    copies = original(self, tensors, ranks, why)
+    for copy in copies.values():
+        if why == "stack" and not isinstance(copy, ForeignTensor):
+            copy.zero_()
+    return copies
+
+
+@replaces(
+    _check_finite,
+    killed_by=test_scaled_loss.test_an_overflow_on_one_rank_makes_all_ranks_skip_the_step,
+    noticed_by=(messages.DivergedError,),
+)
+def a_stage_skips_a_step_only_for_its_own_overflow(original, runner, func, rows, destinations):
+    here = [index for index, place in enumerate(destinations) if place is None or runner.places.rank in place]
+    if here:
+        (gradients, flag, scale), _ = rows.arguments(here)
+        func(gradients, flag, scale)
+
+
+removes(
+    steps_separately,
+    "an optimizer that mixes parameters finds those of its stage only",
+    killed_by=test_hidden.test_an_optimizer_that_mixes_parameters_sees_all_gradients,
+    gives=True,
+)
+
+
+@replaces(
+    DeferredSums.defer,
+    killed_by=test_sums.test_sums_are_computed_when_they_are_needed,
+    function=test_sums.accumulated,
+)
+def replicas_sum_their_gradients_for_each_batch(original, self, tensor, place, add_up):
+    deferred = original(self, tensor, place, add_up)
+    self.settle_for([deferred])
+    return deferred
+
+
+@replaces(
+    DeferredSums._add,  # noqa: SLF001
+    killed_by=test_sums.test_copies_that_differ_do_not_make_sums_differ,
+)
+def each_replica_adds_its_own_copy_of_a_gradient(original, self, in_place, first, second):
+    with self._places.local():
+        total = first.add_(second) if in_place else first + second
+    deferred = first if self._places.deferred_sum_of(first) is not None else second
+    mark = self._places.deferred_sum_of(deferred)
+    return self._mark(total, self._places.place_of(deferred), mark.add_up)

@@ -23,6 +23,7 @@ import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -61,7 +62,7 @@ def divided_once(network: nn.Module, cuts: Sequence[str | int]) -> Any:
     The network is traced here because threads cannot trace.
     """
     blueprint = engine.divide(network, cuts)
-    return mock.patch.object(engine, "divide", lambda other, _: blueprint.of(other))
+    return mock.patch.object(engine, "divide", lambda other, _: replace(blueprint, network=other))
 
 
 class Gate:

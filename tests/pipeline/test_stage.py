@@ -1,5 +1,6 @@
 """Tests of dividing a network into stages: wherever it is cut, it computes the values of the whole network."""
 
+import copy
 import random
 import sys
 from types import ModuleType
@@ -11,15 +12,14 @@ import torch
 import torchvision
 from ranks import run_apart
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.stage import check_backend, divide
+from cnnstrategies.pipeline.stage import IMAGES, Blueprint, check_backend, divide
 from cnnstrategies.pipeline.timetable import Placement, check_layout
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace
-from cnnstrategies.strategies.hybrid_pipeline import comparison
 
-CPU = torch.device("cpu")
 STAGES = 4
 TORCHVISION = [
     "alexnet",
@@ -70,7 +70,38 @@ def build(library: str, name: str) -> nn.Module:
     return timm.create_model(name, num_classes=5)
 
 
-def compare(library: str, name: str) -> None:
+def in_stages(blueprint: Blueprint, images: Tensor) -> Any:
+    """Run the stages of a network one after the other, and return the network's result."""
+    values: dict[str, Any] = {IMAGES: images}
+    result: Any = None
+    for index, stage in enumerate(blueprint.stages[blueprint.network.training]):
+        result = blueprint.build(index)(*(values[name] for name in stage.inputs))
+        values |= zip(stage.outputs, result, strict=True) if stage.outputs else {}
+    return result
+
+
+def compare(blueprint: Blueprint, images: Tensor) -> None:
+    """Compare the stages' results, gradients and buffers with those of the network, in training and evaluation."""
+    network = blueprint.network
+    state = copy.deepcopy(network.state_dict())
+    for mode in (True, False):
+        network.train(mode)
+        runs: list[dict[str, Any]] = []
+        for run in (lambda: network(images), lambda: in_stages(blueprint, images)):
+            network.load_state_dict(state)
+            network.zero_grad()
+            torch.manual_seed(0)
+            outputs = [leaf for leaf in tree_leaves(run()) if isinstance(leaf, Tensor)]
+            torch.stack([output.square().sum() for output in outputs]).sum().backward()
+            gradients = {name: parameter.grad for name, parameter in network.named_parameters()}
+            runs.append({"outputs": outputs, "gradients": gradients, "buffers": copy.deepcopy(network.state_dict())})
+        expected, actual = runs
+        largest = max(float(value.abs().max()) for value in expected["gradients"].values() if value is not None)
+        tolerance = 1e-12 if images.dtype == torch.float64 else 1e-5
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * largest)
+
+
+def divide_and_compare(library: str, name: str) -> None:
     network = build(library, name)
     positions = cut_positions(trace(network))
     random.seed(name)
@@ -78,14 +109,14 @@ def compare(library: str, name: str) -> None:
     states = [blueprint.build(stage).state_dict() for stage in range(STAGES)]
     assert sorted(name for state in states for name in state) == sorted(network.state_dict())
     size = 75 if "inception" in name else 64
-    comparison.compare(blueprint, torch.randn(2, 3, size, size), CPU)
+    compare(blueprint, torch.randn(2, 3, size, size))
 
 
 def compare_all(library: str, names: list[str]) -> list[str]:
     failures = []
     for name in names:
         try:
-            compare(library, name)
+            divide_and_compare(library, name)
         except Exception as error:
             failures.append(f"{name}: {type(error).__name__} {error}")
     return failures
@@ -213,8 +244,12 @@ class ByShape(nn.Module):
 
 
 class ByBatch(ByShape):
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
     def forward(self, images: Tensor) -> Tensor:
-        return images if images.shape[0] > 2 else -images
+        return images if images.shape[0] > self.limit else -images
 
 
 def test_branches_on_shapes_hold_for_images_of_the_traced_shape() -> None:
@@ -222,19 +257,20 @@ def test_branches_on_shapes_hold_for_images_of_the_traced_shape() -> None:
         whole = nn.Sequential(nn.Conv2d(3, 4, 1), Halves(), nn.Flatten(), nn.Linear(32, 2)).double()
         images = torch.randn(3, 3, 8, 8, dtype=torch.float64)
         assert "call_module" in {node.op for node in trace(whole).graph.nodes if node.target == "1"}
-        comparison.compare(divide(whole, ["1"]), images, CPU)
+        compare(divide(whole, ["1"]), images)
         network = ByShape().double()
         with pytest.raises(ConfigurationError, match=r"cannot trace ByShape \(ByShape, test_stage.py:\d+: 'if hei"):
             trace(network)
         assert not decide_by_shapes(network, lambda size: None)
         assert decide_by_shapes(network, lambda size: images[:size])
         blueprint = divide(network, ["first"])
-        comparison.compare(blueprint, images[:2], CPU)
+        compare(blueprint, images[:2])
         other = r"images of shape \(3, 12, 8\): ByShape.forward .* was cut into stages for \(3, 8, 8\)"
         with pytest.raises(ConfigurationError, match=other):
             blueprint.build(0)(torch.randn(2, 3, 12, 8, dtype=torch.float64))
-        with pytest.raises(ConfigurationError, match=r"ByBatch\.forward branches on the number of images"):
-            decide_by_shapes(ByBatch(), lambda size: torch.zeros(size, 3, 8, 8))
+        for limit in (2, 100):
+            with pytest.raises(ConfigurationError, match=r"ByBatch\.forward branches on the number of images"):
+                decide_by_shapes(ByBatch(limit), lambda size: torch.zeros(size, 3, 8, 8))
 
     run_apart(compared)
 

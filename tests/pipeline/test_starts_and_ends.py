@@ -26,7 +26,7 @@ from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import GracefulStop
 from cnnstrategies.cli import main
 from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.strategies import WholeStepStrategy
+from cnnstrategies.strategies import HybridPipelineStrategy
 
 kept: list[Pipeline] = []  # Keeps pipelines alive, like global variables of a script.
 
@@ -54,7 +54,7 @@ def run_engine() -> None:
 
 def run_strategy() -> None:
     """Run a script with a Trainer as one rank. The strategy must destroy the default group."""
-    strategy = WholeStepStrategy(replicas=[2, 1], cuts=["0"], microbatches=4)
+    strategy = HybridPipelineStrategy(replicas=[2, 1], cuts=["0"], microbatches=4)
     trainer = Trainer(accelerator="cpu", devices=3, strategy=strategy, max_steps=2, barebones=True)
     data = TensorDataset(torch.randn(32, 1, 8, 8), torch.randint(5, (32,)))
     trainer.fit(ImageClassifier(make_network(), 5), DataLoader(data, batch_size=8))

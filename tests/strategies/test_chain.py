@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from ranks import run_ranks
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from cnnstrategies.strategies import WholeStepStrategy
+from cnnstrategies.strategies import HybridPipelineStrategy
 
 # By strategy: the strategy of the second Trainer.
 OTHERS = {"ddp": "hybrid_pipeline", "hybrid_pipeline": "parameter_server", "parameter_server": "ddp"}
@@ -133,7 +133,9 @@ def test_weight_averages_and_replicas_equal_one_device(tmp_path: Path) -> None:
     three.mkdir()
     averages = [EMAWeightAveraging(decay=0.7)]
     in_fork(lambda: Chain("auto", "auto", single_device, 1, averages).run())
-    strategies = [WholeStepStrategy(replicas=replicas, cuts=["1"], microbatches=4) for replicas in ([2, 1], [1, 2])]
+    strategies = [
+        HybridPipelineStrategy(replicas=replicas, cuts=["1"], microbatches=4) for replicas in ([2, 1], [1, 2])
+    ]
     run_ranks(3, as_rank, (*strategies, three, 3, averages))
     assert_equals_one_device(three, single_device, ranks=3)
     for name in ("after_fit.ckpt", "best.ckpt", "after_second_fit.ckpt"):

@@ -1,8 +1,6 @@
 """Tests of networks that `configure_model` builds: each rank holds only its own stage, and values equal one process."""
 
-import copy
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import HybridPipelineStrategy
-from cnnstrategies.strategies.hybrid_pipeline.own_stage import held_in_turn
-
-KEPT = ("layers.0", "layers.2", "layers.5")
 
 
 class Network(nn.Sequential):
@@ -211,132 +206,5 @@ def refusals_of_ranks() -> list[str]:
 def test_a_network_that_a_rank_cannot_build_or_save_is_refused_by_name() -> None:
     for on_meta, another, late in run_ranks(2, refusals_of_ranks):
         assert "on the meta device: build it without torch.device('meta')" in on_meta
-        assert "AnotherEachTime.configure_model builds another network each time" in another
-        assert "have ModelCheckpoint save it during fit" in late
-
-
-class Initialised(nn.Module):
-    """A module that draws random values in every way: in layers, again in its own code, and with rejected draws.
-
-    Args:
-        looked_at: Function that is called after each layer.
-    """
-
-    def __init__(self, looked_at: Callable[[nn.Module], None] = lambda made: None) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(40, 1) * 0.1)
-        self.layers = nn.Sequential()
-        for make in (
-            lambda: nn.Linear(30, 40),
-            lambda: nn.Conv2d(3, 40, 5),
-            lambda: nn.LSTM(20, 20),
-            lambda: nn.utils.parametrizations.weight_norm(nn.Linear(40, 30)),
-            lambda: nn.BatchNorm2d(40),
-            lambda: nn.Linear(40, 40),
-        ):
-            self.layers.append(make())
-            looked_at(self)
-        self.layers.append(nn.Linear(40, 40))
-        self.layers[-1].weight = self.layers[-2].weight
-        for layer, init in zip(
-            self.layers,
-            (nn.init.trunc_normal_, nn.init.kaiming_normal_, None, None, None, nn.init.orthogonal_),
-            strict=False,
-        ):
-            if init is not None:
-                init(layer.weight)
-                looked_at(self)
-        nn.init.sparse_(self.layers[0].weight, 0.3)
-        self.register_buffer("noise", torch.rand(3))
-
-
-def built(make: Callable[[], nn.Module], is_kept: Callable[[str], bool]) -> tuple[nn.Module, nn.Module]:
-    """Build a network twice with the same random numbers: in part and as a whole.
-
-    Args:
-        make: Function that builds the network.
-        is_kept: Says by a parameter's name whether the part keeps its values.
-
-    Returns:
-        The network of which only some parameters have values, and the whole network.
-    """
-    torch.manual_seed(3)
-    whole = make()
-    after = torch.get_rng_state()
-    with held_in_turn() as planned:
-        shapes = make()
-    names = {id(parameter): name for name, parameter in shapes.named_parameters()}
-    elsewhere = {
-        number
-        for number, parameter in enumerate(planned)
-        if id(parameter) in names and not is_kept(names[id(parameter)])
-    }
-    torch.manual_seed(3)
-    with held_in_turn(elsewhere):
-        part = make()
-    assert torch.equal(torch.get_rng_state(), after), "both leave the random state the same"
-    return part, whole
-
-
-@pytest.mark.light
-def test_kept_parameters_have_their_values_and_others_only_shapes() -> None:
-    for first in (True, False):
-        part, whole = built(Initialised, lambda name, first=first: name.startswith(KEPT) == first)  # type: ignore[misc]
-        expected = dict(whole.named_parameters())
-        kept = [name for name, parameter in part.named_parameters() if not parameter.is_meta]
-        assert kept == [name for name in expected if name.startswith(KEPT) == first]
-        for name, parameter in part.named_parameters():
-            assert (parameter.shape, parameter.requires_grad) == (expected[name].shape, True)
-            assert parameter.is_meta or torch.equal(parameter, expected[name]), name
-        assert part.get_parameter("layers.5.weight") is part.get_parameter("layers.6.weight")
-        assert torch.equal(part.get_buffer("noise"), whole.get_buffer("noise"))
-
-
-@pytest.mark.light
-def test_one_parameter_at_a_time_holds_memory_while_the_network_is_built() -> None:
-    held: list[int] = []
-
-    def look(made: nn.Module) -> None:
-        held.append(sum({id(s := parameter.untyped_storage()): s.nbytes() for parameter in made.parameters()}.values()))
-
-    part, whole = built(lambda: Initialised(look), lambda name: name == "layers.1.bias")
-    sizes = [parameter.nbytes for parameter in whole.parameters()]
-    assert max(held[-9:]) <= max(sizes) + part.get_parameter("layers.1.bias").nbytes < sum(sizes) / 2
-
-
-class Copied(nn.Module):
-    """A module that initialises its second layer from its first layer."""
-
-    def __init__(self, way: Callable[[nn.Linear, nn.Linear], object]) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
-        with torch.no_grad():
-            self.way = way(self.first, self.second)
-
-
-@pytest.mark.light
-def test_initialisation_that_needs_deleted_values_is_refused_by_name() -> None:
-    for way in (
-        lambda first, second: second.weight.copy_(first.weight),
-        lambda first, second: second.weight.mul_(first.weight.norm()),
-        lambda first, second: copy.deepcopy(first),
-    ):
-        with pytest.raises(ConfigurationError, match=r"Linear.weight is of another rank's stage.*in __init__"):
-            built(lambda way=way: Copied(way), lambda name: not name.startswith("first"))  # type: ignore[misc]
-
-
-@pytest.mark.light
-def test_only_kept_parameters_are_read_from_a_checkpoint() -> None:
-    torch.manual_seed(4)
-    saved = Initialised().state_dict()
-    unreadable = {name: value if name.startswith("layers.1") else value.to("meta") for name, value in saved.items()}
-    unreadable |= {name: saved[name] for name, _ in Initialised().named_buffers()}
-    states = [saved, unreadable, unreadable]
-
-    def make() -> nn.Module:
-        network = Initialised()
-        network.load_state_dict(states.pop(0))
-        return network
-
-    part, _ = built(make, lambda name: name.startswith("layers.1"))
-    assert torch.equal(part.get_parameter("layers.1.weight"), saved["layers.1.weight"])
+        assert "AnotherEachTime.configure_model builds a different network each time" in another
+        assert "let ModelCheckpoint save it during fit" in late

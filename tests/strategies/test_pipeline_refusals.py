@@ -1,4 +1,4 @@
-"""Tests of modules and options that a pipeline refuses by name, instead of silently training different weights."""
+"""Tests of modules and options that a pipeline refuses by name, and of unusual steps that train as on one device."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -6,19 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.compile import from_compiled
 from ranks import run_apart
-from test_pipeline_ways_to_write import CLASSES, Classifier, Module, OwnForward, Siamese, classifier, fit
+from test_pipeline_ways_to_write import CLASSES, Classifier, Module, OwnForward, Siamese, classifier, differ, fit
 from torch import Tensor, nn
 
 from cnnstrategies._lightning_private import ScriptLauncher
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import HybridPipelineStrategy
-from cnnstrategies.strategies.hybrid_pipeline.contract import check_module
-from cnnstrategies.strategies.hybrid_pipeline.placeholders import ImagesElsewhere
+from cnnstrategies.strategies.hybrid_pipeline.checks import check_state
 
 
 def changed(name: str, change: Callable[[Any], object], base: type[Module] = Classifier) -> type[Module]:
@@ -57,19 +55,10 @@ UNFIT: tuple[tuple[int, dict[str, Any], str], ...] = (
         r"microbatches=4: with the shares \[9, 1\] a replica of stage 0 would get no .*; use at least 10",
     ),
 )
-REFUSED_BEFORE = (
-    (
-        changed("HeadBeside", lambda module: setattr(module, "head", nn.Linear(16, CLASSES)), OwnForward),
-        r"HeadBeside has trainable parameters that its forward does not use \(head.weight, head.bias\): call",
-    ),
-    (changed("Gan", lambda module: setattr(module, "automatic_optimization", False)), "automatic_optimization=False"),
+COMPILED = (
     (
         changed("Compiled", lambda module: setattr(module, "model", torch.compile(module.model, backend="eager"))),
-        "Compiled.model is compiled: .* out torch.compile, and .* by the callback ComputeSettings",
-    ),
-    (
-        changed("CompiledLayer", lambda module: module.model[0].compile(backend="eager")),
-        "CompiledLayer.model.0 is compiled",
+        "Compiled.model is compiled: .* out torch.compile, and .* callback ComputeSettings",
     ),
 )
 
@@ -81,66 +70,30 @@ def test_modules_and_options_that_cannot_run_are_refused_before_processes_start(
     for devices, options, message in UNFIT:
         with pytest.raises(ConfigurationError, match=message):
             fit(Classifier, HybridPipelineStrategy(**options), devices)
-    for kind, message in REFUSED_BEFORE:
+    for kind, message in COMPILED:
         with pytest.raises(ConfigurationError, match=message):
             fit(kind, HybridPipelineStrategy(), 2)
-    with pytest.raises(ConfigurationError, match=r"^Classifier is compiled: .* by the callback ComputeSettings"):
-        check_module(from_compiled(torch.compile(Classifier(), backend="eager")))
+    with pytest.raises(ConfigurationError, match=r"^Classifier is compiled: .* let the callback ComputeSettings"):
+        check_state(from_compiled(torch.compile(Classifier(), backend="eager")), "model")
     monkeypatch.setattr(HybridPipelineStrategy, "root_device", torch.device("cuda", 0))
     with pytest.raises(ConfigurationError, match="process_group_backend=gloo: gloo sends no messages"):
         fit(Classifier, HybridPipelineStrategy(cuts=["2"], process_group_backend="gloo"), 2)
-
-
-def test_a_compiled_step_is_refused() -> None:
-    step = torch.compile(torch.square, backend="eager")
-    with pytest.raises(RuntimeError, match=r"a step, or .*, is compiled: .* by the callback ComputeSettings"):
-        step(ImagesElsewhere.like(2, (1, 4, 4), torch.float32, torch.device("cpu")))
-
-
-def gather(tensor: Tensor) -> Tensor:
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, tensor)
-    return torch.cat(gathered)
 
 
 def decide(module: Classifier, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(module(x / 255 if x.max() > 1000 else x), y)
 
 
-# By name of the module: the step's loss from images and labels, and the error message.
-STEPS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
-    "GatheringLoss": (  # Like contrastive losses.
-        lambda module, x, y: F.cross_entropy(gather(module(x)), gather(y)),
-        r"GatheringLoss.training_step calls a collective of torch.distributed \(allgather\)",
-    ),
-    "GatheringInputs": (  # Like momentum contrast, which shuffles images among the processes.
-        lambda module, x, y: F.cross_entropy(module(gather(x)[: len(x)]), y),
-        r"GatheringInputs.training_step calls a collective of torch.distributed \(allgather\)",
-    ),
-    "ImagesAsTargets": (
-        lambda module, x, y: F.mse_loss(module(x).mean(1), x.mean((1, 2, 3))),
-        r"computes with the images of the batch \(mean\).* a second time, as targets",
-    ),
-    "Deciding": (decide, r"computes with the images of the batch \(max\)"),
-    "Normalising": (
-        lambda module, x, y: F.cross_entropy(module(x * 2), y),
-        r"Normalising.[a-z_]+ gives the network a tensor of shape \(6, 1, 8, 8\) that is not a tensor of the batch",
-    ),
-    "TwoViews": (
-        lambda module, x, y: F.cross_entropy(module(torch.cat([x, x.flip(3)])), y.repeat(2)),
-        r"TwoViews.[a-z_]+ gives the network a tensor of shape \(12, 1, 8, 8\) .* several inputs of the network",
-    ),
-    "Twice": (
-        lambda module, x, y: F.cross_entropy(module(x) + module(x), y),
-        "make one call of it with several inputs",
-    ),
-    "Sometimes": (
-        lambda module, x, y: F.cross_entropy(module(x if module.global_step == 0 else torch.zeros(6, 1, 6, 6)), y),
-        r"the network is called with a tensor of shape \(6, 1, 6, 6\) that is not a tensor of the batch",
-    ),
-    "Penalised": (
-        lambda module, x, y: F.cross_entropy(module(x), y) + sum(p.square().sum() for p in module.model.parameters()),
-        "computed from the weights themselves",
+# By name of the module: the step's loss from images and labels.
+STEPS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "ImagesAsTargets": lambda module, x, y: F.mse_loss(module(x).mean(1), x.mean((1, 2, 3))),
+    "Deciding": decide,
+    "Normalising": lambda module, x, y: F.cross_entropy(module(x * 2), y),
+    "TwoViews": lambda module, x, y: F.cross_entropy(module(torch.cat([x, x.flip(3)])), y.repeat(2)),
+    "Twice": lambda module, x, y: F.cross_entropy(module(x) + module(x), y),
+    "Sometimes": lambda module, x, y: F.cross_entropy(module(x if module.global_step == 0 else torch.zeros_like(x)), y),
+    "Penalised": lambda module, x, y: (
+        F.cross_entropy(module(x), y) + sum(p.square().sum() for p in module.model.parameters())
     ),
 }
 
@@ -177,6 +130,8 @@ class Scalar(nn.Module):
 
 
 class MeanBeside(Module):
+    cut = "model.0"
+
     def __init__(self) -> None:
         super().__init__()
         self.network = Scalar()
@@ -184,17 +139,6 @@ class MeanBeside(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         rows, mean = self.network(batch[0])
         return F.cross_entropy(rows, batch[1]) + mean
-
-
-class NormalisingLayer(nn.Conv2d):
-    """A layer that is not cut and that normalises twice."""
-
-    def __init__(self) -> None:
-        super().__init__(1, 4, 3)
-        self.norm = nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.norm(torch.relu(self.norm(super().forward(x)))))
 
 
 class Adding(Classifier):
@@ -206,12 +150,6 @@ class Adding(Classifier):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
             self.trainer.optimizers[0].add_param_group({"params": list(self.model[0].parameters())})
-
-
-class FreezingLate(Classifier):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.model.requires_grad_(False)
 
 
 class Following(Classifier):
@@ -248,30 +186,28 @@ def stepping(name: str, step: Callable[[Any, Tensor, Tensor], Tensor]) -> type[M
     return type(name, (Classifier,), {"training_step": lambda self, batch, batch_idx: step(self, *batch)})
 
 
-NORMALISES_TWICE = nn.Sequential(NormalisingLayer(), nn.Flatten(), nn.Linear(144, CLASSES))
-REFUSED_IN_A_STEP: tuple[tuple[type[Module], str], ...] = (
-    *((stepping(name, step), message) for name, (step, message) in STEPS.items()),
-    (WithOption, r"self.siamese is called with scale=2.0 besides the images: .* set it in its __init__"),
-    (Swapping, r"called with another tensor of the batch as 'left' than in the first step"),
-    (OtherName, r"the whole Sequential is called, which is divided"),
-    (MeanBeside, r"returns a tensor of shape \(\) for 2 samples: .* one row per sample"),
-    (
-        changed("NormalisingTwice", lambda module: setattr(module, "model", NORMALISES_TWICE)),
-        "0.norm normalises several times in one call of the layer that contains it",
-    ),
-    (Adding, "SGD has other parameters than configure_optimizers gave it"),
-    (FreezingLate, "frozen or unfrozen in the middle of an epoch"),
-    (Following, "Following.training_step computes with model.* and a parameter of another module"),
-    (WithReader, r"computes with the images of the batch \(mean\)"),
+UNUSUAL: tuple[type[Module], ...] = (
+    *(stepping(name, step) for name, step in STEPS.items()),
+    changed("HeadBeside", lambda module: setattr(module, "head", nn.Linear(16, CLASSES)), OwnForward),
+    WithOption,
+    Swapping,
+    OtherName,
+    MeanBeside,
+    Adding,
+    Following,
+    WithReader,
 )
 
 
+def test_unusual_modules_train_the_weights_of_one_device() -> None:
+    assert differ(UNUSUAL, [1, 1], 3) == {}
+
+
 def refusals(kinds: Sequence[type[Module]], replicas: list[int]) -> list[str]:
-    """Return each module's error message of fit, or "trained"; a single rank runs in this process."""
+    """Return each module's error message of fit, or "trained"."""
     messages = []
     for kind in kinds:
-        options: dict[str, Any] = {"cuts": [kind.cut], "start_method": "fork"} if len(replicas) > 1 else {}
-        strategy = HybridPipelineStrategy(replicas=replicas, microbatches=3, **options)
+        strategy = HybridPipelineStrategy(replicas=replicas, microbatches=3, cuts=[kind.cut], start_method="fork")
         try:
             fit(kind, strategy, sum(replicas))
             messages.append("trained")
@@ -280,37 +216,6 @@ def refusals(kinds: Sequence[type[Module]], replicas: list[int]) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize(
-    ("expected", "replicas"),
-    [
-        (REFUSED_IN_A_STEP, [1]),
-        ([(StoppingAlone, "rank 1 ended an epoch, or training, while rank 0 continued with another batch")], [1, 1]),
-    ],
-    ids=["one rank", "two"],
-)
-def test_a_step_that_a_pipeline_cannot_follow_is_refused_by_name(expected: Any, replicas: list[int]) -> None:
-    messages = run_apart(refusals, [kind for kind, _ in expected], replicas)
-    for (kind, message), actual in zip(expected, messages, strict=True):
-        assert re.search(message, actual), (kind, actual)
-
-
-@pytest.mark.light
-def test_a_placeholder_has_no_values() -> None:
-    images = ImagesElsewhere.like(4, (1, 3, 3), torch.float32, torch.device("cpu"), number=1)
-    moved: Any = images.to(memory_format=torch.channels_last).detach()
-    assert (moved.number, moved.shape, images.dtype, len(images)) == (1, (4, 1, 3, 3), torch.float32, 4)
-    total = torch.zeros(4, 1, 3, 3)
-    for use in (
-        lambda: total.add_(images),
-        lambda: torch.add(total, images, out=total),
-        lambda: images.mul_(2),
-        lambda: images.double(),
-        lambda: images[0],
-        lambda: images.numpy(),
-        lambda: images.tolist(),
-        lambda: images.data,
-        lambda: float(images.sum()),
-    ):
-        with pytest.raises(ConfigurationError, match="computes with the images"):
-            use()
-    assert not total.any()
+def test_ranks_that_end_an_epoch_alone_are_refused() -> None:
+    (message,) = run_apart(refusals, [StoppingAlone], [1, 1])
+    assert re.search("rank 1 ended an epoch, or training, while rank 0 continued with another batch", message), message

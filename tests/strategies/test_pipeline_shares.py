@@ -1,10 +1,8 @@
 """Tests of unequal and changing shares of a pipeline's replicas: weights equal one process's weights."""
 
-import json
 import random
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import digit_runs
 import pytest
@@ -13,7 +11,7 @@ from conftest import PlainCNN
 from digit_runs import assert_same_run, logged, train
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from test_balanced import DealAtRandom, PlainDigits, SlowRank
+from test_balanced import DealAtRandom, PlainDigits
 
 from cnnstrategies.data.sampling import dealt
 from cnnstrategies.strategies import HybridPipelineStrategy
@@ -53,56 +51,6 @@ def test_a_run_resumes_under_different_shares_and_replicas():
     last = {"ckpt_path": Path("cut/cut.ckpt").resolve(), "callbacks": [dealt]}
     gone_on = train("gone on", piped([1, 1, 3, 1], (3, 1)), 4, **last, **common)
     assert_same_run(gone_on, train("one", **common), 1e-12)
-
-
-class SlowReplica(SlowRank):
-    """A callback that makes one replica of the first stage slow.
-
-    The second stage takes no time that depends on samples.
-    """
-
-    def on_train_start(self, trainer, pl_module):
-        super().on_train_start(trainer, SimpleNamespace(network=trainer.strategy.pipeline.module))
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.dealt.append([0, 0])
-
-    def compute(self, trainer, samples):
-        if trainer.training:
-            microbatches, before = self.dealt[-1]
-            super().compute(trainer, samples if trainer.global_rank < 2 else 0)
-            self.dealt[-2:] = [[microbatches + 1, before + samples]]
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        now = torch.tensor(self.now, dtype=torch.float64)
-        torch.distributed.all_reduce(now, op=torch.distributed.ReduceOp.MAX)
-        self.now = now.item()  # All ranks wait for the slowest rank.
-
-
-@pytest.mark.cluster
-def test_a_slow_replica_gets_fewer_microbatches_until_it_is_fast_again(tmp_path):
-    """Shares follow within an epoch. A run that resumes in mid-epoch has the shares of an uninterrupted run."""
-    data = {"global_batch_size": 20, "num_workers": 1}  # A loading worker loads ahead.
-    common = {"data": data, "max_epochs": 3, "limit_train_batches": 17, "limit_val_batches": 0}
-    common["network"] = lambda: PlainCNN().double()
-
-    def run(name, *more, **options):
-        slow = SlowReplica(tmp_path, lambda step: step < 17)
-        trained = train(name, piped("auto", (2, 1)), 3, callbacks=[slow, *more], **{**common, **options})
-        return trained, json.loads((tmp_path / "dealt-1.json").read_text())
-
-    whole, dealt = run("whole", ModelCheckpoint("cut", "cut-{step}", every_n_train_steps=18, save_top_k=-1))
-    assert dealt[0] == [4, 9]
-    assert dealt[16] == [2, 4], dealt
-    share_rows = [row for row in logged("whole") if "shares/rank_1" in row]
-    assert [share_rows[0][f"shares/rank_{rank}"] for rank in range(3)] == [7, 2, 9]
-    assert share_rows[0]["shares/predicted_gain"] > 0.03
-    assert any(row["shares/gain"] > 0.03 for row in logged("whole") if "shares/gain" in row)
-    assert dealt[-2] == [4, 9], dealt
-    assert_same_run(whole, train("one", **common), 1e-12)
-    gone_on, rest = run("gone on", ckpt_path=Path("cut/cut-step=18.ckpt").resolve())
-    assert rest[0] == dealt[18] == [2, 4]
-    assert_same_run(gone_on, whole, 1e-12)
 
 
 class Deals(Callback):

@@ -23,9 +23,9 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.placed import ForeignTensor, Places
 from cnnstrategies.placed.partial import PartialTensor
+from cnnstrategies.strategies.hybrid_pipeline.loader_messages import end_together
+from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader, PlacedPredictionLoader
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
-from cnnstrategies.strategies.whole_step.loader_messages import end_together
-from cnnstrategies.strategies.whole_step.loading import PlacedLoader, PlacedPredictionLoader
 
 SIZE = 22
 Pair = namedtuple("Pair", "left right")

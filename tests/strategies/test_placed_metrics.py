@@ -22,9 +22,9 @@ from torchmetrics import (
 )
 from turns import on_ranks
 
-from cnnstrategies.strategies.whole_step import metric_values
-from cnnstrategies.strategies.whole_step.metric_values import share_metrics
-from cnnstrategies.strategies.whole_step.predictions import predictions_on_rank_zero
+from cnnstrategies.strategies.hybrid_pipeline import metric_values
+from cnnstrategies.strategies.hybrid_pipeline.metric_values import share_metrics
+from cnnstrategies.strategies.hybrid_pipeline.predictions import predictions_on_rank_zero
 
 pytestmark = pytest.mark.light
 CLASSES = {"task": "multiclass", "num_classes": 3}

@@ -1,7 +1,10 @@
 """One published optimizer of each kind is equal to one device or refused under each strategy, as the page says."""
 
 import importlib.util
+from functools import partial
 from pathlib import Path
+
+from turns import on_ranks
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "optimizers" / "published.py"
 KINDS = {
@@ -26,9 +29,9 @@ def test_optimizers_of_each_kind_are_equal_or_refused_as_the_page_says() -> None
         make = makers[name]
         expected = published.alone(make)
         assert expected is not None
-        tried = [
-            published.verdict(lambda under=under, make=make: under(make), expected).partition(":")[0]
-            for under in (published.under_pipeline, published.under_servers)
-        ]
-        assert tried == verdicts[name], f"{name}, which {KINDS[name]}"
+        of_pipeline = {
+            published.compared(weights, expected) for weights in on_ranks(2, partial(published.on_stage, make))
+        }
+        of_servers = published.verdict(partial(published.under_servers, make), expected).partition(":")[0]
+        assert [*of_pipeline, of_servers] == verdicts[name], f"{name}, which {KINDS[name]}"
     assert {verdict for row in verdicts.values() for verdict in row} >= {"equal", "refused"}

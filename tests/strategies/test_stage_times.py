@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies import ImageClassifier
-from cnnstrategies.planning import measure
-from cnnstrategies.strategies import WholeStepStrategy, stopwatch
+from cnnstrategies.planning import measure_nodes
+from cnnstrategies.strategies import HybridPipelineStrategy, stopwatch
 
 LOSS = 6
 seconds = [100.0] * 6 + [0.0]  # Seconds of each layer, and of the loss, for a sample; real seconds are negligible.
@@ -51,7 +51,7 @@ class Spending(nn.Module):
         return layer(images, self.scale, self.number)
 
 
-class Own(WholeStepStrategy):
+class Own(HybridPipelineStrategy):
     """A user's subclass, which the proposed configuration must not replace."""
 
 
@@ -76,8 +76,8 @@ def fit(then: dict[int, float], batches: int = 21, **options: Any) -> list[str]:
     """
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world)}
-    measure.time = stopwatch.time = SimpleNamespace(perf_counter=lambda: now.value, monotonic=time.monotonic)  # type: ignore[assignment]
-    strategy = (Own if LOSS in then else WholeStepStrategy)(microbatches=8, **options)
+    measure_nodes.time = stopwatch.time = SimpleNamespace(perf_counter=lambda: now.value, monotonic=time.monotonic)  # type: ignore[assignment]
+    strategy = (Own if LOSS in then else HybridPipelineStrategy)(microbatches=8, **options)
     begin = LambdaCallback(on_train_start=lambda *_: [seconds.__setitem__(*item) for item in then.items()])
     trainer = quiet_trainer(strategy, world, max_epochs=-1, max_steps=batches, callbacks=[begin])
     network = nn.Sequential(*map(Spending, range(LOSS)), nn.Flatten(), nn.Linear(16, 2))
@@ -116,4 +116,4 @@ def test_better_cuts_are_reported_as_options_of_fit(
         assert code == 0, output
         taken = yaml.safe_load(output)["trainer"]["strategy"]
         assert taken["init_args"]["cuts"] == [cuts]
-        assert taken["class_path"].rpartition(".")[2] == ("Own" if LOSS in then else "WholeStepStrategy")
+        assert taken["class_path"].rpartition(".")[2] == ("Own" if LOSS in then else "HybridPipelineStrategy")

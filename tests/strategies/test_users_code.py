@@ -20,17 +20,12 @@ SAMPLES, GLOBAL_BATCH = 64, 8
 
 
 class Module(LightningModule):
-    """A module that keeps gradients over two batches, and logs a mean over the epoch.
+    """A module that keeps gradients over two batches, clips them by their norm, and logs a mean over the epoch."""
 
-    Args:
-        clips: Whether the optimizer clips by the norm of all gradients.
-    """
-
-    def __init__(self, clips: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.example_input_array = torch.zeros(1, 3, 6, 6, dtype=torch.float64)
-        self.clips = clips
         layers = [nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.Tanh(), nn.Flatten()]
         self.net = nn.Sequential(*layers, nn.Linear(64, 5)).double()
 
@@ -44,19 +39,17 @@ class Module(LightningModule):
             optimizer.zero_grad()
 
     def configure_optimizers(self) -> Any:
-        if self.clips:
-            return timm.optim.Lamb(self.net.parameters(), 0.01, max_grad_norm=0.1)
-        return torch.optim.SGD(self.net.parameters(), 0.1, momentum=0.9)
+        return timm.optim.Lamb(self.net.parameters(), 0.01, max_grad_norm=0.1)
 
 
-def trained(strategy: Any, world: int, clips: bool, accumulated: int) -> dict[str, Tensor]:
+def trained(strategy: Any, world: int, accumulated: int) -> dict[str, Tensor]:
     """Return the weights after two epochs, and the loss of the last epoch."""
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(SAMPLES, 3, 6, 6, generator=generator, dtype=torch.float64)
     data = TensorDataset(images, torch.randint(5, (SAMPLES,), generator=generator))
     divides = world > 1 and not isinstance(strategy, HybridPipelineStrategy)
     sampler = None if divides else DistributedSampler(data, 1, 0, seed=0)  # Lightning shuffles like this.
-    module = Module(clips)
+    module = Module()
     trainer = quiet_trainer(strategy, world, max_epochs=2, accumulate_grad_batches=accumulated)
     trainer.fit(module, DataLoader(data, GLOBAL_BATCH // (2 if divides else 1), sampler=sampler))
     return {**module.net.state_dict(), "loss": trainer.callback_metrics["loss_epoch"]}
@@ -77,6 +70,5 @@ def test_kept_and_accumulated_gradients_and_norms_of_all_parameters_equal_one_de
     """The last step of an epoch has fewer batches than the other steps."""
     if name == "parameter_server":  # Torch's collectives need all workers, and would end the run if one is lost.
         monkeypatch.delattr(torch.distributed, "all_reduce")
-    clips = name != "hybrid_pipeline"  # A pipeline refuses the optimizer.
-    values = trained(STRATEGIES[name](), 2, clips, accumulated=3)
-    torch.testing.assert_close(values, trained("auto", 1, clips, accumulated=3), rtol=1e-9, atol=1e-12)
+    values = trained(STRATEGIES[name](), 2, accumulated=3)
+    torch.testing.assert_close(values, trained("auto", 1, accumulated=3), rtol=1e-9, atol=1e-12)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier, ImageSegmenter
 from cnnstrategies.commands.plan.measured import _request
-from cnnstrategies.strategies import HybridPipelineStrategy
-from cnnstrategies.strategies.whole_step.network import WHOLE, DividedForward, find_network
-from cnnstrategies.strategies.whole_step.order import check_run_ahead, describe_order, has_own_steps
+from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
+from cnnstrategies.strategies.hybrid_pipeline.network import WHOLE, DividedForward, find_network
+from cnnstrategies.strategies.hybrid_pipeline.order import check_run_ahead, describe_order, has_own_steps
 
 pytestmark = pytest.mark.light
 
@@ -63,13 +63,9 @@ def test_only_steps_of_the_package_itself_are_checked_late() -> None:
 
 
 def test_the_plan_is_for_the_schedule_that_runs() -> None:
-    options = {name: value.default for name, value in inspect.signature(HybridPipelineStrategy).parameters.items()}
-    for name, module, schedule in (
-        ("HybridPipelineStrategy", Own(), "1f1b"),
-        ("WholeStepStrategy", Own(), "gpipe"),
-        ("WholeStepStrategy", Declaring(), "1f1b"),
-    ):
-        strategy = SimpleNamespace(class_path=f"cnnstrategies.strategies.{name}", init_args=options)
+    options = {name: value.default for name, value in inspect.signature(PipelineStrategy).parameters.items()}
+    strategy = SimpleNamespace(class_path="cnnstrategies.strategies.HybridPipelineStrategy", init_args=options)
+    for module, schedule in ((Own(), "gpipe"), (Declaring(), "1f1b")):
         request = _request(strategy, module)
         assert request is not None
         assert request.schedule == schedule

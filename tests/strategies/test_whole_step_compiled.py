@@ -18,8 +18,8 @@ from whole_step_cases.checking import whole_step
 from whole_step_cases.running import differences, on_one_device, train_all, verdict
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.strategies.whole_step import checks
-from cnnstrategies.strategies.whole_step.compiling import compile_stages
+from cnnstrategies.strategies.hybrid_pipeline import checks
+from cnnstrategies.strategies.hybrid_pipeline.compiling import compile_stages
 
 # Cases with layers that run in a special way, that store values or count, that are called several times, or whose
 # hooks store values.
@@ -57,9 +57,7 @@ class Dropped(Classifier):
 
 
 def recomputing(case: Case, replicas: Sequence[int]) -> Any:
-    strategy: Any = whole_step(case, replicas)
-    strategy.request = replace(strategy.request, activation_checkpointing="always")
-    return strategy
+    return whole_step(case, replicas, activation_checkpointing="always")
 
 
 def train_dropping(replicas: Sequence[int], options: Sequence[tuple[str | None, Any]]) -> list[dict[str, Tensor]]:

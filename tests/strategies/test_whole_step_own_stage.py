@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline import disk_memory
-from cnnstrategies.strategies import WholeStepStrategy
+from cnnstrategies.strategies import HybridPipelineStrategy
 
 
 class Teacher(Module):
@@ -44,7 +44,7 @@ def trainer_of(replicas: list[int], epochs: int, name: str, **options: Any) -> T
         os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": str(sum(replicas))}
     if replicas:
         options = {"cuts": ["1", "3"][: len(replicas) - 1], "microbatches": replicas[0] ** 2, **options}
-        strategy = WholeStepStrategy(replicas=replicas, submodule="network", **options)
+        strategy = HybridPipelineStrategy(replicas=replicas, submodule="network", **options)
     return quiet_trainer(
         strategy,
         sum(replicas) or 1,

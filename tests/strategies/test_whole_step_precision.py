@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from whole_step_cases.base import CLASSES, Block
 
 from cnnstrategies.pipeline.replicas import StageReplicas
-from cnnstrategies.strategies import WholeStepStrategy
+from cnnstrategies.strategies import HybridPipelineStrategy
 
 BATCHES = 6
 OVERFLOW = 2  # Index of the batch in whose backward a gradient of the first stage is infinite.
@@ -166,8 +166,8 @@ def on_rank(precisions: list[str]) -> tuple[list[Trained], dict[str, Tensor]]:
     return results, getattr(module, "copies", {})
 
 
-def whole_step() -> WholeStepStrategy:
-    return WholeStepStrategy(replicas=[1, 2], cuts=["1"], microbatches=4, submodule="net")
+def whole_step() -> HybridPipelineStrategy:
+    return HybridPipelineStrategy(replicas=[1, 2], cuts=["1"], microbatches=4, submodule="net")
 
 
 # Largest difference of a parameter and relative difference of a norm, for each precision.

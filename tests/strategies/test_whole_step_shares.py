@@ -26,8 +26,8 @@ from whole_step_cases.running import differences
 from cnnstrategies import ConfigurationError
 from cnnstrategies.placed import ForeignTensor
 from cnnstrategies.placed.partial import PartialTensor
-from cnnstrategies.strategies import WholeStepStrategy, stopwatch
-from cnnstrategies.strategies.whole_step.loading import PlacedLoader
+from cnnstrategies.strategies import HybridPipelineStrategy, stopwatch
+from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader
 
 BATCH, SAMPLES = 12, 45  # The last batch has 9 samples.
 
@@ -92,7 +92,7 @@ class Delayed(Images):
 
 
 def placement_of(strategy: Any) -> Any:
-    return strategy.timed_stages.placement.runs if isinstance(strategy, WholeStepStrategy) else None
+    return strategy.timed_stages.placement.runs if isinstance(strategy, HybridPipelineStrategy) else None
 
 
 class NewShares(Callback):
@@ -123,7 +123,7 @@ def fit(
     if replicas:
         devices, rank = sum(replicas), dist.get_rank()
         os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(devices)}
-        strategy = WholeStepStrategy(replicas=list(replicas), cuts=["2"], timeout=30.0, **options)
+        strategy = HybridPipelineStrategy(replicas=list(replicas), cuts=["2"], timeout=30.0, **options)
     loading = replicas[0] if replicas else 1
     trainer = quiet_trainer(strategy, devices, max_epochs=1, callbacks=[NewShares()], **trainer_options)
     trainer.fit(module, loader(SAMPLES, BATCH, loading, rank), loader(14, 8, loading, rank))
@@ -200,7 +200,6 @@ class SlowStage(Callback):
         self.now = now.item()  # All ranks wait for the slowest rank.
 
 
-@pytest.mark.cluster
 def test_a_slow_replica_gets_fewer_microbatches_until_it_is_fast_again() -> None:
     data = {"global_batch_size": 20, "num_workers": 1}  # A loading worker loads ahead.
     common: dict[str, Any] = {"data": data, "max_epochs": 3, "limit_train_batches": 17, "limit_val_batches": 0}
@@ -208,7 +207,7 @@ def test_a_slow_replica_gets_fewer_microbatches_until_it_is_fast_again() -> None
 
     def run(name: str, *more: Any, **options: Any) -> Any:
         slow = SlowStage(lambda step: step < 17)
-        strategy = WholeStepStrategy(
+        strategy = HybridPipelineStrategy(
             replicas=[2, 1], cuts=["2"], microbatches=9, shares="auto", start_method="fork", timeout=60.0
         )
         return train(name, strategy, 3, callbacks=[slow, *more], **{**common, **options})
@@ -225,7 +224,7 @@ def test_a_slow_replica_gets_fewer_microbatches_until_it_is_fast_again() -> None
 
 def test_shares_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="initial_shares"):
-        WholeStepStrategy(stages=2, shares=[1, 2], initial_shares=[1, 2])
+        HybridPipelineStrategy(stages=2, shares=[1, 2], initial_shares=[1, 2])
 
 
 # Programs that use the images in several ways.

@@ -2,9 +2,8 @@
 
 import inspect
 import os
-import pkgutil
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -18,16 +17,15 @@ from cnnstrategies.commands.run.lightning_cli import ModelAndData, device_of
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.module import share
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.models.own_forward import network_at
-from cnnstrategies.pipeline.tracing import decide_by_shapes, find_cut, trace
+from cnnstrategies.pipeline.tracing import decide_by_shapes, find_cut, trace_open
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, read_cluster
 from cnnstrategies.planning.costs import Link, Profile
 from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of
 from cnnstrategies.planning.measure_links import measure_local_link
-from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
-from cnnstrategies.strategies.hybrid_pipeline.contract import find_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
+from cnnstrategies.strategies.hybrid_pipeline.network import find_network, module_at
+from cnnstrategies.strategies.hybrid_pipeline.order import order_of
 
 
 def job_from_configuration(options: PlanOptions, arguments: Sequence[str]) -> Job:
@@ -59,13 +57,13 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
             "them: leave out --profile or --config"
         )
     submodule = getattr(getattr(trainer.strategy, "init_args", None), "submodule", None)
-    network = network_at(model, find_network(model, submodule))
+    network = module_at(model, find_network(model, submodule))
     device = device_of(trainer.accelerator)
     devices = _device_count(trainer.devices) * int(trainer.num_nodes)
     cluster = read_cluster(options.cluster, devices) if options.cluster is not None else None
     request = None if options.search else _request(trainer.strategy, model)
     decide_by_shapes(network, lambda size: _images(data)[0][:size])
-    traced = trace(network)
+    traced = trace_open(network, True)
     loading = request.replicas_on(devices)[0] if request else devices
     samples = _samples(data, options, devices, loading, int(trainer.accumulate_grad_batches))
     images, batch = _images(data)
@@ -154,20 +152,18 @@ def _request(configured: Any, module: LightningModule) -> LayoutRequest | None:
         if configured not in StrategyRegistry:
             return None
         entry = StrategyRegistry[configured]
-        kind = entry["strategy"]
         # A subclass may pass its keyword arguments on to the class that has the options.
-        constructors = [vars(base)["__init__"] for base in reversed(kind.__mro__) if "__init__" in vars(base)]
+        bases = reversed(entry["strategy"].__mro__)
+        constructors = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)]
         signatures = [inspect.signature(constructor).parameters for constructor in constructors]
         defaults = {name: value.default for parameters in signatures for name, value in parameters.items()}
         arguments = {**defaults, **entry["init_params"]}
     else:
         arguments = dict(getattr(configured, "init_args", None) or {})
-        path = str(getattr(configured, "class_path", ""))
-        kind = pkgutil.resolve_name(path) if "." in path else None
     if not {field.name for field in fields(LayoutRequest)} <= set(arguments):
         return None
-    is_pipeline = isinstance(kind, type) and issubclass(kind, PipelineStrategy)
-    return (kind if is_pipeline else PipelineStrategy).layout_request(arguments, module)
+    request = LayoutRequest.of(arguments)
+    return replace(request, schedule=order_of(module, request.schedule))
 
 
 def _device_count(devices: Any) -> int:

@@ -95,18 +95,18 @@ class LoadingRanks:
             batch = next(mine, None)
             yield self._handed_over(batch) if self.all_load else batch
 
-    def indices(self, own: Sequence[int]) -> list[int]:
+    def indices(self, loaded: Sequence[int]) -> list[int]:
         """Return on rank 0 the indices of a global batch's samples, in the order of the rows. All ranks must call this.
 
         Args:
-            own: The indices that this rank has loaded.
+            loaded: The indices that this rank has loaded.
         """
         transport = self._transport()
         if self._rank:
-            for sending in transport.send_object(list(own), 0, "the indices of a batch"):
+            for sending in transport.send_object(list(loaded), 0, "the indices of a batch"):
                 sending.wait()
             return []
-        lists = [list(own)]
+        lists = [list(loaded)]
         for rank in range(1, self._placement.world_size):
             lists.append(transport.receive_object(rank, "the indices of a batch"))
         replicas = len(self._sources)

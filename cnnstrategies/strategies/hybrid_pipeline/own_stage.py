@@ -1,257 +1,314 @@
-"""The values with which a rank begins: rank 0's; its own stage's alone, where `configure_model` builds them.
+"""Build networks in ``configure_model`` so that each rank has only the parameters of its own stage.
 
-Of the parameters that belong elsewhere one at a time has values, so that memory need not hold the network.
+Each rank first plans the network: a copy of the module builds the network without values, and the cuts show which stage
+has which parameter. Then the module itself builds the network by the rules for placed tensors, with each parameter at
+its place. Outside of a run, parameters of other stages are on the meta device.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
+from warnings import catch_warnings, simplefilter
+from weakref import ref
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils._pytree import tree_leaves
+from torch.nn.parameter import is_lazy
 
-from cnnstrategies._torch_private import OperationMode
+from cnnstrategies._torch_private import OperationMode, swap_contents, without_modes
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.models.own_forward import network_at
-from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.fixed import known
-from cnnstrategies.pipeline.stage import divide
-from cnnstrategies.pipeline.transport import cpu_group
+from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.graph_checks import known
+from cnnstrategies.pipeline.network_copies import find_copies
+from cnnstrategies.pipeline.timetable import Placement
+from cnnstrategies.placed import ForeignTensor, Places
+from cnnstrategies.placed.registration import PlannedParameter, register_at_places
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
-from cnnstrategies.strategies.shadow import copy_of_module, same_random_numbers
-
-_OVERWRITES = ("zero_", "fill_")  # Beside those that draw.
+from cnnstrategies.strategies.hybrid_pipeline.network import find_network, module_at, tensors_of
+from cnnstrategies.strategies.module_copies import copy_of_module, same_random_numbers
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What `configure_model` builds: a copy of the module with it, on the meta device; its parameters in order."""
+class NetworkPlan:
+    """A network that ``configure_model`` will build.
+
+    Attributes:
+        module: A copy of the module with the network, on the meta device.
+        path: Path of the network.
+        parameters: The parameters in the order in which modules register them.
+    """
 
     module: LightningModule
+    path: str
     parameters: list[nn.Parameter]
 
 
-def plan_network(module: LightningModule, device: torch.device) -> Plan | None:
-    """What a copy of a module builds in `configure_model`; None for nothing. Random numbers stay as they are."""
+def plan_network(module: LightningModule, submodule: str | None, device: torch.device) -> NetworkPlan | None:
+    """Return the network that a module will build in ``configure_model``; None if the module does not build it there.
+
+    Args:
+        module: The module, which does not change.
+        submodule: Path of the network; None for the default.
+        device: Device whose random numbers stay as they are.
+
+    Raises:
+        ConfigurationError: The network has a lazy parameter.
+    """
     if not is_overridden("configure_model", module):
         return None
+    try:
+        planned, parameters = _planned(module, device, without_values=True)
+    except Exception:
+        # The code that builds the network may read values of parameters.
+        planned, parameters = _planned(module, device, without_values=False)
+    if not parameters:
+        return None
+    path = find_network(planned, submodule)
+    registered = {id(parameter) for parameter in parameters}
+    network = dict(module_at(planned, path).named_parameters())
+    if not any(id(parameter) in registered for parameter in network.values()):
+        return None
+    for name, parameter in network.items():
+        if is_lazy(parameter):
+            raise ConfigurationError(
+                f"{path}.{name} of {type(module).__name__} is a lazy parameter, but a rank builds only its own stage "
+                "in configure_model: give the layer its size, or build the network in __init__"
+            )
+    return NetworkPlan(planned, path, parameters)
+
+
+def _planned(
+    module: LightningModule, device: torch.device, without_values: bool
+) -> tuple[LightningModule, list[nn.Parameter]]:
+    """Build a network in a copy of a module.
+
+    Args:
+        module: The module.
+        device: See `plan_network`.
+        without_values: Whether parameters are on the meta device from the beginning.
+    """
     planned: LightningModule = copy_of_module(module)
-    with same_random_numbers(device), held_in_turn() as parameters:
-        planned.configure_model()
-    return Plan(planned.to("meta"), parameters) if parameters else None
+    parameters: list[nn.Parameter] = []
+    made: dict[int, tuple[ref[nn.Parameter], nn.Parameter]] = {}
+
+    def register(_: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        kept, same = made.get(id(parameter), (None, parameter))
+        if kept is not None and kept() is parameter:  # Two modules share the parameter.
+            parameter = same
+        elif without_values and not parameter.is_meta and not is_lazy(parameter):
+            # The original stays as it is, because it may be a parameter of the module that `__init__` has created.
+            meta = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            made[id(parameter)] = ref(parameter), meta
+            parameter = meta
+        parameters.append(parameter)
+        return parameter
+
+    # torch's annotation is wrong: the hook may return another parameter.
+    handle = register_module_parameter_registration_hook(register)  # type: ignore[arg-type]
+    try:
+        # Loading a checkpoint into parameters without values warns of it.
+        with same_random_numbers(device), catch_warnings():
+            simplefilter("ignore")
+            planned.configure_model()
+    finally:
+        handle.remove()
+    if not without_values:
+        created_before = set(module.parameters())
+        for parameter in parameters:
+            if parameter not in created_before and not parameter.is_meta and not is_lazy(parameter):
+                put_on_meta(parameter)
+    return planned.to("meta"), parameters
 
 
 def check_plan(request: LayoutRequest, start_method: str) -> None:
-    """Refuse what needs the whole network on one rank: cuts to be chosen, or a parent that is to get all weights."""
-    where = "the network is built in configure_model, where each rank keeps its own stage's parameters alone"
+    """Refuse options that need the whole network on one rank.
+
+    Raises:
+        ConfigurationError: The cuts are not named, or the process that starts the ranks would get all weights.
+    """
+    where = "the network is built in configure_model, so that each rank has only the parameters of its own stage"
     if request.cuts is None and request.stage_count > 1:
         raise ConfigurationError(
-            f"cuts are chosen by a profile of the whole network, and {where}: name the cuts, or build it in __init__"
+            f"cuts are chosen by a profile of the whole network, but {where}: name the cuts, or build it in __init__"
         )
     if start_method != "popen":
         raise ConfigurationError(
-            f"start_method={start_method!r} brings all weights back to the process that starts the ranks, and {where}: "
+            f"start_method={start_method!r} brings all weights back to the process that starts the ranks, but {where}: "
             "use start_method popen or torchrun, or build it in __init__"
         )
 
 
 def refuse_meta(module: LightningModule, path: str) -> None:
-    """Refuse a network with a parameter that has no value, by a ConfigurationError."""
-    for name, parameter in network_at(module, path).named_parameters():
+    """Refuse a network with a parameter that does not have a value.
+
+    Raises:
+        ConfigurationError: A parameter is on the meta device.
+    """
+    for name, parameter in module_at(module, path).named_parameters():
         if parameter.is_meta:
             place = ".".join(filter(None, (type(module).__name__, path, name)))
             raise ConfigurationError(
-                f"{place} is on the meta device and has no value: build the network in "
-                "configure_model, in a new module and without torch.device('meta'), where strategy hybrid_pipeline has "
-                "each rank keep its own stage's parameters alone"
+                f"{place} is on the meta device and has no value: build the network in configure_model, in a new "
+                "module and without torch.device('meta'); each rank then has only the parameters of its own stage"
             )
+
+
+class StageTensor(NamedTuple):
+    """A parameter or buffer of the network, or of a copy of the network such as a teacher, with its stage."""
+
+    name: str
+    stage: int
+    tensor: Tensor
+
+
+def stage_tensors(module: LightningModule, network: nn.Module, division: Division) -> Iterator[StageTensor]:
+    """Yield the parameters and buffers of a network and of its copies in a module.
+
+    Args:
+        module: The module.
+        network: The network, or a network with the same structure as the divided one.
+        division: The division.
+    """
+    for copy in (network, *find_copies(module, network)):
+        yield from (StageTensor(*item) for item in division.tensors(copy))
 
 
 @contextmanager
 def own_stage_alone(
-    plan: Plan, module: LightningModule, path: str, request: LayoutRequest, stage: int
-) -> Iterator[list[nn.Parameter]]:
-    """Inside, `configure_model` builds the network, of which the parameters of other stages end on the meta device.
+    plan: NetworkPlan, module: LightningModule, places: Places, placement: Placement, request: LayoutRequest
+) -> Iterator[list[torch.Size]]:
+    """Return a context in which ``configure_model`` builds a network of which a rank has only its own stage.
 
-    Yields those that have been registered; none where a callback has had the network built before.
+    At the end, parameters of other stages are on the meta device. All ranks must enter this context.
+
+    Args:
+        plan: The plan of the network.
+        module: The module.
+        places: The rules of this rank.
+        placement: The numbering of the ranks.
+        request: The strategy's arguments.
+
+    Yields:
+        The shapes of the parameters that have been registered; none if a callback has built the network before.
+
+    Raises:
+        ConfigurationError: The network differs from the planned one, or lacks values.
     """
-    planned = network_at(plan.module, path)
-    own = set(divide(planned, request.cuts or []).state[stage])
-    others = {id(parameter) for name, parameter in planned.named_parameters() if name not in own}
-    elsewhere = {number for number, parameter in enumerate(plan.parameters) if id(parameter) in others}
-    with held_in_turn(elsewhere) as parameters:
-        yield parameters
-    if not parameters:
-        return
-    network = network_at(module, path)
-    if [one.shape for one in parameters] != [one.shape for one in plan.parameters]:
-        raise ConfigurationError(
-            f"{type(module).__name__}.configure_model builds another network each time it is called: it must not "
-            "depend on what it has built before, on random numbers or on the rank"
-        )
-    missing = [name for name, parameter in network.named_parameters() if name in own and parameter.is_meta]
-    if missing:
-        raise ConfigurationError(
-            f"configure_model leaves {path}.{missing[0]} on the meta device: build it without torch.device('meta'), "
-            "since each rank keeps its own stage's parameters alone"
-        )
+    planned = module_at(plan.module, plan.path)
+    division = Division(planned, request.cuts or [])
+    ranks = [tuple(sorted(placement.ranks(stage))) for stage in range(division.stages)]
+    by_id = {
+        id(tensor): PlannedParameter(name, ranks[stage])
+        for name, stage, tensor in stage_tensors(plan.module, planned, division)
+    }
+    # The constructors of recurrent layers would join the memory of all parameters, which foreign ones do not have.
+    without_cudnn = torch.backends.cudnn.flags(enabled=False) if torch.cuda.is_available() else nullcontext()
+    with (
+        without_cudnn,
+        register_at_places(places, [by_id.get(id(parameter)) for parameter in plan.parameters]) as shapes,
+    ):
+        yield shapes
+        if not shapes:
+            return
+        network = module_at(module, plan.path)
+        expected = [torch.Size() if is_lazy(parameter) else parameter.shape for parameter in plan.parameters]
+        if shapes != expected or _shapes(network) != _shapes(planned):
+            raise ConfigurationError(
+                f"{type(module).__name__}.configure_model builds a different network each time it is called: it must "
+                "not depend on what it has built before, on random numbers or on the rank"
+            )
+        tensors = [(name, ranks[stage], tensor) for name, stage, tensor in stage_tensors(module, network, division)]
+        _settle(places, module, tensors)
     if planned in known:
         known[network] = known[planned]
 
 
-def broadcast_weights(network: nn.Module, timeout: timedelta) -> None:
-    """Start from rank 0's weights on every rank; a collective."""
-    if dist.get_world_size() == 1:
-        return
-    with cpu_group(timeout) as group:
-        _share(network, 0, group, torch.device("cpu"))
+def _shapes(network: nn.Module) -> Mapping[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in network.named_parameters()}
 
 
-def share_stage(pipeline: Pipeline) -> None:
-    """Start from the state of the first replica on every replica of a stage; a collective of these."""
-    if pipeline.reducer.group is None:
-        return
-    source = pipeline.placement.ranks(pipeline.place.stage)[0]
-    _share(pipeline.module, source, pipeline.reducer.group, pipeline.device)
+def _settle(places: Places, module: LightningModule, tensors: Sequence[tuple[str, tuple[int, ...], Tensor]]) -> None:
+    """Bring each parameter of the stages to its place, put it on the meta device elsewhere, and bring the rest to all.
 
-
-@torch.no_grad()
-def _share(module: nn.Module, source: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    for tensor in (*module.parameters(), *module.buffers()):
-        whole = tensor.detach().to(device).contiguous()
-        dist.broadcast(whole, source, group=group)
-        tensor.copy_(whole)
-
-
-@contextmanager
-def values_alone_to_cpu(module: LightningModule | None) -> Iterator[None]:
-    """Inside, ``module.cpu()`` leaves alone what is on the meta device, where torch refuses to move it."""
-    if module is None or not any(parameter.is_meta for parameter in module.parameters()):
-        yield
-        return
-
-    def move() -> None:
-        for tensor in (*module.parameters(), *module.buffers()):
-            if not tensor.is_meta:
-                tensor.data = tensor.data.cpu()
-
-    vars(module)["cpu"] = move
-    try:
-        yield
-    finally:
-        del vars(module)["cpu"]
-
-
-@contextmanager
-def held_in_turn(elsewhere: Container[int] | None = None) -> Iterator[list[nn.Parameter]]:
-    """Have modules that are built inside hold the memory of some of their parameters alone.
-
-    All are initialised as ever, so that the same random numbers are drawn for those that are kept; the memory of one
-    that belongs elsewhere is given back as soon as another is written, and at the end it is on the meta device.
+    A parameter may be elsewhere if its module is a copy of another stage's module.
 
     Args:
-        elsewhere: Those that belong elsewhere, by their numbers in the order in which modules register them; by
-            default all, and what is computed from their values is nobody's.
+        places: The rules of this rank.
+        module: The module.
+        tensors: Names, places and tensors of the stages' parameters and buffers.
+
+    Raises:
+        ConfigurationError: A parameter of this rank's stage does not have values.
     """
-    turns = Turns(elsewhere)
-    handle = register_module_parameter_registration_hook(turns.register)
-    try:
-        with turns:
-            yield turns.parameters
-    finally:
-        handle.remove()
-    turns.put_on_meta()
-
-
-class Turns(OperationMode):  # type: ignore[no-untyped-call]
-    """See :func:`held_in_turn`."""
-
-    def __init__(self, elsewhere: Container[int] | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.parameters: list[nn.Parameter] = []
-        self._places: list[tuple[nn.Module, str]] = []  # of the parameters
-        self._elsewhere = elsewhere
-        # By its id the storage of each parameter that belongs elsewhere, its bytes, and whose it is.
-        self._known: dict[int, tuple[torch.UntypedStorage, int, str]] = {}
-        self._held: set[int] = set()
-        self._right: set[int] = set()  # Those whose values are what the network's own code has made them.
-
-    def register(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        """Take note of a parameter."""
-        number = len(self.parameters)
-        self.parameters.append(parameter)
-        self._places.append((module, name))
-        storage = parameter.untyped_storage()
-        is_its_own = not parameter.is_meta and storage.resizable() and storage.nbytes() == parameter.nbytes
-        if is_its_own and (self._elsewhere is None or number in self._elsewhere):
-            self._known[id(storage)] = storage, parameter.nbytes, f"{type(module).__name__}.{name}"
-            self._right.add(id(storage))
-            self.hold({id(storage)})
-
-    def put_on_meta(self) -> None:
-        """Leave shape and type alone of what belongs elsewhere."""
-        made: dict[nn.Parameter, nn.Parameter] = {}  # One may be registered in several places.
-        for number, (parameter, (module, name)) in enumerate(zip(self.parameters, self._places, strict=True)):
-            if self.is_elsewhere(parameter):
-                without = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-                self.parameters[number] = made.setdefault(parameter, without)
-                if dict(module.named_parameters(recurse=False)).get(name) is parameter:
-                    module.register_parameter(name, self.parameters[number])
-
-    def is_elsewhere(self, tensor: Tensor) -> bool:
-        """Whether its memory is given back."""
-        return id(tensor.untyped_storage()) in self._known
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run an operation."""
-        kwargs = kwargs or {}
-        touched = self._storages((args, kwargs))
-        if not touched:
-            return func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        target = self._storages(args[:1])
-        if name == "copy_" and target:
-            self._right -= target
-            return args[0]  # What a mapped checkpoint has for others is not even read.
-        self.hold(touched)
-        result = func(*args, **kwargs)
-        if args and result is args[0]:
-            overwrites = name in _OVERWRITES or torch.Tag.nondeterministic_seeded in func.tags
-            if overwrites and result.nbytes == result.untyped_storage().nbytes():
-                self._right |= target
-            read = touched - target
-        else:
-            leaves = tree_leaves(result)
-            is_view = all(isinstance(leaf, Tensor) and self.is_elsewhere(leaf) for leaf in leaves)
-            read = set() if is_view or name.startswith("new_") or name.endswith("_like") else touched
-        if self._elsewhere is not None and (gone := read - self._right):
+    parameters = [item for item in tensors if isinstance(item[2], nn.Parameter)]
+    for name, place, parameter in parameters:
+        value: Tensor = parameter
+        if places.place_of(parameter) is not None:
+            value = places.bring(parameter.detach(), place, f"configure_model: {name}")
+        if places.rank not in place:
+            put_on_meta(parameter)
+        elif parameter.is_meta:
             raise ConfigurationError(
-                f"{self._known[gone.pop()][2]} is of another rank's stage, and its values are used for something "
-                f"else ({name}) when the network is built in configure_model, where each rank keeps its own stage's "
-                "alone: build the network in __init__"
+                f"configure_model leaves {name} on the meta device: build it without torch.device('meta'); each rank "
+                "then has only the parameters of its own stage"
             )
-        return result
+        elif isinstance(parameter, ForeignTensor):
+            _put(places, parameter, value)
+    of_stages = {id(parameter) for _, _, parameter in parameters}
+    for name, tensor in list(tensors_of(module)):
+        if id(tensor) not in of_stages and places.place_of(tensor) is not None:
+            whole = places.everywhere(tensor.detach(), f"configure_model: {name}")
+            if isinstance(tensor, ForeignTensor):
+                _put(places, tensor, whole)
+            else:
+                places.forget(tensor)
 
-    def _storages(self, values: Any) -> set[int]:
-        """Which of those that belong elsewhere are in nested containers."""
-        tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-        return {id(tensor.untyped_storage()) for tensor in tensors if self.is_elsewhere(tensor)}
 
-    def hold(self, touched: set[int]) -> None:
-        """Have memory for some, by the ids of their storages, and give that of the others back."""
-        for key in self._held - touched:
-            self._known[key][0].resize_(0)
-            self._right.discard(key)
-        for key in touched - self._held:
-            storage, size, _ = self._known[key]
-            storage.resize_(size)
-        self._held = touched
+def put_others_away(module: LightningModule, places: Places, device: torch.device) -> None:
+    """Make the parameters on the meta device foreign, before they get the places of their stages.
+
+    Args:
+        module: The module.
+        places: The rules of this rank.
+        device: Device of this rank, and of the foreign parameters.
+    """
+    elsewhere = tuple(rank for rank in range(places.world_size) if rank != places.rank)
+    for name, parameter in list(module.named_parameters()):
+        if parameter.is_meta:
+            places.put_away(parameter, elsewhere, name, device)
+
+
+def meta_tensors_stay(module: nn.Module | None) -> AbstractContextManager[object]:
+    """Return a context in which a module with parameters on the meta device can be moved to another device."""
+    has_meta = module is not None and any(parameter.is_meta for parameter in module.parameters())
+    return _MetaTensorsStay() if has_meta else nullcontext()  # type: ignore[no-untyped-call]
+
+
+class _MetaTensorsStay(OperationMode):  # type: ignore[no-untyped-call]
+    """Leaves tensors on the meta device there, where torch refuses to move them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation."""
+        if func.overloadpacket.__name__ == "_to_copy" and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def put_on_meta(parameter: Tensor) -> None:
+    """Replace a parameter's values by a tensor on the meta device, in place."""
+    with without_modes():
+        meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+        swap_contents(parameter, nn.Parameter(meta, parameter.requires_grad))
+
+
+def _put(places: Places, tensor: Tensor, value: Tensor) -> None:
+    """Give a foreign parameter or buffer values, in place."""
+    with places.local():
+        # The value may share its storage with another tensor.
+        value = value.detach().clone()
+        is_parameter = isinstance(tensor, nn.Parameter)
+        swap_contents(tensor, nn.Parameter(value, tensor.requires_grad) if is_parameter else value)

@@ -1,4 +1,4 @@
-"""After some batches a pipeline knows how long its stages take: where other cuts would be quicker, it says so."""
+"""Measure how long the stages of a pipeline take and wait, and warn if other cuts would be faster."""
 
 from collections.abc import Sequence
 from math import inf
@@ -11,22 +11,25 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from cnnstrategies.models.samples import count_samples
-from cnnstrategies.pipeline.task_times import MeasuredPipeline
+from cnnstrategies.pipeline.task_times import MeasuredPipeline, TaskTimes
 from cnnstrategies.pipeline.timetable import KINDS
-from cnnstrategies.strategies.balancing import GatherRows
+from cnnstrategies.placed import Places
+from cnnstrategies.strategies.gathering import GatherRows
 from cnnstrategies.strategies.hybrid_pipeline.layout import Recutter
+from cnnstrategies.strategies.hybrid_pipeline.loader_messages import SUBJECT
 from cnnstrategies.strategies.stopwatch import Stopwatch
 
-WARM_UP = 4  # batches, in which caches and connections are new
-BATCHES = 20
+WARM_UP = 4  # Number of batches that are not measured, because caches and connections are new.
+BATCHES = 20  # Number of the last batch that is measured.
 
 
 class StageTimes(Callback):
-    """Measures the batches 5 to 20 of a training on each rank, which all tell each other once.
+    """Callback that measures batches 5 to 20 of a training on each rank. Then the ranks exchange the times once.
 
     Args:
-        recut: On rank 0 what looks for better cuts.
-        gather: Brings the numbers of all ranks together.
+        pipeline: The pipeline whose tasks are measured.
+        recut: On rank 0, the function that searches for better cuts.
+        gather: Function that returns the numbers of all ranks.
     """
 
     def __init__(self, pipeline: MeasuredPipeline, recut: Recutter | None, gather: GatherRows) -> None:
@@ -35,8 +38,9 @@ class StageTimes(Callback):
         self._gather = gather
         self._clocks = {kind: Stopwatch(pipeline.device) for kind in (*KINDS, "loss")}
         self._batches = 0
-        # For batches of so many samples the mean of each kind of span in each; 0 where none is known yet.
-        self._found: dict[int, list[list[float]]] = {}
+        # Keys are numbers of samples of a batch. Values have a list for each batch of this size, with the mean time of
+        # each kind of span; 0 if there was no span of the kind.
+        self._times: dict[int, list[list[float]]] = {}
 
     @override
     def on_train_batch_end(
@@ -45,7 +49,7 @@ class StageTimes(Callback):
         self._batches += 1
         if WARM_UP < self._batches <= BATCHES:
             times = [mean([run.own for run in clock.take()] or [0.0]) for clock in self._clocks.values()]
-            self._found.setdefault(count_samples(batch), []).append(times)
+            self._times.setdefault(count_samples(batch), []).append(times)
         if self._batches == WARM_UP:
             for kind, clock in self._clocks.items():
                 self._pipeline.clocks.setdefault(kind, []).append(clock)
@@ -56,8 +60,8 @@ class StageTimes(Callback):
 
     def _tell(self, strategy: type[Any]) -> None:
         # The last batch of an epoch may be smaller.
-        samples = max(self._found, key=lambda one: len(self._found[one]))
-        kinds = zip(*self._found[samples], strict=True)
+        samples = max(self._times, key=lambda size: len(self._times[size]))
+        kinds = zip(*self._times[samples], strict=True)
         rows = self._gather([_usual([time for time in of_kind if time]) for of_kind in kinds])
         recut, placement = self._recut, self._pipeline.placement
         if recut is None or not all(forward and backward for forward, backward, _ in rows):
@@ -67,23 +71,39 @@ class StageTimes(Callback):
         loss = mean(of_rank for *_, of_rank in stages[-1])
         if not self._pipeline.forward_has_loss:
             took[-1] += loss
-        found = recut(samples, [*took[:-1], took[-1] - loss], loss)
-        if found is not None:
-            # With the class, it is taken after the strategy's short name, too.
+        better = recut(samples, [*took[:-1], took[-1] - loss], loss)
+        if better is not None:
+            # A class path is accepted even if the configuration names the strategy by its registered name.
             module = "" if strategy.__module__.startswith("cnnstrategies.") else f"{strategy.__module__}."
-            line = {"class_path": module + strategy.__qualname__, "init_args": {"cuts": found.cuts}}
+            line = {"class_path": module + strategy.__qualname__, "init_args": {"cuts": better.cuts}}
             rank_zero_warn(
                 f"in batches {WARM_UP + 1} to {BATCHES} the stages took {_milliseconds(took)} ms for a microbatch, "
-                f"planned were {_milliseconds(found.planned)} ms; with other cuts a step shall be {found.gain:.0%} "
+                f"planned were {_milliseconds(better.planned)} ms; with other cuts a step shall be {better.gain:.0%} "
                 "quicker:\n"
                 f"  trainer.strategy: {yaml.safe_dump(line, default_flow_style=True, width=inf).strip()}"
             )
 
 
 def _usual(times: Sequence[float]) -> float:
-    """The first quartile: other work on the machine only ever adds time."""
+    """Return the first quartile of times, because other work on the machine can only make times longer."""
     return sorted(times)[len(times) // 4] if times else 0.0
 
 
 def _milliseconds(times: Sequence[float]) -> str:
     return " and ".join(f"{1e3 * time:.1f}" for time in times)
+
+
+def measure_waits(places: Places, times: TaskTimes) -> None:
+    """Report this rank's waits for messages of other ranks as spans.
+
+    The kind of a wait for a batch is ``share``. The kind of all other waits is ``gather``.
+
+    Args:
+        places: The rules of this rank.
+        times: Measures the spans of this rank's stage.
+    """
+
+    def note_wait(subject: str, start: float, end: float) -> None:
+        times.note_wait("share" if subject == SUBJECT else "gather", start, end)
+
+    places.messages.note_wait = note_wait

@@ -1,469 +1,272 @@
-"""`strategy: hybrid_pipeline`: the network is cut into stages, each of them replicated as often as it needs."""
+"""Pipeline training in which every rank runs the module's steps once, with the whole batch, as one device does."""
 
-import warnings
-import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, filterwarnings
+from zipfile import is_zipfile
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.distributed import ReduceOp
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from cnnstrategies._lightning_private import (
-    asks_of_sigterm,
-)
+from cnnstrategies._lightning_private import allow_skipped_steps
 from cnnstrategies.checkpoints.io import load_mapped
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.models.own_forward import network_at
-from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.tracing import decide_by_shapes
-from cnnstrategies.pipeline.transport import Transport
-from cnnstrategies.strategies.balancing import gather_rows
-from cnnstrategies.strategies.exact_means import widened
-from cnnstrategies.strategies.hybrid_pipeline.balancing import TimedStages
+from cnnstrategies.pipeline.task_times import MeasuredPipeline
+from cnnstrategies.strategies.hybrid_pipeline.balancing import TimedStages, use_shares
 from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
-from cnnstrategies.strategies.hybrid_pipeline.batches import NoBatch, PredictionLoader, StageLoader
-from cnnstrategies.strategies.hybrid_pipeline.comparison import (
-    compare_on_rank_zero,
-    example_images,
-    example_on_device,
-)
-from cnnstrategies.strategies.hybrid_pipeline.contract import (
-    check_callbacks,
-    check_module,
-    check_optimizers,
-    compile_backend_of,
-)
-from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
-from cnnstrategies.strategies.hybrid_pipeline.epoch_ends import EndTogether, summarise_whole
-from cnnstrategies.strategies.hybrid_pipeline.first_samples import is_attached
-from cnnstrategies.strategies.hybrid_pipeline.layout import (
-    ChosenLayout,
-    describe_pipeline,
-    differences_of_pipeline,
-    stage_parameters,
-)
-from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
-    Plan,
-    broadcast_weights,
-    check_plan,
-    own_stage_alone,
-    plan_network,
-    refuse_meta,
-    share_stage,
-    values_alone_to_cpu,
-)
-from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes
-from cnnstrategies.strategies.hybrid_pipeline.steps import Steps, clip_by_joint_norm, clip_by_value
+from cnnstrategies.strategies.hybrid_pipeline.checks import placement_for
+from cnnstrategies.strategies.hybrid_pipeline.descriptions import differences
+from cnnstrategies.strategies.hybrid_pipeline.divided_run import DividedRun
+from cnnstrategies.strategies.hybrid_pipeline.epoch_ends import summarise_whole
+from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedLoader, PlacedPredictionLoader
+from cnnstrategies.strategies.hybrid_pipeline.order import settle_verdicts, tell_news
+from cnnstrategies.strategies.hybrid_pipeline.own_stage import meta_tensors_stay, put_others_away
+from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
+from cnnstrategies.strategies.hybrid_pipeline.predictions import predictions_on_rank_zero
+from cnnstrategies.strategies.hybrid_pipeline.start_values import broadcast_weights
 from cnnstrategies.strategies.lost_rank import after_the_lost_rank
 
 
 class HybridPipelineStrategy(PipelineStrategy):
-    """Pipeline and data parallel training: the network is cut into stages, and a stage may have several replicas.
+    """Pipeline training in which every rank runs the module's steps, hooks and callbacks as one device does.
 
-    Each replica is one device. The replicas of the first stage load batches as DDP processes do; the other ranks load
-    nothing. Together these batches are the global batch, which is divided into microbatches. Each microbatch is run by
-    one replica of each stage. The gradients are means over all samples of the global batch.
+    The module keeps its own network on every rank. Parameters and buffers of other stages are foreign tensors, see
+    :mod:`cnnstrategies.placed`. A call of the network runs the stages for all microbatches of the batch, and its result
+    is in the last stage. Whatever the module computes from the result follows the rules for placed tensors.
 
-    Every rank runs the module's steps once for the global batch. The steps get the targets of the global batch, the
-    shapes of its images, and the network's outputs, which the last stage sends to all ranks. The values that the steps
-    log are therefore the same on every rank, and the same as in one process.
-
-    If the module builds the network in ``configure_model``, each rank keeps only the parameters of its own stage. The
-    cuts must then be named.
-
-    The arguments are those of :class:`.PipelineStrategy`.
+    The arguments are those of :class:`.PipelineStrategy`. The schedule is ``gpipe``, or ``1f1b`` for modules that
+    declare their loss, see :mod:`cnnstrategies.pipeline.declared_loss`.
     """
 
-    pipeline: Pipeline | None = None
-    _steps: Steps | None = None
-    _callbacks: list[Any] | None = None  # the trainer's own, while it trains
-    _plan: Plan | None = None
-    _apart: LightningModule | None = None  # the module, where each rank has built its own stage alone
+    has_global_batches = True
 
-    # Before the processes start
-
-    @override
-    def _check(self, before_setup: bool = False) -> None:
-        module = self.lightning_module
-        if module is None or module is self._checked:
-            return
-        owner = module
-        try:
-            self._plan = plan_network(module, self.root_device if is_attached(module) else torch.device("cpu"))
-        except Exception:
-            if before_setup:
-                return  # It may need what its setup makes in the ranks, which check again.
-            raise
-        if self._plan is not None:
-            check_plan(self.request, self._start_method)
-            module = self._plan.module
-        path = check_module(module, self.submodule)
-        compile_backend_of(module)
-        network = network_at(module, path)
-        if self._plan is None:
-            refuse_meta(module, path)
-        if self.root_device.type == "cuda" and self.process_group_backend == "gloo":
-            raise ConfigurationError(
-                "process_group_backend=gloo: gloo sends no messages from one GPU to another; leave it out for NCCL"
-            )
-        if self._layer_sync is not None:
-            raise ConfigurationError(
-                "sync_batchnorm=True: the replicas of a stage run different microbatches and would wait for each "
-                "other; set trainer.sync_batchnorm to false; it is not needed for validation, because the running "
-                "statistics are those of the whole batch"
-            )
-        if not decide_by_shapes(network, partial(example_on_device, module, path)) and not is_attached(module):
-            return  # The ranks, which have the data, check again.
-        self.request.check(network, self.num_nodes * self.num_processes)
-        self._checked = owner
-
-    # Devices and data
-
-    @override
-    def process_dataloader(self, dataloader: object) -> StageLoader:
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        ranks = self._loading_ranks(dataloader)
-        if trainer.state.fn == TrainerFn.PREDICTING:
-            return PredictionLoader(dataloader, ranks, self._most, has_rows=self.is_global_zero)
-        return StageLoader(self._by_shares(dataloader, ranks), ranks, self._most)
-
-    @override
-    @after_the_lost_rank
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Load this rank's part of the batch and make the global one known.
-
-        Returns:
-            The global batch as every rank sees it: images by shape alone, everything else in full.
-        """
-        if self._steps is None:
-            return super().batch_to_device(batch, device, dataloader_idx)
-        own = None if isinstance(batch, NoBatch) else super().batch_to_device(batch, device, dataloader_idx)
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if self._deals is not None and trainer.training:
-            self._pipeline.deal(self._deals.at(trainer.current_epoch, trainer.fit_loop.batch_idx + 1))
-        return self._steps.load(own, dataloader_idx)
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._run: DividedRun | None = None
+        self._accumulates = False
 
     # Set-up
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether each rank has built the whole network, and not its own stage alone."""
-        return self._apart is None or self._apart is not self.lightning_module
 
     @override
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Inside, the module's `configure_model` builds the network."""
-        assert self.lightning_module is not None
+        """Return a context in which the module's ``configure_model`` builds the network."""
         self._check()
-        plan, self._plan = self._plan, None
-        if plan is None:
+        with self._chosen.building(self._module, self._connected.places, self.placement):
             yield
-            return
-        path = check_module(plan.module, self.submodule)
-        stage = self.placement.place(self.global_rank).stage
-        with own_stage_alone(plan, self.lightning_module, path, self.request, stage) as built:
-            yield
-        if built:
-            self._apart = self.lightning_module
-        else:
-            self._checked = None
 
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
-        assert self.lightning_module is not None
+        module, fitting = self._module, trainer.state.fn == TrainerFn.FITTING
         self._check()
         self._failed = False
         self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.lightning_module)
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
-        path = check_module(self.lightning_module, self.submodule)
-        network = network_at(self.lightning_module, path)
-        whole = self._is_whole
-        if whole:
-            broadcast_weights(network, self.time_limit)
+        self.model = self.precision_plugin.convert_module(module)
+        with meta_tensors_stay(module):
+            self.model_to_device()
+        is_whole = self._chosen.is_whole(module)
+        if not is_whole:
+            put_others_away(module, self._connected.places, self.root_device)
         else:
-            # Of what a rank does not keep, the host may have drawn the values in place of the device: a step that draws
-            # numbers would draw others on each rank.
-            torch.set_rng_state(self.broadcast(torch.get_rng_state()).cpu())
-        fitting = trainer.state.fn == TrainerFn.FITTING
+            broadcast_weights(module, self.time_limit)
+            if fitting:
+                # The optimizers are created with the whole network, because automatic cuts need the optimizers.
+                self.setup_optimizers(trainer)
         if fitting:
-            check_callbacks(callbacks)
-            # On the whole network: its groups are those of a checkpoint.
-            self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers, self.root_device)
-            summarise_whole(trainer, self.lightning_module, callbacks)
-        if self._layout is None or self._layout[0] is not network:
-            self._layout = (network, self._choose_layout(trainer, path, whole))
-        layout = self._layout[1]
-        self.pipeline = Pipeline(
-            network,
-            layout.cuts,
-            layout.replicas,
-            layout.microbatches,
-            self.request.schedule,
-            layout.run_ahead,
-            layout.checkpointing,
-            self.root_device,
-            self.time_limit,
-            placement=self.request.placement,
-            compile_backend=compile_backend_of(self.lightning_module),
-            shares=self.placement.shares,
-        )
-        if not whole:
-            share_stage(self.pipeline)
-        divided = DividedModule(self.lightning_module, path, self.pipeline, callbacks, whole)
-        self.model_to_device()
-        self._steps = Steps(divided, fitting)
-        if fitting:
-            divided.divide_optimizers(self.optimizers)
-            callbacks.insert(0, EndTogether(self._end_together))
-            if layout.planned:
-                callbacks.append(StageTimes(self.pipeline, layout.recut, self._gather))
-                self._layout = network, replace(layout, planned=False, recut=None)  # Once is enough.
-            self._callbacks = callbacks
+            summarise_whole(trainer, module, trainer.callbacks)  # type: ignore[attr-defined]  # set outside the class
+        layout = self._chosen.choose_layout(trainer, self.root_device)
+        placement = placement_for(self.request, layout.microbatches, self.world_size)
+        if self._deals is not None:
+            placement = replace(placement, shares=self._deals.shares)
+        self._run = run = DividedRun(module, self._chosen, self._connected, self.root_device)
+        run.divide(placement)
+        if fitting and not is_whole:
+            with self._connected.places:
+                self.setup_optimizers(trainer)
+        # In a validation after a training, rank 0 has the whole states of the training's optimizers.
+        run.divide_optimizers(self.optimizers if fitting else [])
         self.setup_precision_plugin()
-        plugin: Any = self.precision_plugin
-        # The plugin's own know this stage's gradients alone, and fail where there are none.
-        plugin.clip_grad_by_norm, plugin.clip_grad_by_value = self._clip_grad_by_norm, clip_by_value
-        scaler = getattr(plugin, "scaler", None)
-        if scaler is not None and fitting and not self._pipeline.parameters:
-            raise ConfigurationError(
-                f"precision 16-mixed needs trainable parameters in every stage, and {self._pipeline.transport.me} has "
-                "none: use bf16-mixed, or other cuts"
-            )
+        allow_skipped_steps(trainer)
+        run.begin(self._gather)
 
     @property
-    def _pipeline(self) -> Pipeline:
-        assert self.pipeline is not None, "the strategy has been set up"
-        return self.pipeline
-
-    def _choose_layout(self, trainer: Trainer, path: str, whole: bool) -> ChosenLayout:
-        """A layout, whose stages compute what the whole network computes where that will be trained; a collective."""
-        network = network_at(trainer.lightning_module, path)
-        example = partial(example_images, trainer.lightning_module, path)
-        layout = self.request.choose(network, trainer, trainer.world_size, self.root_device, example)
-        if trainer.state.fn == TrainerFn.FITTING and layout.cuts:
-            compare_on_rank_zero(trainer, path, layout.cuts, self.root_device, whole)
-        if self.root_device.type == "cuda":
-            # What the training holds is to be measured, and not what these trials have held.
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.root_device)
-        return layout
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     @property
+    def _divided(self) -> DividedRun:
+        assert self._run is not None, "the strategy has been set up"
+        return self._run
+
+    @property
+    def _values(self) -> PlacedModule | None:
+        """The module's parameters and buffers; None outside of a run."""
+        return None if self._run is None else self._run.values
+
+    # Devices and data
+
     @override
-    def timed_stages(self) -> TimedStages:
-        return self._pipeline
+    def process_dataloader(self, dataloader: object) -> Any:
+        ranks = self._loading_ranks(dataloader)
+        common = ranks, self._connected.places, self.placement, self._most
+        if self._module.trainer.state.fn == TrainerFn.PREDICTING:
+            return PlacedPredictionLoader(dataloader, *common, has_rows=self.is_global_zero)
+        return PlacedLoader(self._by_shares(dataloader, ranks), *common)
 
-    @property
-    def steps(self) -> Steps:
-        """What runs the module's steps, from the set-up to the end."""
-        assert self._steps is not None, "the strategy has been set up"
-        return self._steps
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self._connections is not None and self._connections.is_connected:
+            use_shares(self._module.trainer, self._connections.transport, self._deals)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     # Steps
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
-            self.steps.divided.check_groups()
-            self.steps.begin_epoch()
-
-    @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with self.steps.accumulating():
+        """Return a context for the batches whose gradients are accumulated, except for the last one."""
+        self._accumulates = True
+        try:
             yield
-
-    def _end_together(self) -> None:
-        assert self.lightning_module is not None
-        if self.world_size > 1 and asks_of_sigterm(self.lightning_module.trainer):  # As Lightning for a batch.
-            dist.broadcast(torch.zeros(1, dtype=torch.int64, device=self.root_device), 0)
-        self._pipeline.end_together()
+        finally:
+            self._accumulates = False
 
     @override
-    @after_the_lost_rank
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.steps.watch.paused():  # A hook of the optimizer's step may call it.
-            return self.steps.train(args, kwargs)
+        return self._step("training_step", self.precision_plugin.train_step_context(), args, kwargs)
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.steps.watch.paused():
-            return super().optimizer_step(*args, **kwargs)
-
-    @override
-    @after_the_lost_rank
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self.steps.evaluate("validation_step", args, kwargs)
+        return self._step("validation_step", self.precision_plugin.val_step_context(), args, kwargs)
 
     @override
-    @after_the_lost_rank
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self.steps.evaluate("test_step", args, kwargs)
+        return self._step("test_step", self.precision_plugin.test_step_context(), args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._step("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
+        # Predictions are read after the run, by the caller of `Trainer.predict`.
+        return predictions_on_rank_zero(self._connected.places, result)
+
+    @after_the_lost_rank
+    def _step(self, name: str, context: AbstractContextManager[Any], args: Sequence[Any], kwargs: Any) -> Any:
+        return self._divided.steps.run(name, context, args, kwargs)
 
     @override
     @after_the_lost_rank
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self.steps.evaluate("predict_step", args, kwargs)
-
-    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        with self.steps.watch.paused():
-            clip_by_joint_norm(optimizer, clip_val, self._pipeline.place.replica == 0, self.root_device)
-
-    # Collectives
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
-        """Combine a value over the ranks; a sum is taken as a mean, since every rank has counted the whole batch."""
-        is_sum = str(reduce_op).lower() in ("sum", "redoptype.sum")
-        reduce_op = "mean" if is_sum else reduce_op
-        return super().reduce(widened(tensor, reduce_op), group, reduce_op)
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward, and bring each gradient to the place of its parameter."""
+        self.pre_backward(closure_loss)
+        steps, is_last = self._divided.steps, not self._accumulates
+        closure_loss = steps.backward(closure_loss, optimizer, self.precision_plugin, is_last, args, kwargs)
+        self.post_backward(closure_loss)
+        tell_news(self._divided.placed)
+        return closure_loss
 
     @override
-    def _most(self, number: int) -> int:
-        # On the host, where it can be: to read it there waits for nothing that a device computes.
-        group = None if self.pipeline is None else self.pipeline.transport.control
-        value = torch.tensor(number, device=self.root_device if group is None else "cpu")
-        if self.world_size > 1:
-            dist.all_reduce(value, op=ReduceOp.MAX, group=group)
-        return int(value)
-
-    @override
-    def _gather(self, row: list[float]) -> list[list[float]]:
-        return gather_rows(row, self._pipeline.transport.control)
-
-    @override
-    def _gather_early(self, row: list[float]) -> list[list[float]]:
-        return super()._gather_early(row) if self.pipeline is None else self._gather(row)
-
-    @override
-    def _transport(self) -> Transport:
-        return self._pipeline.transport
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        settle_verdicts(self._divided.placed)
 
     # Checkpoints
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """On rank 0 the whole module's state, under the names that any strategy has; a collective."""
-        assert self.lightning_module is not None
+        """Return the module's state dict, on rank 0 with the values of all ranks. All ranks must call this."""
         if self._in_parts:
             raise RuntimeError(
                 "the run has failed, and each rank has the weights of its own stage alone: there is nothing whole to "
-                "save; go on from the last checkpoint"
+                "save; continue from the last checkpoint"
             )
-        if self._steps is None and not self._is_whole:
+        if self._values is not None:
+            settle_verdicts(self._divided.placed)
+            return self._values.state_on_rank_zero()
+        if not self._chosen.is_whole(self._module):
             raise ConfigurationError(
-                "the run has ended, and each rank has the weights of its own stage alone, as configure_model has built "
-                "the network: have ModelCheckpoint save it during fit"
+                "the run has ended, and each rank has only the weights of its own stage, because configure_model has "
+                "built the network: let ModelCheckpoint save it during fit"
             )
-        if self._steps is None:
-            return self.lightning_module.state_dict()
-        with self._steps.watch.paused():
-            return self._steps.divided.whole_state(self.lightning_module.state_dict())
+        return self._module.state_dict()
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint; a rank that has its own stage alone reads no more of it than that."""
-        if self._is_whole or not zipfile.is_zipfile(checkpoint_path):
+        """Load a checkpoint. A rank that has only its own stage reads only the values of this stage from the file."""
+        if self._chosen.is_whole(self._module) or not is_zipfile(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         return load_mapped(checkpoint_path, weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._steps is None:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*to a meta parameter", UserWarning)  # That of another rank's stage.
-                super().load_model_state_dict(checkpoint, strict)
-            return
-        assert self.lightning_module is not None
-        with self._steps.watch.paused():
-            own = self._steps.divided.own_state(checkpoint["state_dict"])
-            self.lightning_module.load_state_dict(own, strict=strict)
+        with catch_warnings():
+            # Before the set-up, parameters of other stages may be on the meta device, where they need no values.
+            filterwarnings("ignore", ".*to a meta parameter", UserWarning)
+            super().load_model_state_dict(checkpoint, strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """On rank 0 the optimizer's state over the whole network, as one process would save it; a collective."""
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
-        if self._steps is None:
-            return optimizer.state_dict()
-        with self._steps.watch.paused():
-            return self._steps.divided.whole_optimizer_state(optimizer)
+        """Return an optimizer's state, on rank 0 with the values of all ranks. All ranks must call this."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # Lightning may have wrapped the optimizer.
+        return optimizer.state_dict() if self._run is None else self._run.optimizer_state(optimizer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self.steps.divided.load_optimizer_states(checkpoint["optimizer_states"])
+        assert self._values is not None
+        self._values.load_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        # Weight averaging has put this rank's part of its average there; `current_model_state` is whole already.
-        if self._steps is not None and self._steps.divided.averages and "current_model_state" in checkpoint:
-            checkpoint["state_dict"] = self._steps.divided.whole_state(checkpoint["state_dict"])
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self._values is not None:
+            # Callbacks may have added values of their own, such as averaged weights.
+            checkpoint = self._values.on_rank_zero(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # Facts
 
     @override
     def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
-        pipeline = self._pipeline
-        graphs, parameters = pipeline.blueprint.stages[True], stage_parameters(pipeline)
-        rows = describe_pipeline(pipeline.placement, graphs, parameters, self.request, batch_size)
-        return [*rows, *self._chosen_layout.panel_rows()]
+        return self._divided.panel_rows(batch_size)
 
     @override
     def differences(self, batch_size: int | None) -> list[str]:
-        return differences_of_pipeline(self._pipeline.blueprint.network, self._pipeline.placement, batch_size)
+        return differences(self._divided.placed, batch_size)
+
+    @property
+    @override
+    def pipeline(self) -> MeasuredPipeline | None:
+        """The times of this rank's stage; None outside of a run."""
+        return None if self._values is None else self._divided.placed.runner.times
+
+    @property
+    def timed_stages(self) -> TimedStages:
+        """The stages, whose microbatches can be timed, after the set-up."""
+        return self._divided.placed.runner
 
     @property
     @override
     def parameters_per_device(self) -> list[int]:
         """Numbers of parameters that the devices of each stage hold."""
-        return stage_parameters(self._pipeline)
-
-    @override
-    def check_job(self, module: LightningModule, processes: int) -> None:
-        self.request.check(network_at(module, check_module(module, self.submodule)), processes)
+        return self._divided.parameters_of_stages()
 
     # The end
 
     @override
     def teardown(self) -> None:
-        """Put the whole network back, with its weights on every rank; after a failure, what this rank has."""
-        if self._callbacks is not None:
-            self._callbacks[:] = [
-                callback for callback in self._callbacks if not isinstance(callback, EndTogether | StageTimes)
-            ]
-        self._callbacks = None
-        if self._steps is not None:
-            self._steps.watch.end()
-            self._steps.divided.restore(merge=not self._failed and self._is_whole)
-            self._in_parts = self._failed
-            if self._failed:
-                self._checked = None
-            else:
-                self._pipeline.close()
-        self.pipeline = self._steps = self._examined = None
-        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-            vars(self.precision_plugin).pop(name, None)  # Another Trainer may be given the same plugin.
-        with values_alone_to_cpu(self.lightning_module):
+        """Bring the whole network back to all ranks. After a failure each rank keeps the values that it has."""
+        (run, self._run), (connections, self._connections) = (self._run, None), (self._connections, None)
+        self._in_parts = run is not None and run.end(self._failed)
+        if self._in_parts:
+            self._chosen.check_again()
+        if connections is not None:
+            connections.drop()
+        with meta_tensors_stay(self.lightning_module):
             super().teardown()

@@ -1,4 +1,4 @@
-"""Print how each case ends under a strategy. The arguments are STRATEGY REPLICAS [CASE ...].
+"""Print how each case ends under `hybrid_pipeline`. The arguments are REPLICAS [CASE ...].
 
 Each case runs in processes of its own, so that a case that ends badly does not concern the other cases.
 """
@@ -20,12 +20,6 @@ def pipeline(case: Case, replicas: Sequence[int]) -> Any:
     return HybridPipelineStrategy(**options(case, replicas))
 
 
-def whole_step(case: Case, replicas: Sequence[int]) -> Any:
-    from cnnstrategies.strategies.whole_step.strategy import WholeStepStrategy
-
-    return WholeStepStrategy(**options(case, replicas))
-
-
 def options(case: Case, replicas: Sequence[int]) -> dict[str, Any]:
     return {
         "replicas": list(replicas),
@@ -37,10 +31,9 @@ def options(case: Case, replicas: Sequence[int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    strategy, layout, *names = sys.argv[1:]
+    layout, *names = sys.argv[1:]
     for logger in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(logger).setLevel(logging.ERROR)
-    make = {"pipeline": pipeline, "whole_step": whole_step}[strategy]
     replicas = [int(number) for number in layout.split(",")]
     counts: dict[str, int] = {}
     for name in names or CASES:
@@ -51,7 +44,7 @@ def main() -> None:
             text = f"fails on one device: {str(error)[-1500:]}"
         else:
             try:
-                (results,) = on_ranks([CASES[name]], make, replicas)
+                (results,) = on_ranks([CASES[name]], pipeline, replicas)
                 text = verdict(expected, results)
             except AssertionError as error:
                 ranks = re.split(r"^(?=rank \d+: )", str(error), flags=re.MULTILINE)

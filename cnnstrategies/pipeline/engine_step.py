@@ -1,0 +1,350 @@
+"""Run one batch on a rank: run the rank's tasks, and hold what each microbatch needs until its backward."""
+
+import math
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.engine_batch import Batch
+from cnnstrategies.pipeline.engine_loss import MeanLoss
+from cnnstrategies.pipeline.microbatches import Images
+from cnnstrategies.pipeline.timeline import Span
+from cnnstrategies.pipeline.timetable import Task
+
+if TYPE_CHECKING:
+    from cnnstrategies.pipeline.engine import Pipeline
+
+
+class RandomState:
+    """The state of the random number generators of the CPU and of a device, at the time when the object is created."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cpu = torch.get_rng_state()
+        self.accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Set the random number generators to this state."""
+        torch.set_rng_state(self.cpu)
+        if self.accelerator is not None:
+            torch.cuda.set_rng_state(self.accelerator, self.device)
+
+
+@dataclass
+class Held:
+    """The data of a microbatch that a rank holds between the microbatch's forward and backward.
+
+    Attributes:
+        leaves: For each stage that sent inputs, the inputs whose gradients must be sent back.
+        roots: For each stage that received outputs, the gradient edges of these outputs. A gradient edge is the node of
+            the autograd graph where a backward pass for the output starts; None if the output requires no gradient. In
+            the last stage, the only key is None, and its value is a list with the gradient edge of the loss. The
+            outputs themselves are not held, so that their memory can be freed.
+        arguments: Arguments of the stage, if activations are recomputed; otherwise None.
+        random: State of the random number generators before the forward, if activations are recomputed; otherwise None.
+    """
+
+    leaves: dict[int, list[Tensor]]
+    roots: dict[int | None, list[GradientEdge | None]] = field(default_factory=dict)
+    arguments: tuple[Any, ...] | None = None
+    random: RandomState | None = None
+
+
+class Step:
+    """The run of one batch on a rank, for training or evaluation.
+
+    Args:
+        pipeline: The rank's pipeline.
+        batch: The batch.
+        loss: Loss that can be computed for each microbatch; None for evaluation.
+        scale: Factor by which the loss is multiplied.
+
+    Attributes:
+        outputs: In the last stage, the network's outputs for each microbatch of the rank. Empty in other stages.
+        loss_sum: In the last stage, the part of the batch's loss that comes from the microbatches that the rank has run
+            so far; 0 in other stages.
+    """
+
+    def __init__(
+        self,
+        pipeline: "Pipeline",
+        batch: Batch,
+        loss: MeanLoss | None = None,
+        scale: float | Tensor = 1.0,
+    ) -> None:
+        self.pipeline = pipeline
+        self.batch = batch
+        self.loss = loss
+        self.scale = scale
+        self.channels = pipeline.channels[pipeline.module.training]
+        self.outputs: dict[int, Any] = {}
+        self.loss_sum = torch.zeros((), device=pipeline.device)
+        self._held: dict[int, Held] = {}
+        self._last: int | None = None  # Microbatch of this rank's last backward; None if the rank runs no microbatch.
+
+    def train(self, more: bool) -> list[Tensor | None]:
+        """Run all forward and backward passes.
+
+        Args:
+            more: Whether another batch follows before the optimizer's step.
+
+        Returns:
+            The gradients of the scaled loss; see :meth:`GradientReducer.finish`.
+        """
+        pipeline = self.pipeline
+        tasks = [task for task in pipeline.tasks if self.batch.split.sizes[task.microbatch]]
+        self._last = max((task.microbatch for task in tasks), default=None)
+        pipeline.reducer.begin()
+        pipeline.buffers.begin(self.batch.split.microbatches)
+
+        def run(task: Task) -> None:
+            if task.kind == "forward":
+                self._forward(task.microbatch)
+                return
+            if task.microbatch == self._last and not more and self.overlaps(task.microbatch):
+                pipeline.reducer.overlap()
+            self._backward(task.microbatch)
+
+        try:
+            self._run(tasks, run)
+            with self.timed("reduce", None), pipeline.transport.collective("summing the gradients of the stage"):
+                gradients = pipeline.reducer.finish(keep=more)
+                pipeline.buffers.finish()
+        except BaseException:
+            pipeline.reducer.abandon()
+            pipeline.buffers.abandon()
+            raise
+        with self.timed("send", None):
+            self.channels.finish()
+        return gradients
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Run the forward passes of the rank's microbatches without autograd."""
+        microbatches = [m for m in self.pipeline.own_microbatches if self.batch.split.sizes[m]]
+        self._run([Task("forward", self.pipeline.place.stage, m) for m in microbatches], self._infer)
+        self.channels.finish()
+
+    def _run(self, tasks: Sequence[Task], run: Callable[[Task], None]) -> None:
+        """Run tasks in order, and begin sends and receives before the first task and after each task."""
+        channels, ahead, transport = self.channels, self.pipeline.ahead, self.pipeline.transport
+        channels.plan(tasks, self._size)
+        times = [*map(channels.turn, tasks), *[math.inf] * (ahead + 1)]
+        channels.exchange(times[0], times[ahead])
+        for index, task in enumerate(tasks):
+            try:
+                run(task)
+                with self.timed("send", task.microbatch):
+                    channels.exchange(times[index + 1], times[index + 1 + ahead])
+            except Exception as error:
+                error.add_note(f"in {transport.me}: {task.kind} of microbatch {task.microbatch}")
+                raise
+
+    def _infer(self, task: Task) -> None:
+        microbatch, size = task.microbatch, self._size(task.microbatch)
+        values, _ = self.channels.receive_forward(microbatch, size)
+        result = self.pipeline.module(*self.channels.inputs(values, self._images(microbatch)))
+        if self.pipeline.last:
+            check_rows(result, self.batch.split.sizes[microbatch])
+            self.outputs[microbatch] = result
+        else:
+            self.channels.send_forward(microbatch, size, self._named(result), training=False)
+
+    def _forward(self, microbatch: int) -> None:
+        pipeline, size = self.pipeline, self._size(microbatch)
+        checkpointing = pipeline.activation_checkpointing
+        again = checkpointing == "always" or (checkpointing == "except_last" and microbatch != self._last)
+        with self.timed("receive", microbatch):
+            values, leaves = self.channels.receive_forward(microbatch, size)
+        held = self._held[microbatch] = Held(leaves)
+        arguments = self.channels.inputs(values, self._images(microbatch))
+        if again:
+            held.arguments, held.random = arguments, RandomState(pipeline.device)
+        tracked = self.tracks(again)
+        # Autocast caches converted weights. The cache is turned off if the forward runs without autograd: otherwise the
+        # recomputation would use the cached weights, and the network's weights would get no gradients.
+        enabled, dtype = self._autocast
+        with (
+            torch.set_grad_enabled(tracked),
+            torch.autocast(pipeline.device.type, dtype, enabled=enabled, cache_enabled=tracked),
+            pipeline.buffers.microbatch(microbatch),
+            self.timed("forward", microbatch),
+        ):
+            result = pipeline.module(*arguments)
+            if not pipeline.last:
+                roots = self.channels.send_forward(microbatch, size, self._named(result), training=True)
+                if not again:
+                    held.roots.update((target, _edges(tensors)) for target, tensors in roots.items())
+                return
+            check_rows(result, self.batch.split.sizes[microbatch])
+            self.outputs[microbatch] = tree_map(_detached, result)
+            if not again:
+                held.roots[None] = _edges([self.part_of_loss(result, microbatch)])
+
+    def _backward(self, microbatch: int) -> None:
+        with self.timed("receive", microbatch):
+            gradients = self.channels.receive_backward(microbatch)
+        held = self._held[microbatch]
+        with self.timed("backward", microbatch):
+            if held.arguments is not None:
+                self._recompute(microbatch, held)
+            self._backpropagate(held, gradients)
+        self.channels.send_backward(microbatch, held.leaves)
+        del self._held[microbatch]
+
+    def _backpropagate(self, held: Held, gradients: dict[int, list[Tensor | None]]) -> None:
+        roots: list[GradientEdge] = []
+        starts: list[Tensor | None] = []
+        for target, edges in held.roots.items():
+            received = [None] * len(edges) if target is None else gradients[target]
+            for root, start in zip(edges, received, strict=True):
+                if root is not None and (target is None or start is not None):
+                    roots.append(root)
+                    starts.append(start)
+        if roots:
+            with torch.autocast(self.pipeline.device.type, enabled=False):
+                torch.autograd.backward(roots, starts)
+
+    def _recompute(self, microbatch: int, held: Held) -> None:
+        assert held.arguments is not None
+        assert held.random is not None
+        present = RandomState(self.pipeline.device)
+        held.random.restore()
+        with self.pipeline.buffers.microbatch(microbatch, again=True):
+            result = self.pipeline.module(*held.arguments)
+            if self.pipeline.last:
+                held.roots[None] = _edges([self.part_of_loss(result, microbatch)])
+            else:
+                roots = self.channels.roots(self._named(result))
+                held.roots.update((target, _edges(tensors)) for target, tensors in roots.items())
+        present.restore()
+
+    def tracks(self, again: bool) -> bool:
+        """Whether a forward runs with autograd.
+
+        A forward that will be recomputed runs without autograd, unless the stage is compiled. For a compiled stage,
+        torch would compile different code for a forward without autograd and for its recomputation, and the two might
+        draw different random numbers.
+
+        Args:
+            again: Whether the forward will be recomputed for the backward.
+        """
+        return self.pipeline.compiled or not again
+
+    def overlaps(self, microbatch: int) -> bool:
+        """Whether the replicas of the stage may sum their gradients while their last backward passes run.
+
+        This is possible if all replicas run their last backward pass at about the same time. Otherwise an early replica
+        could wait in its last backward for a late replica that has not begun its last backward. The late replica may in
+        turn need a message that the early replica sends only after its last backward, and both would wait forever.
+
+        Args:
+            microbatch: The microbatch of this rank's last backward.
+        """
+        placement, stage = self.pipeline.placement, self.pipeline.place.stage
+        runs, sizes = placement.runs[stage], self.batch.split.sizes
+        later = [replica for replica, size in zip(runs[microbatch + 1 :], sizes[microbatch + 1 :], strict=True) if size]
+        # No other replica may have two backward passes left. Such a replica takes part in the sum only in its second
+        # pass, so this rank would have to wait for it.
+        return len(set(later)) == len(later) and not any(sizes[microbatch + placement.replicas[stage] :])
+
+    def part_of_loss(self, outputs: Any, microbatch: int) -> Tensor:
+        """Return a microbatch's part of the global batch's loss, multiplied by the scale.
+
+        The part without the scale is also added to ``loss_sum``. The unscaled parts of all microbatches add up to the
+        loss of the global batch.
+        """
+        assert self.loss is not None
+        part = self.loss.part(outputs, microbatch)
+        self.loss_sum = self.loss_sum + part.detach()
+        return part * self.scale
+
+    @cached_property
+    def _autocast(self) -> tuple[bool, torch.dtype]:
+        kind = self.pipeline.device.type
+        return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    @cached_property
+    def _kind(self) -> tuple[Hashable, ...]:
+        return self.batch.image_shapes, self.batch.image_dtypes, self._autocast, torch.is_grad_enabled()
+
+    def _size(self, microbatch: int) -> Hashable:
+        """Return the size key of a microbatch.
+
+        If two microbatches have equal size keys, their inputs and outputs have equal shapes and dtypes in every stage.
+        """
+        return self.batch.split.sizes[microbatch], *self._kind
+
+    def _images(self, microbatch: int) -> Images | None:
+        if self.batch.images is None:
+            return None
+        start, stop = self.batch.split.bounds[microbatch]
+        microbatch_images: Images = tree_map(lambda images: images[start:stop], self.batch.images)
+        return microbatch_images
+
+    def _named(self, outputs: tuple[Any, ...]) -> dict[str, Any]:
+        return dict(zip(self.channels.graph.outputs, outputs, strict=True))
+
+    @contextmanager
+    def timed(self, kind: str, microbatch: int | None) -> Iterator[None]:
+        """Report the execution of the code inside the context as a span of a training step.
+
+        The span is reported to the pipeline's watchers. If the pipeline has no watchers, the times at which the span
+        starts and ends are not measured.
+
+        Args:
+            kind: Kind of the span.
+            microbatch: The microbatch; None if the span belongs to the whole step.
+        """
+        pipeline = self.pipeline
+        watchers = pipeline.watchers if self.loss is not None else []
+        start = self._now() if watchers else 0.0
+        yield
+        if not watchers:
+            return
+        span = Span(pipeline.rank, kind, pipeline.place.stage, microbatch, start, self._now())
+        for watcher in watchers:
+            watcher(span)
+
+    def _now(self) -> float:
+        if self.pipeline.device.type == "cuda":
+            torch.cuda.synchronize(self.pipeline.device)
+        return time.time()  # All ranks on a machine share this clock, so the times of their spans can be compared.
+
+
+def check_rows(outputs: Any, samples: int) -> None:
+    """Check that every tensor in the outputs of a microbatch has one row per sample.
+
+    Raises:
+        ConfigurationError: The number of rows of a tensor is not ``samples``.
+    """
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, Tensor) and (leaf.ndim == 0 or len(leaf) != samples):
+            raise ConfigurationError(
+                f"the network returns a tensor of shape {tuple(leaf.shape)} for {samples} samples: a network that is "
+                "cut into stages runs on parts of the batch, so all tensors that it returns must have one row per "
+                "sample (compute means in the module's loss; if the network is an ensemble that returns a row for each "
+                "member, use strategy ddp)"
+            )
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
+    """Return each tensor's gradient edge: the node of the autograd graph where a backward pass for the tensor starts.
+
+    A gradient edge does not keep its tensor alive, so the tensor's memory can be freed. The result has None for a
+    tensor that requires no gradient.
+    """
+    return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
