@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from cnnstrategies._torch_private import has_hooks
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.fixed import UndecidedError, contexts, is_of_shapes
+from cnnstrategies.pipeline.graph_checks import UndecidedError, contexts, is_of_shapes
 from cnnstrategies.pipeline.own_code import OwnCode
-from cnnstrategies.pipeline.seals import (
+from cnnstrategies.pipeline.untouched import random_states, restore_random
+from cnnstrategies.pipeline.whole_modules import (
     DependsOnValuesError,
     EntersContextError,
     Seal,
@@ -27,7 +28,6 @@ from cnnstrategies.pipeline.seals import (
     first_line,
     where,
 )
-from cnnstrategies.pipeline.untouched import random_states, restore_random
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

@@ -12,10 +12,9 @@ from torch.utils._pytree import tree_leaves
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import has_own_forward
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
-from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
+from cnnstrategies.pipeline.network_copies import copied_forward, pickled_forward
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.stage_runner import StageRunner
-from cnnstrategies.strategies.hybrid_pipeline.first_samples import only
 
 WHOLE = ""  # Path of a network that is the module itself.
 
@@ -103,7 +102,7 @@ class DividedForward:
 
     def __reduce__(self) -> Any:
         """Pickle the network's own ``forward``."""
-        return own_forward(self.network)
+        return pickled_forward(self.network)
 
     @property
     def runners(self) -> list[StageRunner]:
@@ -130,6 +129,11 @@ class DividedForward:
         if len(rows) > 1 or not rows.pop():
             return None
         return inputs[0] if len(inputs) == 1 else tuple(inputs)
+
+
+def only(value: Any) -> Any:
+    """Return an argument; of a variable number of arguments, the only one."""
+    return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
 
 def _has_replaced_parameters(network: nn.Module) -> bool:
