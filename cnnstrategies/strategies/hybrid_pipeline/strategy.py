@@ -196,7 +196,12 @@ class HybridPipelineStrategy(PipelineStrategy):
 
     @override
     def setup_environment(self) -> None:
+        states = random_states()
         super().setup_environment()
+        if self._start_method not in ("spawn", "forkserver"):
+            # Lightning has set the generators to the seed of `seed_everything`. On one device the run continues with
+            # the random numbers that follow those of the module and the data. New processes do not have their states.
+            set_random_states(states)
         # Loaders, which may be asked for before the set-up, need the rules.
         group = new_group(range(self.world_size), self.time_limit, backend="gloo")
         assert group is not None
