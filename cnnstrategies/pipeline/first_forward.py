@@ -1,7 +1,7 @@
 """Parameters that a forward sets, as layers do that compute their first parameters from the first batch."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ class NotedParameters:
 
     Args:
         modules: The modules that the stage calls, by name, with their submodules.
+        has_checksums: Whether to find writes that no operation of torch shows.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], has_checksums: bool = True) -> None:
         parameters = {
             f"{path}.{name}": p for path, module in modules.items() for name, p in module.named_parameters("", False)
         }
@@ -33,7 +34,7 @@ class NotedParameters:
         # Tensors with the parameters' storages. They stay the same if a forward assigns to `parameter.data`.
         self._noted = {name: p.detach() for name, p in self._parameters.items()}
         self._writes = _Writes(self._noted)
-        self._checksums = {name: _checksum(p) for name, p in self._noted.items()}
+        self._checksums = {name: _checksum(p) for name, p in self._noted.items()} if has_checksums else {}
 
     def watching(self) -> AbstractContextManager[object]:
         """Return a context for a forward, in which values are copied before they change."""
@@ -45,7 +46,7 @@ class NotedParameters:
 
     def changed_unseen(self) -> str | None:
         """Return the name of a parameter that has changed although no operation of torch shows it; None without one."""
-        names = [name for name in self._noted if name not in self._writes.copies]
+        names = [name for name in self._checksums if name not in self._writes.copies]
         are_equal = [_checksum(self._noted[name]).eq(self._checksums[name]) for name in names]
         if not names or torch.stack([equal.cpu() for equal in are_equal]).all():
             return None
@@ -71,6 +72,21 @@ class NotedParameters:
             return False
         value = self._writes.copies.get(name, noted)
         return not torch.equal(parameter.detach().nan_to_num(), value.nan_to_num())
+
+
+@contextmanager
+def unchanged_parameters(module: nn.Module) -> Iterator[None]:
+    """Return a context after which a module's parameters have the values, gradients and flags from before."""
+    noted = NotedParameters(dict(module.named_modules()), has_checksums=False)
+    before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in module.parameters()]
+    try:
+        with noted.watching():
+            yield
+    finally:
+        noted.restore()
+        for parameter, needs_gradient, gradient in before:
+            parameter.requires_grad_(needs_gradient)
+            parameter.grad = gradient
 
 
 class _Writes(OperationMode):  # type: ignore[no-untyped-call]

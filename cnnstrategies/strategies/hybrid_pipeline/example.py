@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cnnstrategies._lightning_private import first_loader
 from cnnstrategies.pipeline.batch import Images
+from cnnstrategies.pipeline.first_forward import unchanged_parameters
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.strategies.hybrid_pipeline.first_samples import (
@@ -49,7 +50,8 @@ def example_inputs(module: LightningModule, path: str, size: int) -> Images | No
     if len(arrays) == len(names) and all(isinstance(array, Tensor) for array in arrays):
         return repeated(as_given(arrays), size)
     shape = getattr(getattr(module.trainer, "datamodule", None), "image_shape", None)
-    with same_random_numbers(CPU):
+    # The step may, for example, update a teacher or freeze parameters before it calls the network.
+    with same_random_numbers(CPU), unchanged_parameters(module):
         if shape is not None and len(names) == 1:
             return torch.randn(size, *shape)
         batch = first_samples(first_loader(module.trainer), size)
