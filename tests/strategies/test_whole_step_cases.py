@@ -19,7 +19,7 @@ from cnnstrategies.strategies import HybridPipelineStrategy
 # Cases of several kinds, which `make test` runs with three steps.
 SELECTION = (
     *("kl_term", "byol", "branch_on_loss", "logged_metric", "finite_loss", "small_unet", "pruned"),
-    *("global_list", "kept_features", "grad_cam", "wasserstein_penalty"),
+    *("global_list", "kept_features", "grad_cam", "wasserstein_penalty", "noise_in_hooks", "reversible_blocks"),
 )
 
 
