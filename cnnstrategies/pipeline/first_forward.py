@@ -1,7 +1,7 @@
 """Parameters that a forward sets, as layers do that compute their first parameters from the first batch."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cnnstrategies._torch_private import OperationMode, schema_of
+from cnnstrategies.placed import ForeignTensor
 
 # Number of elements of which a checksum is computed at once.
 CHUNK = 2**18
@@ -23,18 +24,20 @@ class NotedParameters:
 
     Args:
         modules: The modules that the stage calls, by name, with their submodules.
-        has_checksums: Whether to find writes that no operation of torch shows.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], has_checksums: bool = True) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         parameters = {
             f"{path}.{name}": p for path, module in modules.items() for name, p in module.named_parameters("", False)
         }
-        self._parameters = {name: p for name, p in parameters.items() if not p.is_meta}
+        self._parameters = {
+            name: p for name, p in parameters.items() if not p.is_meta and not isinstance(p, ForeignTensor)
+        }
         # Tensors with the parameters' storages. They stay the same if a forward assigns to `parameter.data`.
         self._noted = {name: p.detach() for name, p in self._parameters.items()}
         self._writes = _Writes(self._noted)
-        self._checksums = {name: _checksum(p) for name, p in self._noted.items()} if has_checksums else {}
+        self._flags = [(p, p.requires_grad, p.grad) for p in self._parameters.values()]
+        self._checksums = {name: _checksum(p) for name, p in self._noted.items()}
 
     def watching(self) -> AbstractContextManager[object]:
         """Return a context for a forward, in which values are copied before they change."""
@@ -46,14 +49,17 @@ class NotedParameters:
 
     def changed_unseen(self) -> str | None:
         """Return the name of a parameter that has changed although no operation of torch shows it; None without one."""
-        names = [name for name in self._checksums if name not in self._writes.copies]
+        names = [name for name in self._noted if name not in self._writes.copies]
         are_equal = [_checksum(self._noted[name]).eq(self._checksums[name]) for name in names]
         if not names or torch.stack([equal.cpu() for equal in are_equal]).all():
             return None
         return next(name for name, equal in zip(names, are_equal, strict=True) if not equal)
 
     def restore(self) -> None:
-        """Give the parameters the noted values again."""
+        """Give the parameters the noted values again, their gradients, and what says whether they need gradients."""
+        for parameter, needs_gradient, gradient in self._flags:
+            parameter.requires_grad_(needs_gradient)
+            parameter.grad = gradient
         with torch.no_grad():
             for name in self.changed():
                 parameter, noted = self._parameters[name], self._noted[name]
@@ -72,21 +78,6 @@ class NotedParameters:
             return False
         value = self._writes.copies.get(name, noted)
         return not torch.equal(parameter.detach().nan_to_num(), value.nan_to_num())
-
-
-@contextmanager
-def unchanged_parameters(module: nn.Module) -> Iterator[None]:
-    """Return a context after which a module's parameters have the values, gradients and flags from before."""
-    noted = NotedParameters(dict(module.named_modules()), has_checksums=False)
-    before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in module.parameters()]
-    try:
-        with noted.watching():
-            yield
-    finally:
-        noted.restore()
-        for parameter, needs_gradient, gradient in before:
-            parameter.requires_grad_(needs_gradient)
-            parameter.grad = gradient
 
 
 class _Writes(OperationMode):  # type: ignore[no-untyped-call]

@@ -50,27 +50,16 @@ def copy_metrics(module: nn.Module) -> dict[int, nn.Module]:
     return copies
 
 
-def shadow_of(
-    module: LightningModule, path: str, network: nn.Module, metrics: Mapping[int, nn.Module]
-) -> LightningModule:
-    """Return a copy of a module, with a different network and different metrics, whose steps do not change the module.
+def shadow_of(module: LightningModule) -> LightningModule:
+    """Return a copy of a module in which steps change nothing of the module but parameters.
 
     Buffers, lists, numbers and small objects of the user's own classes are copied. The copy shares the module's
     parameters and data.
 
     Args:
         module: The module, as it is now.
-        path: Path of the submodule that the copy replaces; empty if the network is the module itself, whose ``forward``
-            is then replaced.
-        network: The network that takes the submodule's place.
-        metrics: The copy's metrics, by the ``id()`` of the module's metrics.
     """
-    made: dict[int, Any] = dict(metrics)
-    if path:
-        made[id(module.get_submodule(path))] = network
-    shadow = _copied_module(module, made)
-    if not path:
-        vars(shadow)["forward"] = network
+    shadow = _copied_module(module, dict(copy_metrics(module)))
     _mute(shadow, module)
     result: LightningModule = shadow
     return result

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import PlainCNN
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
+from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.tracing import trace
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
@@ -21,7 +23,9 @@ from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Profile, Va
 from cnnstrategies.planning.rank import rank
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline import layout as layout_module
+from cnnstrategies.strategies.hybrid_pipeline import profiling
 from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
+from cnnstrategies.strategies.hybrid_pipeline.first_samples import arguments_of_call
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout
 
 
@@ -48,6 +52,36 @@ def test_microbatches_follow_batch_normalisation_and_the_batch(network, data, as
     assert layout.microbatches == expected
 
 
+class MovedTeacher(LightningModule):
+    """Before it calls the network, it moves a teacher towards the network, and makes the network's weights smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.teacher = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        with torch.no_grad():
+            for teacher, online in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                teacher.data = 0.9 * teacher.data + 0.1 * online.data
+                online.mul_(0.9)
+        loss: Tensor = self.net(batch).sum()
+        return loss
+
+
+def test_the_step_that_shows_the_inputs_of_the_network_leaves_all_parameters_as_they_are() -> None:
+    module = MovedTeacher()
+    module.trainer = SimpleNamespace(loggers=[])
+    before = {name: (p.data_ptr(), p.detach().clone()) for name, p in module.named_parameters()}
+    images = torch.randn(4, 3)
+    arguments = arguments_of_call(module, "net", module.net, "training_step", images, 0, CPU)
+    assert arguments is not None
+    assert arguments[0] is images
+    for name, parameter in module.named_parameters():
+        address, value = before[name]
+        assert parameter.data_ptr() == address, name
+        assert torch.equal(parameter, value), name
+
+
 def uneven() -> Profile:
     """Return the profile of a network whose best cut depends on the costs of messages and of parameters."""
     sizes = (400_000, 2_000_000, 300_000, 100, 200_000)
@@ -69,7 +103,7 @@ def test_fit_chooses_the_cuts_of_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(arguments[4])
         return uneven()
 
-    monkeypatch.setattr(layout_module, "measure_profile", measured)
+    monkeypatch.setattr(profiling, "measure_profile", measured)
     monkeypatch.setattr(layout_module, "broadcast_value", lambda value, *_: value)
     network, cuts = PlainCNN(), {}
     parameters = list(network.parameters())
@@ -106,7 +140,7 @@ def test_activations_are_computed_again_where_the_memory_limit_needs_it(monkeypa
     """The schedule gpipe keeps the activations of all microbatches, and 1f1b those of few."""
     costs = uneven().costs
     profile = Profile(replace(costs, nodes=tuple(replace(node, saved_bytes=10**6) for node in costs.nodes)))
-    monkeypatch.setattr(layout_module, "measure_profile", lambda *_: profile)
+    monkeypatch.setattr(profiling, "measure_profile", lambda *_: profile)
     monkeypatch.setattr(layout_module, "broadcast_value", lambda value, *_: value)
     monkeypatch.setattr(layout_module, "measure_cluster", lambda *_: Cluster.flat(2, Link(1e10, 5e-5)))
     trainer: Any = SimpleNamespace(

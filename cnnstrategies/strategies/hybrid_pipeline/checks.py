@@ -13,7 +13,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.network_copies import CopiedForward
-from cnnstrategies.pipeline.rehearsal import REHEARSED, refusal, rehearse
+from cnnstrategies.pipeline.rehearsal import REHEARSED, refusal, rehearse, rehearsed
 from cnnstrategies.pipeline.stage import check_cuts
 from cnnstrategies.pipeline.timetable import Placement, check_layout
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
@@ -103,7 +103,7 @@ def check_stages(
     if module.trainer.is_global_zero and has_all:
         with suppress(Exception):  # Without an example there is no comparison.
             images = example(REHEARSED)
-            reason = None if images is None else rehearse(division, module, images)
+            reason = None if images is None else rehearse(division, module, rehearsed(images))
     if (reason := broadcast(reason)) is not None:
         raise refusal(division.network, reason)
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from cnnstrategies._lightning_private import first_loader
 from cnnstrategies.pipeline.batch import Images
-from cnnstrategies.pipeline.first_forward import unchanged_parameters
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.strategies.hybrid_pipeline.first_samples import (
@@ -50,14 +49,13 @@ def example_inputs(module: LightningModule, path: str, size: int) -> Images | No
     if len(arrays) == len(names) and all(isinstance(array, Tensor) for array in arrays):
         return repeated(as_given(arrays), size)
     shape = getattr(getattr(module.trainer, "datamodule", None), "image_shape", None)
-    # The step may, for example, update a teacher or freeze parameters before it calls the network.
-    with same_random_numbers(CPU), unchanged_parameters(module):
+    with same_random_numbers(CPU):
         if shape is not None and len(names) == 1:
             return torch.randn(size, *shape)
         batch = first_samples(first_loader(module.trainer), size)
         if batch is None:
             return None
-        batch = as_loaded(module, path, network, batch)
+        batch = as_loaded(module, batch)
         step = STEPS.get(module.trainer.state.fn, "training_step")
         arguments = arguments_of_call(module, path, network, step, batch, 0, CPU)
     if arguments is None or not all(isinstance(value, Tensor) for value in arguments):

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
+from cnnstrategies._torch_private import hook_tables
 from cnnstrategies.pipeline.batch import Images
+from cnnstrategies.pipeline.first_forward import NotedParameters
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
-from cnnstrategies.strategies.shadow import NoCollectives, copy_metrics, same_random_numbers, shadow_of
+from cnnstrategies.strategies.shadow import NoCollectives, same_random_numbers, shadow_of
 
 
 def is_attached(module: LightningModule) -> bool:
@@ -61,9 +63,9 @@ def first_samples(loader: Any, size: int) -> Any:
     return loader.collate_fn([dataset[index] for index in range(min(size, len(dataset)))])
 
 
-def as_loaded(module: LightningModule, path: str, network: nn.Module, batch: Any) -> Any:
+def as_loaded(module: LightningModule, batch: Any) -> Any:
     """Return a batch as the steps get it, after the hooks of its transfer, which run on a copy of the module."""
-    shadow = shadow_of(module, path, network, copy_metrics(module))
+    shadow = shadow_of(module)
     batch = module.trainer.precision_plugin.convert_input(batch)  # Lightning does this when it loads a batch.
     return shadow.on_after_batch_transfer(shadow.on_before_batch_transfer(batch, 0), 0)
 
@@ -72,22 +74,17 @@ class _CallSeen(BaseException):
     """Ends a step. No ``except Exception`` of the step catches this exception."""
 
 
-class _Recorder(nn.Module):
-    """A module that takes the network's place and records a call. Its other attributes are those of the network.
+class _Recorder:
+    """The ``forward`` of a copy of the network, which records a call and ends the step.
 
     Attributes:
         call: Positional arguments and keyword arguments of the call; None before the call.
     """
 
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
+    def __init__(self) -> None:
         self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._network = [network]  # In a list, because the network must not become a submodule.
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_network"][0], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.call = (args, kwargs)
         raise _CallSeen
 
@@ -115,15 +112,21 @@ def arguments_of_call(
     Raises:
         ConfigurationError: The step calls a collective.
     """
-    recorder = _Recorder(network)
-    recorder.training = module.training
-    shadow = shadow_of(module, path, recorder, copy_metrics(module))
+    shadow, recorder = shadow_of(module), _Recorder()
+    called = shadow.get_submodule(path)
+    vars(called)["forward"] = recorder
+    for hooks in hook_tables(called) if path else ():
+        hooks.clear()
+    # The copy shares the parameters, which the step may change, as steps do that move a teacher towards the network.
+    parameters = NotedParameters(dict(module.named_modules()))
     with same_random_numbers(device), NoCollectives(module, step) as watched:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), parameters.watching():
                 getattr(shadow, step)(*_arguments(module, step, batch, dataloader))
         except (_CallSeen, Exception):
             pass
+        finally:
+            parameters.restore()
     if watched.refusal is not None:
         raise watched.refusal
     if recorder.call is None:

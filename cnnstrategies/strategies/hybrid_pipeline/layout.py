@@ -11,7 +11,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
 
 from cnnstrategies._lightning_private import train_loader
 from cnnstrategies.errors import ConfigurationError
@@ -33,14 +32,14 @@ from cnnstrategies.pipeline.timetable import (
 )
 from cnnstrategies.pipeline.transport import broadcast_value
 from cnnstrategies.planning.candidates import Job
-from cnnstrategies.planning.costs import Profile, format_bytes
-from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of
+from cnnstrategies.planning.costs import format_bytes
+from cnnstrategies.planning.measure import USUAL_STATES, states_of
 from cnnstrategies.planning.measure_links import measure_cluster
 from cnnstrategies.planning.predict import Predictor, choose_layout
 from cnnstrategies.planning.recut import Recut, recut
 from cnnstrategies.shares import check_count, check_initial, deal
 from cnnstrategies.strategies.differences import RANDOM_DRAWS
-from cnnstrategies.strategies.hybrid_pipeline.first_samples import on_device_of
+from cnnstrategies.strategies.hybrid_pipeline.profiling import profile_of
 
 DEFAULT_STAGES = 2
 USUAL_SAMPLES = 8  # of a batch in each replica of the first stage, for a profile where they are not known
@@ -198,7 +197,7 @@ class LayoutRequest:
             optimizers = trainer.strategy.optimizers
             try:
                 job = Job(
-                    profile=_measured(network, trace_network, images, max(1, whole // devices), device, trainer),
+                    profile=profile_of(network, trace_network, images, max(1, whole // devices), device, trainer),
                     cluster=cluster,
                     samples=whole,
                     microbatches=microbatches,
@@ -239,27 +238,6 @@ def _reason(job: Job, layout: Layout) -> str | None:
     stored = Predictor(replace(job, activation_checkpointing="never")).memory(layout)
     needed, limit = format_bytes(stored), format_bytes(job.memory)
     return f"a device with stored activations would need {needed}, and the limit is {limit}"
-
-
-def _measured(
-    network: nn.Module,
-    trace_network: Callable[[nn.Module], fx.GraphModule],
-    images: Images,
-    size: int,
-    device: torch.device,
-    trainer: Trainer,
-) -> Profile:
-    channels_last = bool(getattr(trainer.lightning_module, "channels_last", False))
-    try:
-        images = on_device_of(network, images)
-        return measure_profile(trace_network(network), images, size, device, str(trainer.precision), channels_last)
-    except Exception as error:
-        shapes = " and ".join(str(tuple(image.shape[1:])) for image in tree_leaves(images))
-        raise ConfigurationError(
-            f"cuts are chosen by a profile, and {type(network).__name__} fails on what the batch has, samples of shape "
-            f"{shapes}: {type(error).__name__}: {error}. The steps must give it that in one call; else set "
-            "self.example_input_array, or name the cuts"
-        ) from error
 
 
 def _loaded_samples(trainer: Trainer) -> int | None:
