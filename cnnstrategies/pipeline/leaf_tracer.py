@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
 
-from cnnstrategies._torch_private import applied_functions, has_hooks
+from cnnstrategies._torch_private import applied_functions, has_hooks, with_functions
 from cnnstrategies.codec import with_fields
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.fixed import UndecidedError, contexts, is_of_shapes
@@ -103,7 +103,13 @@ class LeafTracer(fx.Tracer):
         self._state = {**dict(root.named_parameters()), **dict(root.named_buffers())}
         self._tensors = {id(tensor): name for name, tensor in self._state.items()}
         try:
-            with self._noted_contexts(), self.own_code.noted(root), applied_functions(self._applied):
+            # A copy of a network is traced in a context without functions of classes. Proxies have such functions.
+            with (
+                with_functions(),
+                self._noted_contexts(),
+                self.own_code.noted(root),
+                applied_functions(self._applied),
+            ):
                 return super().trace(root, concrete_args)
         finally:
             self._tensor_proxies.clear()
