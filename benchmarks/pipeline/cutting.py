@@ -2,9 +2,9 @@
 
 from torch import Tensor, nn
 
+from cnnstrategies.pipeline.node_uses import ordered_nodes
 from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.pipeline.tracing import find_cut, trace
-from cnnstrategies.pipeline.uses import ordered_nodes
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, Link, Profile

@@ -19,9 +19,10 @@ from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node, tree_flat
 from cnnstrategies._torch_private import applied_functions, has_hooks, with_functions
 from cnnstrategies.codec import with_fields
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.fixed import UndecidedError, contexts, is_of_shapes
+from cnnstrategies.pipeline.graph_checks import UndecidedError, contexts, is_of_shapes
 from cnnstrategies.pipeline.own_code import OwnCode
-from cnnstrategies.pipeline.seals import (
+from cnnstrategies.pipeline.untouched import random_states, restore_random
+from cnnstrategies.pipeline.whole_modules import (
     DependsOnValuesError,
     EntersContextError,
     Seal,
@@ -30,7 +31,6 @@ from cnnstrategies.pipeline.seals import (
     first_line,
     where,
 )
-from cnnstrategies.pipeline.untouched import random_states, restore_random
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

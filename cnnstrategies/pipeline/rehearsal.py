@@ -18,7 +18,7 @@ from cnnstrategies.pipeline.first_forward import NotedParameters
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.random_draws import GeneratorStates
 from cnnstrategies.pipeline.stage import IMAGES, copy_value
-from cnnstrategies.pipeline.stored import StoredWatch
+from cnnstrategies.pipeline.stored_watch import StoredWatch
 from cnnstrategies.pipeline.untouched import Untouched
 from cnnstrategies.pipeline.watched import StoredKey
 

@@ -13,13 +13,13 @@ from cnnstrategies._torch_private import has_tensor_hooks, without_tensor_hooks
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.backward_draws import BackwardDraws
 from cnnstrategies.pipeline.batch_rows import BatchRows
-from cnnstrategies.pipeline.channels import TensorHeader, TensorSpec, memory_format_of, pack
 from cnnstrategies.pipeline.combining import StoredValues
 from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of, without_gradients
 from cnnstrategies.pipeline.random_draws import Draws
 from cnnstrategies.pipeline.ready_order import ready_order
 from cnnstrategies.pipeline.second_forward import KeptInputs, SecondForwards
 from cnnstrategies.pipeline.stored_terms import CallTerms
+from cnnstrategies.pipeline.tensor_headers import TensorHeader, TensorSpec, memory_format_of, pack
 from cnnstrategies.pipeline.timetable import Checkpointing, Task
 from cnnstrategies.placed.partial import PartialTensor
 

@@ -11,9 +11,8 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.buffers import has_batch_norm
-from cnnstrategies.pipeline.microbatches import CPU
+from cnnstrategies.pipeline.microbatches import CPU, Images
 from cnnstrategies.planning.costs import Profile, from_two_sizes
 from cnnstrategies.planning.measure_nodes import profile
 

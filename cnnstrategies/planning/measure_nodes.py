@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cnnstrategies.pipeline.batch import Images
-from cnnstrategies.pipeline.fixed import preserved
-from cnnstrategies.pipeline.microbatches import CPU
+from cnnstrategies.pipeline.graph_checks import preserved
+from cnnstrategies.pipeline.microbatches import CPU, Images
+from cnnstrategies.pipeline.node_uses import changed_in_place, ordered_nodes, origins, state_names
 from cnnstrategies.pipeline.tracing import cut_positions, mode
-from cnnstrategies.pipeline.uses import changed_in_place, ordered_nodes, origins, state_names
 from cnnstrategies.planning.costs import GraphCosts, NodeCost, Value
 
 # Seconds of a node's forward and backward from which one run suffices. Its first run counts: what the first run does

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.rehearsal import REHEARSED, rehearse, rehearsed
-from cnnstrategies.pipeline.stored import StoredWatch
+from cnnstrategies.pipeline.stored_watch import StoredWatch
 
 pytestmark = pytest.mark.light
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
-from cnnstrategies.pipeline.fixed import preserved
+from cnnstrategies.pipeline.graph_checks import preserved
 from cnnstrategies.pipeline.tracing import trace
 from cnnstrategies.planning import measure, measure_links, measure_nodes
 from cnnstrategies.planning.costs import GraphCosts

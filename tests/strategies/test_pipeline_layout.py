@@ -24,8 +24,7 @@ from cnnstrategies.planning.rank import rank
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline import layout as layout_module
 from cnnstrategies.strategies.hybrid_pipeline import profiling
-from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
-from cnnstrategies.strategies.hybrid_pipeline.first_samples import arguments_of_call
+from cnnstrategies.strategies.hybrid_pipeline.example_inputs import arguments_of_call
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout
 
 
@@ -120,7 +119,7 @@ def test_fit_chooses_the_cuts_of_plan(monkeypatch: pytest.MonkeyPatch) -> None:
             datamodule=SimpleNamespace(batch_size=64), num_nodes=1, global_rank=0, precision="bf16-mixed",
             strategy=SimpleNamespace(optimizers=[optimizer]), lightning_module=None, state=SimpleNamespace(fn=None),
         )  # fmt: skip
-        request = PipelineStrategy(replicas=[1, 1], microbatches=8, memory_limit=limit).request
+        request = HybridPipelineStrategy(replicas=[1, 1], microbatches=8, memory_limit=limit).request
         images = torch.randn(32, 1, 8, 8)
         layout = request.choose(network, trainer, 2, torch.device("cpu"), lambda size, images=images: images, trace)
         copies = 4 if isinstance(optimizer, torch.optim.AdamW) else 2
@@ -148,25 +147,26 @@ def test_activations_are_computed_again_where_the_memory_limit_needs_it(monkeypa
         strategy=SimpleNamespace(optimizers=[]), lightning_module=None, state=SimpleNamespace(fn=None),
     )  # fmt: skip
 
-    def choose(kind: type[PipelineStrategy], first: Any = None, **options: Any) -> ChosenLayout:
-        request, cpu = kind(replicas=[1, 1], microbatches=8, **options).request, torch.device("cpu")
-        return request.choose(PlainCNN(), trainer, 2, cpu, lambda size: torch.randn(size, 1, 8, 8), trace, first)
+    def choose(first: Any = None, **options: Any) -> ChosenLayout:
+        request = HybridPipelineStrategy(replicas=[1, 1], microbatches=8, **options).request
+        example, cpu = lambda size: torch.randn(size, 1, 8, 8), torch.device("cpu")
+        return request.choose(PlainCNN(), trainer, 2, cpu, example, trace, first)
 
     limit = 15 * 10**6
-    for layout in (choose(PipelineStrategy, memory_limit=limit), choose(HybridPipelineStrategy)):
+    for layout in (choose(schedule="1f1b", memory_limit=limit), choose(schedule="gpipe")):
         assert layout.checkpointing == "never"
         assert not layout.panel_rows()
-    layout = choose(HybridPipelineStrategy, memory_limit=limit)
+    layout = choose(schedule="gpipe", memory_limit=limit)
     assert layout.checkpointing == "except_last"
     ((_, text),) = layout.panel_rows()
     assert "except those of a rank's last microbatch: a device with stored activations would need 30 MiB" in text
     assert text.endswith("and the limit is 14 MiB")
     with pytest.raises(ConfigurationError, match="set activation_checkpointing='always'"):
-        choose(HybridPipelineStrategy, memory_limit=limit, activation_checkpointing="never")
+        choose(schedule="gpipe", memory_limit=limit, activation_checkpointing="never")
     # The first steps in the order gpipe keep the inputs of all microbatches.
     for first, expected in ((None, "never"), ("gpipe", "except_last")):
-        assert choose(PipelineStrategy, first, memory_limit=10**7).checkpointing == expected
-    ((_, text),) = choose(HybridPipelineStrategy, activation_checkpointing="always").panel_rows()
+        assert choose(first, schedule="1f1b", memory_limit=10**7).checkpointing == expected
+    ((_, text),) = choose(schedule="gpipe", activation_checkpointing="always").panel_rows()
     assert text == "computed again in the backward: as configured"
 
 
@@ -179,7 +179,7 @@ def test_a_network_that_fails_on_the_batch_is_named(monkeypatch: pytest.MonkeyPa
         datamodule=None, num_nodes=1, global_rank=0, precision="32-true",
         strategy=SimpleNamespace(optimizers=[]), lightning_module=None, state=SimpleNamespace(fn=None),
     )  # fmt: skip
-    request = PipelineStrategy(replicas=[1, 1]).request
+    request = HybridPipelineStrategy(replicas=[1, 1]).request
     message = r"SmallCNN fails on what the batch has, samples of shape \(6, 8, 8\): RuntimeError: .*6 channels"
     with pytest.raises(ConfigurationError, match=message):
         request.choose(SmallCNN(10), trainer, 2, torch.device("cpu"), lambda size: torch.randn(size, 6, 8, 8), trace)

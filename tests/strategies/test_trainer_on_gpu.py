@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from cnnstrategies import ImageClassifier, cli
 from cnnstrategies.callbacks import GracefulStop, graceful_stop
-from cnnstrategies.pipeline.engine import AHEAD
+from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.planning import measure
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies import ConfigurationError, verify
+from cnnstrategies.pipeline.node_uses import ordered_nodes
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
-from cnnstrategies.pipeline.uses import ordered_nodes
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.differences import OWN_MEANS, OWN_OTHER_LOSSES
 

@@ -12,11 +12,11 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.batch import Images
+from cnnstrategies.pipeline.microbatches import Images
 from cnnstrategies.planning.costs import Profile
 from cnnstrategies.planning.kept_profile import NAME, keep, kept, key_of
 from cnnstrategies.planning.measure import measure_profile
-from cnnstrategies.strategies.hybrid_pipeline.first_samples import on_device_of
+from cnnstrategies.strategies.hybrid_pipeline.example_inputs import on_device_of
 
 
 def profile_of(

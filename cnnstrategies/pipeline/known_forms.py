@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from cnnstrategies._torch_private import has_hooks, has_tensor_hooks, hooks_of, without_functions
-from cnnstrategies.pipeline.channels import TensorHeader, TensorSpec
+from cnnstrategies.pipeline.tensor_headers import TensorHeader, TensorSpec
 from cnnstrategies.placed.messages import RefusedError
 
 

@@ -1,4 +1,4 @@
-"""Inputs of a network for the first samples of the training data, which are found without consuming the data."""
+"""Example inputs of a network, found without consuming the data, with which the network is profiled and compared."""
 
 import copy
 import inspect
@@ -7,15 +7,59 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
+from cnnstrategies._lightning_private import first_loader
 from cnnstrategies._torch_private import hook_tables
-from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.first_forward import NotedParameters
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
-from cnnstrategies.strategies.shadow import NoCollectives, same_random_numbers, shadow_of
+from cnnstrategies.pipeline.microbatches import CPU, Images
+from cnnstrategies.strategies.hybrid_pipeline.network import module_at, only
+from cnnstrategies.strategies.module_copies import NoCollectives, muted_copy, same_random_numbers
+
+STEPS: dict[TrainerFn | None, str] = {
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
+
+
+def example_inputs(module: LightningModule, path: str, size: int) -> Images | None:
+    """Return inputs of the network for about ``size`` samples; None if they are not known.
+
+    The inputs are the module's ``example_input_array``, or random numbers of the data module's ``image_shape``, or what
+    the module's step passes to the network for the first samples of the data: ``training_step`` in ``fit``, and the
+    step of the run's kind in other runs. The step runs on a copy of the module, up to the call of the network. No
+    loader is iterated.
+
+    Args:
+        module: The module, which has a trainer.
+        path: Path of the network.
+        size: Number of samples. At least two samples are returned, because batch normalisation cannot train on one.
+    """
+    size = max(2, size)
+    network = module_at(module, path)
+    names = network_inputs(network)
+    example = module.example_input_array
+    arrays: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
+    if len(arrays) == len(names) and all(isinstance(array, Tensor) for array in arrays):
+        return repeated(as_given(arrays), size)
+    shape = getattr(getattr(module.trainer, "datamodule", None), "image_shape", None)
+    with same_random_numbers(CPU):
+        if shape is not None and len(names) == 1:
+            return torch.randn(size, *shape)
+        batch = first_samples(first_loader(module.trainer), size)
+        if batch is None:
+            return None
+        batch = as_loaded(module, batch)
+        step = STEPS.get(module.trainer.state.fn, "training_step")
+        arguments = arguments_of_call(module, path, network, step, batch, 0, CPU)
+    if arguments is None or not all(isinstance(value, Tensor) for value in arguments):
+        return None
+    return as_given(arguments)
 
 
 def is_attached(module: LightningModule) -> bool:
@@ -65,9 +109,9 @@ def first_samples(loader: Any, size: int) -> Any:
 
 def as_loaded(module: LightningModule, batch: Any) -> Any:
     """Return a batch as the steps get it, after the hooks of its transfer, which run on a copy of the module."""
-    shadow = shadow_of(module)
+    copied = muted_copy(module)
     batch = module.trainer.precision_plugin.convert_input(batch)  # Lightning does this when it loads a batch.
-    return shadow.on_after_batch_transfer(shadow.on_before_batch_transfer(batch, 0), 0)
+    return copied.on_after_batch_transfer(copied.on_before_batch_transfer(batch, 0), 0)
 
 
 class _CallSeen(BaseException):
@@ -106,29 +150,24 @@ def arguments_of_call(
         device: Device of the random numbers that the step may draw.
 
     Returns:
-        The arguments; None if the step does not call the network, or calls it in a way in which it cannot be called.
-        Errors of the step are ignored here, because they occur again when the step runs.
-
-    Raises:
-        ConfigurationError: The step calls a collective.
+        The arguments; None if the step does not call the network, calls it in a way in which it cannot be called, or
+        calls a collective before. Errors of the step are ignored here, because they occur again when the step runs.
     """
-    shadow, recorder = shadow_of(module), _Recorder()
-    called = shadow.get_submodule(path)
+    copied, recorder = muted_copy(module), _Recorder()
+    called = copied.get_submodule(path)
     vars(called)["forward"] = recorder
     for hooks in hook_tables(called) if path else ():
         hooks.clear()
     # The copy shares the parameters, which the step may change, as steps do that move a teacher towards the network.
     parameters = NotedParameters(dict(module.named_modules()))
-    with same_random_numbers(device), NoCollectives(module, step) as watched:
+    with same_random_numbers(device), NoCollectives():
         try:
             with torch.no_grad(), parameters.watching():
-                getattr(shadow, step)(*_arguments(module, step, batch, dataloader))
+                getattr(copied, step)(*_arguments(module, step, batch, dataloader))
         except (_CallSeen, Exception):
             pass
         finally:
             parameters.restore()
-    if watched.refusal is not None:
-        raise watched.refusal
     if recorder.call is None:
         return None
     try:
@@ -136,11 +175,6 @@ def arguments_of_call(
     except TypeError:
         return None
     return [only(bound.arguments.get(name)) for name in network_inputs(network)]
-
-
-def only(value: Any) -> Any:
-    """Return an argument; of a variable number of arguments, the only one."""
-    return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
 
 def _arguments(module: LightningModule, step: str, batch: Any, dataloader: int) -> list[Any]:
