@@ -324,10 +324,7 @@ class WholeBatch:
             with timed, runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
                 arguments = channels.inputs(values, images)
                 kept = KeptInputs.of(arguments, leaves, runner.changes_inputs) if runs_again else None
-                if self.terms is None:
-                    result = runner.division.run(runner.stage, *arguments)
-                else:
-                    result = self.terms.run(microbatch, arguments)
+                result = self._run_stage(microbatch, arguments)
             if images is not None:
                 self.rows.warn_of_changes(tensors_in(self._images), tensors_in(images))
             if runner.last:
@@ -351,6 +348,19 @@ class WholeBatch:
                 self.terms.drop_graph(microbatch)
         elif self._needs_gradient:
             self._leaves[microbatch], self._roots[microbatch] = leaves, roots
+
+    def _run_stage(self, microbatch: int, arguments: tuple[Any, ...]) -> Any:
+        try:
+            if self.terms is None:
+                return self._runner.division.run(self._runner.stage, *arguments)
+            return self.terms.run(microbatch, arguments)
+        except Exception as error:
+            if not self.rows.is_one_microbatch:
+                error.add_note(
+                    f"this forward has {self.sizes[microbatch]} of the batch's {sum(self.sizes)} samples: if the "
+                    "network's code, or a hook, needs the whole batch, set the strategy's microbatches to 1"
+                )
+            raise
 
     def _hold(self, microbatch: int, result: Any) -> list[Tensor]:
         """Hold a microbatch's result until the results of the whole batch are joined. Return its tensors."""
