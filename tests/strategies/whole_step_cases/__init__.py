@@ -16,6 +16,7 @@ from whole_step_cases import (  # noqa: F401  # Each import registers cases.
     optimization,
     outside,
     reading,
+    refused,
     stored,
     teachers,
     views,
