@@ -56,7 +56,9 @@ def steps_separately(optimizer: Optimizer) -> bool:
         return True
     if attribute_with_tensors(optimizer) is not None:
         return False
-    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    device = next((parameter.device for group in optimizer.param_groups for parameter in group["params"]), None)
+    if device is None:  # Lightning makes an optimizer without parameters if a module has none.
+        return False
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         try:

@@ -273,7 +273,7 @@ def gather_rows(row: list[float], group: dist.ProcessGroup | None) -> list[list[
         group: A process group of all ranks with the backend gloo.
     """
     tensor = torch.tensor(row, dtype=torch.float64)
-    rows = tensor.new_empty(dist.get_world_size() * len(row))
+    rows = tensor.new_empty(dist.get_world_size(group) * len(row))
     dist.all_gather_into_tensor(rows, tensor, group=group)
     listed: list[list[float]] = rows.view(-1, len(row)).tolist()
     return listed

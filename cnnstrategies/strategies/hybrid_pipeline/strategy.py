@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import allow_skipped_steps, asks_of_sigterm
@@ -110,6 +111,7 @@ class HybridPipelineStrategy(PipelineStrategy):
         self._logs: PlacedLogs | None = None
         self._accumulates = False
         self._alone: dist.ProcessGroup | None = None  # A group of this rank.
+        self._everyone: dist.ProcessGroup | None = None  # The default group, outside of a step.
         self._groups: list[Any] = []  # Groups that the strategy destroys at the end of a run.
         self._divided_optimizers: list[Optimizer] = []  # Optimizers whose states are divided among the ranks.
         self._planned: NetworkPlan | None = None  # The network that `configure_model` will build.
@@ -206,6 +208,7 @@ class HybridPipelineStrategy(PipelineStrategy):
         link = GlooLink(group, self.global_rank, self.world_size)
         everyone = dist.group.WORLD
         assert everyone is not None
+        self._everyone = everyone
         devices = None if dist.get_backend() == "gloo" else DeviceLink(everyone, self.root_device)
         self.places = Places(self.global_rank, self.world_size, link, devices)
 
@@ -397,6 +400,16 @@ class HybridPipelineStrategy(PipelineStrategy):
         finally:
             dist.group.WORLD = everyone
 
+    @contextmanager
+    def _all_processes(self) -> Iterator[None]:
+        """Return a context in which the default process group has all processes, also in a step."""
+        current = dist.group.WORLD
+        dist.group.WORLD = self._everyone or current
+        try:
+            yield
+        finally:
+            dist.group.WORLD = current
+
     @override
     @after_the_lost_rank
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -424,6 +437,25 @@ class HybridPipelineStrategy(PipelineStrategy):
         settle_verdicts(self._network)
 
     # Collectives
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self._all_processes():
+            super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of one rank, without pickling, and without places. All ranks must call this."""
+        if self.places is None:
+            return super().broadcast(obj, src)
+
+        def everywhere(leaf: Any) -> Any:
+            return self._rules.everywhere(leaf.detach(), "broadcast") if isinstance(leaf, Tensor) else leaf
+
+        with self._all_processes():
+            obj = tree_map(everywhere, obj)
+            with self._rules.local():
+                return super().broadcast(obj, src)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -602,7 +634,7 @@ class HybridPipelineStrategy(PipelineStrategy):
                 runner.close()
             for group in self._groups:
                 dist.destroy_process_group(group)
-        self._alone = None
+        self._alone = self._everyone = None
         self._groups.clear()  # The threads of a group end when nothing refers to the group.
         self._entered.close()
         self._connections = self._forward = self._placed = self._logs = None

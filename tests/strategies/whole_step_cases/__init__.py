@@ -17,6 +17,8 @@ from whole_step_cases import (  # noqa: F401  # Each import registers cases.
     reading,
     stored,
     teachers,
+    torch_utilities,
+    trainer_options,
     views,
 )
 from whole_step_cases.base import CASES, Case
