@@ -23,12 +23,17 @@ _NEVER = (
     "<eval_with_key>",
 )
 _LIBRARIES = (*_NEVER, *_PACKAGES, _OURS)
+# Lightning's functions that call the user's code, and their file. Their callers need not be the same on all ranks.
+_RUNS = ("fit", "validate", "test", "predict")
+_TRAINER = os.path.join("trainer", "trainer.py")
 
 
 def call_site() -> str:
     """Return file and line of the innermost frame that belongs to the user's code.
 
-    If all frames belong to libraries, the innermost frame outside torch and this package's folder counts.
+    If all frames belong to libraries, the innermost frame outside torch and this package's folder counts. The code that
+    has called ``Trainer.fit`` or a similar function does not count: one rank may run it in another program than the
+    others, and it is the same line for all messages of a run.
     """
     frame: FrameType | None = inspect.currentframe()
     library = ""
@@ -38,5 +43,7 @@ def call_site() -> str:
             return f"{os.path.basename(name)}:{frame.f_lineno}"
         if not library and not name.startswith(_NEVER):
             library = f"{os.path.basename(name)}:{frame.f_lineno}"
+        if library and frame.f_code.co_name in _RUNS and name.endswith(_TRAINER):
+            return library
         frame = frame.f_back
     return library or "an unknown line"

@@ -57,11 +57,6 @@ def a_forward_that_runs_again_draws_other_numbers(original: Any, self: Draws, mi
     yield
 
 
-@replaces(CallTerms.own_gradients, killed_by=test_second_forward.test_a_second_forward_changes_nothing)
-def a_stored_term_has_no_gradient(original: Any, self: CallTerms, gradients: Any) -> Any:
-    return [None] * len(original(self, gradients))
-
-
 @replaces(
     LossOfCall.compare, killed_by=test_declared_loss.check_layout, replicas=(1, 1), names=["doubled", "other_values"]
 )

@@ -3,6 +3,7 @@
 import copy
 import inspect
 
+import lightning.pytorch
 import pytest
 import torch
 from placements import place_all
@@ -11,6 +12,7 @@ from torch import nn
 from turns import on_ranks, outcomes
 
 from cnnstrategies.placed import DivergedError, ForeignTensor, GlooLink, Places, RefusedError
+from cnnstrategies.placed.call_site import call_site
 from cnnstrategies.placed.messages import Messages
 
 
@@ -48,6 +50,29 @@ def test_ranks_that_have_diverged_name_both_lines():
     for text in ("loss.item()", "accuracy.item()"):
         assert line_of(reads_on_rank_0_only, text) in str(error)
     assert "\n" not in str(error)
+
+
+def defined_in(path, text):
+    """Return the function ``run(function)`` that a text defines, as if it were in a file of a library."""
+    namespace = {"call_site": call_site}
+    exec(compile(text, path, "exec"), namespace)
+    return namespace["run"]
+
+
+@pytest.mark.light
+def test_the_line_that_has_called_fit_is_no_place_in_the_run():
+    """Rank 0 may run it in another program than the ranks that it has started."""
+    trainer = defined_in(
+        lightning.pytorch.trainer.trainer.__file__, "def fit(function):\n    return function()\nrun = fit"
+    )
+    loop = defined_in(lightning.pytorch.trainer.call.__file__, "def run(function=call_site):\n    return function()")
+
+    def users_step():
+        return loop()
+
+    assert trainer(loop) == "call.py:2"
+    assert trainer(lambda: loop(users_step)) == line_of(users_step, "return loop()")
+    assert loop() == line_of(test_the_line_that_has_called_fit_is_no_place_in_the_run, "assert loop() ==")
 
 
 @pytest.mark.light
