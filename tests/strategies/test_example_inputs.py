@@ -34,6 +34,22 @@ class Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+class Changing(Module):
+    """A module whose step changes weights, also of a module that no attribute registers, and freezes a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [nn.Linear(2, 2)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.net[0].requires_grad_(False)
+        self.net[0].weight.data.add_(1)
+        self.net[2].weight.data = torch.zeros_like(self.net[2].weight)
+        nn.init.zeros_(self.hidden[0].weight[:, :1])
+        self.hidden[0].bias.data *= 2
+        return super().training_step(batch, batch_idx)
+
+
 class Stream(IterableDataset[Tensor]):
     def __iter__(self) -> Any:
         raise AssertionError("a stream was read")
@@ -74,6 +90,21 @@ def test_example_inputs_come_from_a_loader_that_is_not_iterated(monkeypatch: pyt
     assert torch.equal(inputs(shuffled), IMAGES[:1].expand(3, 1, 1, 1)), "batch normalisation needs several samples"
     assert torch.equal(generator.get_state(), before)
     assert torch.equal(torch.get_rng_state(), numbers)
+
+
+@pytest.mark.light
+def test_a_step_that_runs_for_example_inputs_changes_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Changing()
+    module.trainer = trainer = Trainer(accelerator="cpu", barebones=True)
+    trainer.strategy.connect(module)
+    parameters = [*module.parameters(), *module.hidden[0].parameters()]
+    before = [(parameter.detach().clone(), parameter.data_ptr()) for parameter in parameters]
+    monkeypatch.setattr(example, "first_loader", lambda trainer: DataLoader(TensorDataset(torch.arange(10), IMAGES), 4))
+    assert example.example_inputs(module, "net", 3) is not None
+    for parameter, (values, address) in zip(parameters, before, strict=True):
+        assert torch.equal(parameter, values)
+        assert parameter.data_ptr() == address
+        assert parameter.requires_grad
 
 
 def trained(stages: int) -> list[float]:

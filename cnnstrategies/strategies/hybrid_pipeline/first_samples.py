@@ -2,8 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +12,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from cnnstrategies.pipeline.batch import Images
-from cnnstrategies.pipeline.first_forward import NotedParameters
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
-from cnnstrategies.strategies.shadow import NoCollectives, copy_metrics, same_random_numbers, shadow_of
+from cnnstrategies.strategies.shadow import (
+    NoCollectives,
+    copy_metrics,
+    same_random_numbers,
+    shadow_of,
+    tensors_stay,
+)
 
 
 def is_attached(module: LightningModule) -> bool:
@@ -120,7 +124,7 @@ def arguments_of_call(
     recorder = _Recorder(network)
     recorder.training = module.training
     shadow = shadow_of(module, path, recorder, copy_metrics(module))
-    with same_random_numbers(device), _parameters_stay(module), NoCollectives(module, step) as watched:
+    with same_random_numbers(device), tensors_stay(module), NoCollectives(module, step) as watched:
         try:
             with torch.no_grad():
                 getattr(shadow, step)(*_arguments(module, step, batch, dataloader))
@@ -135,23 +139,6 @@ def arguments_of_call(
     except TypeError:
         return None
     return [only(bound.arguments.get(name)) for name in network_inputs(network)]
-
-
-@contextmanager
-def _parameters_stay(module: nn.Module) -> Iterator[None]:
-    """Restore a module's parameters when the context ends. The step may change them before it calls the network.
-
-    A step may, for example, average a teacher's weights, add noise to weights, or freeze one of two networks.
-    """
-    noted = NotedParameters(dict(module.named_modules()))
-    trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    try:
-        with noted.watching():
-            yield
-    finally:
-        noted.restore()
-        for parameter, is_trained in trained:
-            parameter.requires_grad_(is_trained)
 
 
 def only(value: Any) -> Any:
