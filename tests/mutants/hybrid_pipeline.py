@@ -1,10 +1,12 @@
 """Mutants of strategy hybrid_pipeline: to Lightning, all stages together behave like one device."""
 
+import contextlib
 import functools
 
 import test_balancing
 import test_batch
 import test_divided_loaders
+import test_example_inputs
 import test_hybrid_pipeline
 import test_layouts
 import test_outside
@@ -28,6 +30,7 @@ from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
 from cnnstrategies.strategies.hybrid_pipeline.placing import PlacedModule
 from cnnstrategies.strategies.hybrid_pipeline.predictions import predictions_on_rank_zero
 from cnnstrategies.strategies.hybrid_pipeline.random_states import set_random_states
+from cnnstrategies.strategies.shadow import tensors_stay
 
 removes(
     batches_of,
@@ -153,3 +156,11 @@ def what_the_user_has_divided_is_divided_again(original, self, loader):
 @replaces(Pipeline.end_together, killed_by=test_batch.test_batches_that_do_not_fit_together_are_refused_on_every_rank)
 def a_rank_without_more_batches_counts_as_a_rank_with_an_empty_batch(original, self):
     self.share(None)
+
+
+removes(
+    tensors_stay,
+    "a step that runs for example inputs changes the weights of rank 0",
+    killed_by=test_example_inputs.test_a_step_that_runs_for_example_inputs_changes_no_weights,
+    gives=contextlib.nullcontext(),
+)

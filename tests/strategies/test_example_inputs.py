@@ -39,12 +39,12 @@ class Changing(Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden = [nn.Linear(2, 2)]
+        self.slow, self.hidden = nn.Linear(2, 2), [nn.Linear(2, 2)]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.net[0].requires_grad_(False)
-        self.net[0].weight.data.add_(1)
-        self.net[2].weight.data = torch.zeros_like(self.net[2].weight)
+        self.slow.requires_grad_(False)
+        self.slow.weight.data.add_(1)
+        self.slow.bias.data = torch.zeros(2)
         nn.init.zeros_(self.hidden[0].weight[:, :1])
         self.hidden[0].bias.data *= 2
         return super().training_step(batch, batch_idx)

@@ -304,19 +304,22 @@ class DividedGenerator(Gan):
 
 @case()
 class NoisyWeights(Classifier):
-    """Changes weights before the network is called: adds noise to them, and averages a teacher's weights."""
+    """Changes weights before the network is called: adds noise to a head, and lets a hidden teacher forget."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.head = nn.Linear(CLASSES, CLASSES)
         self.hidden = [copy.deepcopy(self.net).requires_grad_(False)]  # A list hides it from state_dict.
 
     def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
-            for parameter, slow in zip(self.net.parameters(), self.hidden[0].parameters(), strict=True):
-                parameter.add_(torch.randn_like(parameter), alpha=0.01)
-                slow.lerp_(parameter, 0.3)
+            for parameter in self.head.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            for parameter in self.hidden[0].parameters():
+                parameter.mul_(0.9)
             soft = self.hidden[0](x).softmax(1)
-        return F.cross_entropy(self(x), y) + F.cross_entropy(self(x), soft)
+        scores = self.head(self(x))
+        return F.cross_entropy(scores, y) + F.cross_entropy(scores, soft)
 
 
 @case(validates=True)
