@@ -62,7 +62,6 @@ def as_object(items: Any) -> Any:
 IMAGES = torch.arange(10.0).reshape(10, 1, 1, 1)
 
 
-@pytest.mark.light
 def test_example_inputs_come_from_a_loader_that_is_not_iterated(monkeypatch: pytest.MonkeyPatch) -> None:
     data = TensorDataset(torch.arange(10), IMAGES)
     generator = torch.Generator().manual_seed(0)
@@ -92,7 +91,6 @@ def test_example_inputs_come_from_a_loader_that_is_not_iterated(monkeypatch: pyt
     assert torch.equal(torch.get_rng_state(), numbers)
 
 
-@pytest.mark.light
 def test_a_step_that_runs_for_example_inputs_changes_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Changing()
     module.trainer = trainer = Trainer(accelerator="cpu", barebones=True)

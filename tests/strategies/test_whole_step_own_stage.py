@@ -9,13 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import quiet_trainer
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import run_apart, run_ranks
 from test_own_stage import AnotherEachTime, Module, OnMeta, OnMetaAtOnce, assert_same, loader, saved
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DataLoader
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline import disk_memory
@@ -168,72 +166,3 @@ def test_replicas_start_equal_and_refusals_name_what_a_rank_cannot_build_or_save
     assert "let ModelCheckpoint save it during fit" in late
     assert "on the meta device: build it without torch.device('meta')" in on_meta
     assert "AnotherEachTime.configure_model builds a different network each time" in another
-
-
-LAYERS, WIDTH = 12, 160
-LAYER = 8 * WIDTH * WIDTH  # Bytes of a weight.
-
-
-class Deep(Module):
-    """A module whose network has equal layers, and no layers without parameters."""
-
-    def build(self) -> nn.Module:
-        return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.network(batch).square().mean()
-
-
-class Peaks(Callback):
-    """Measures the largest memory of tensors until training begins, in training, and while a checkpoint is written.
-
-    Attributes:
-        peaks: The largest numbers of bytes, which do not include those from before the fit.
-    """
-
-    def __init__(self) -> None:
-        self.peaks: list[int] = []
-        self._held = 0
-        self._begin()
-
-    def _begin(self) -> None:
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        self._profile.start()
-
-    def end_phase(self) -> None:
-        """Note the peak of the phase that ends now."""
-        self._profile.stop()
-        assert self._profile.profiler is not None
-        records = [event for event in self._profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-        most = self._held
-        for event in sorted(records, key=lambda event: event.start_ns()):
-            self._held += event.nbytes()
-            most = max(most, self._held)
-        self.peaks.append(most)
-
-    def on_train_start(self, *_: Any) -> None:
-        self.end_phase()
-        self._begin()
-
-    def on_train_epoch_end(self, *_: Any) -> None:  # Checkpoints are written later.
-        self.end_phase()
-        self._begin()
-
-
-def peaks_of_rank(folder: Path) -> list[int]:
-    disk_memory.SMALL = 64
-    trainer = trainer_of([1, 1, 1], 1, f"{folder}/deep", cuts=["3", "7"])
-    peaks = Peaks()
-    trainer.callbacks.insert(0, peaks)
-    trainer.fit(Deep(), DataLoader(torch.randn(8, WIDTH), 8))
-    peaks.end_phase()
-    return peaks.peaks
-
-
-def test_the_memory_of_a_rank_is_that_of_its_own_stage(tmp_path: Path) -> None:
-    stage_bytes = LAYERS // 3 * LAYER
-    for before, steps, saving in run_ranks(3, peaks_of_rank, tmp_path):
-        assert stage_bytes < before < stage_bytes + 2 * LAYER, "a rank holds one parameter of another stage at a time"
-        # AdamW keeps two means of the gradients, and computes with one parameter at a time.
-        assert 4 * stage_bytes < steps < 4 * stage_bytes + 3 * LAYER
-        assert saving < 4 * stage_bytes + 2 * LAYER, "rank 0 receives the other stages in files"
