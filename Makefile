@@ -40,14 +40,17 @@ test-extras:
 	$(EXTRAS_VENV)/bin/python -m pytest -m extra
 
 # verify with published networks and modules under every strategy, in an environment with their packages. Takes an hour
-# or more; PART=3/10 runs a tenth. See tests/zoo. The results are written to build/zoo. A complete run makes the page.
+# or more; PART=3/10 runs a tenth, and STRATEGY=hybrid only strategies whose names contain this. See tests/zoo. The
+# results are written to build/zoo. A complete run makes the page.
 ZOO_VENV ?= .venv-zoo
 PART ?= 1/1
+STRATEGY ?=
 test-zoo:
 	$(MAKE) VENV=$(ZOO_VENV) EXTRAS=test,zoo $(ZOO_VENV)/.installed
-	CNNSTRATEGIES_ZOO_PART=$(PART) PYTHONPATH=tests/zoo $(ZOO_VENV)/bin/python -m pytest --numprocesses 2 \
-		--maxschedchunk 1 --timeout 1500 tests/zoo/networks.py tests/zoo/modules.py tests/zoo/examples.py
-ifeq ($(PART),1/1)
+	CNNSTRATEGIES_ZOO_PART=$(PART) CNNSTRATEGIES_ZOO_STRATEGY=$(STRATEGY) PYTHONPATH=tests/zoo \
+		$(ZOO_VENV)/bin/python -m pytest --numprocesses 2 --maxschedchunk 1 --timeout 1500 \
+		tests/zoo/networks.py tests/zoo/modules.py tests/zoo/examples.py
+ifeq ($(PART)$(STRATEGY),1/1)
 	PYTHONPATH=tests:tests/zoo $(ZOO_VENV)/bin/python tests/zoo/table.py benchmarks/zoo.md
 endif
 

@@ -2,13 +2,13 @@
 
 from torch import Tensor, nn
 
+from cnnstrategies.pipeline.node_uses import ordered_nodes
 from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.pipeline.tracing import find_cut, trace
-from cnnstrategies.pipeline.uses import ordered_nodes
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, Link, Profile
-from cnnstrategies.planning.measure import profile
+from cnnstrategies.planning.measure_nodes import profile
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.stage_costs import StageCost
 

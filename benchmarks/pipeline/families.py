@@ -41,8 +41,8 @@ from stages_in_turn import train_in_stages
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.node_uses import ordered_nodes, state_names
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
-from cnnstrategies.pipeline.uses import ordered_nodes, state_names
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "build/families"

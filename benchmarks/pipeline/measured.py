@@ -19,8 +19,8 @@ from cnnstrategies.pipeline.timeline import Span, draw_timeline
 from cnnstrategies.pipeline.timetable import Layout
 from cnnstrategies.pipeline.tracing import trace
 from cnnstrategies.planning.costs import GraphCosts, Link
-from cnnstrategies.planning.measure import profile
 from cnnstrategies.planning.measure_links import measure_local_link
+from cnnstrategies.planning.measure_nodes import profile
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.stage_costs import stage_costs
 
@@ -117,7 +117,7 @@ def _measure(
     results = []
     for _ in range(rounds):
         dist.barrier()
-        predictor = two_stages(profile(traced, microbatch, warm_up=1, repeats=3), link, microbatches)
+        predictor = two_stages(profile(traced, microbatch, repeats=3), link, microbatches)
         results.append((min(step() for _ in range(STEPS)), predictor.time(layout), predictor.costs))
     if timeline is not None:
         _draw(rank, pipeline, step, predictor, layout, timeline)

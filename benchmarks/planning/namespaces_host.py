@@ -32,7 +32,7 @@ from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.tracing import trace
 from cnnstrategies.planning.costs import from_two_sizes
-from cnnstrategies.planning.measure import profile
+from cnnstrategies.planning.measure_nodes import profile
 
 SAMPLES, MICROBATCHES, REPLICAS = 24, 6, (2, 1)
 SMALLER = 4  # A second batch to profile is so much smaller, as in `plan`.

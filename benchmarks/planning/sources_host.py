@@ -20,7 +20,7 @@ from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.pipeline.tracing import trace
 from cnnstrategies.planning.costs import from_two_sizes
-from cnnstrategies.planning.measure import profile
+from cnnstrategies.planning.measure_nodes import profile
 from cnnstrategies.strategies import ParameterServerStrategy
 
 EPOCHS = 20

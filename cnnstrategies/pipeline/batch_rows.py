@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cnnstrategies._torch_private import writes
-from cnnstrategies.pipeline.channels import memory_format_of
 from cnnstrategies.pipeline.microbatches import Split
+from cnnstrategies.pipeline.tensor_headers import memory_format_of
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.placed.partial import PartialTensor
 from cnnstrategies.shares import deal

@@ -11,8 +11,9 @@ from torch import Tensor, fx, nn
 
 from cnnstrategies._torch_private import has_hooks
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.fixed import graph_module, known
+from cnnstrategies.pipeline.graph_checks import graph_module, known
 from cnnstrategies.pipeline.leaf_tracer import CallKey, call_keys
+from cnnstrategies.pipeline.node_uses import ordered_nodes, stages_of_readers, state_names
 from cnnstrategies.pipeline.open_tracer import TAKEN, Attribute, fingerprint
 from cnnstrategies.pipeline.outside_reads import outside_reads
 from cnnstrategies.pipeline.own_code import contexts_left, with_stores
@@ -25,7 +26,6 @@ from cnnstrategies.pipeline.stage import (
     stages_by_state,
 )
 from cnnstrategies.pipeline.tracing import mode, module_paths, seals, trace_open, trace_opened, unfoldable
-from cnnstrategies.pipeline.uses import ordered_nodes, stages_of_readers, state_names
 
 _KEPT = 8  # Number of traces that are kept. A trace takes a fraction of a second.
 

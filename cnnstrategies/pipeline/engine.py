@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Self
 
@@ -11,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.batch import Batch, Images, OutputGatherer, end_together, share_batch
 from cnnstrategies.pipeline.buffers import StageBuffers
-from cnnstrategies.pipeline.channels import Channels
+from cnnstrategies.pipeline.channels import AHEAD, Channels
+from cnnstrategies.pipeline.engine_batch import Batch, OutputGatherer, share_batch
+from cnnstrategies.pipeline.engine_loss import Loss, MeanLoss
+from cnnstrategies.pipeline.engine_step import Step
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
-from cnnstrategies.pipeline.losses import Loss, MeanLoss
+from cnnstrategies.pipeline.microbatches import Images
 from cnnstrategies.pipeline.stage import check_backend, divide
-from cnnstrategies.pipeline.step import Step
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule, check_layout, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport, new_group
@@ -25,14 +25,6 @@ from cnnstrategies.quantities import Duration, as_timedelta
 from cnnstrategies.runtime.allocation import reuse_freed_memory
 
 TIMEOUT = timedelta(minutes=10)
-# Under gloo, a receive begins this number of turns (see `timetable.turns`) before the task that needs its message. This
-# is early enough even for messages of a stage that runs ahead. Under gloo, a receive that only begins when its message
-# arrives is slow: the receive holds the lock of the connection, and gloo's thread waits for the lock in a loop, which
-# takes milliseconds if there are too few cores.
-# Under NCCL, receives do not begin early. A receive occupies the device until its message arrives, and this process may
-# have to wait at any moment until the device has completed all its work. An early receive could therefore block the
-# process; see `Channels.exchange`.
-AHEAD = 4
 
 
 class Pipeline:
@@ -140,16 +132,6 @@ class Pipeline:
         """Numbering of the ranks, and the microbatches of each rank."""
         return self.transport.placement
 
-    def deal(self, shares: Sequence[float]) -> None:
-        """Change the shares of all ranks, from the next call of :meth:`share` on.
-
-        All ranks must call this, with the same shares, between two steps.
-        """
-        if tuple(shares) != self.placement.shares:
-            self.transport.placement = replace(self.placement, shares=tuple(shares))
-            self.tasks = tasks_of(self.placement, self.rank, self.schedule, self.run_ahead)
-            self.own_microbatches = self.placement.microbatches_of(self.rank)
-
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The stage's trainable parameters, in the order in which :meth:`train` returns their gradients."""
@@ -176,14 +158,8 @@ class Pipeline:
     def _trainable(self) -> list[nn.Parameter]:
         return [p for name, p in self.module.named_parameters() if p.requires_grad and name in self.blueprint.used]
 
-    def share(
-        self,
-        images: Images | None,
-        *rest: Tensor,
-        form: Any = None,
-        usual: int | None = None,
-    ) -> Batch:
-        """Send the targets and other values of a global batch from the first stage to all ranks.
+    def share(self, images: Images | None, *rest: Tensor) -> Batch:
+        """Send the targets and other tensors of a global batch from the first stage to all ranks.
 
         The images stay on the ranks of the first stage. All ranks must call this before each call of :meth:`train` or
         :meth:`evaluate`.
@@ -193,44 +169,9 @@ class Pipeline:
                 network takes several. Ignored in other stages.
             rest: In the first stage, this replica's targets (n, ...) and other tensors with one row per sample. Ignored
                 in other stages.
-            form: In the first stage, the structure of this replica's batch, and the batch's values that are not
-                tensors. The structure and the values are sent to all ranks, and must consist of plain data.
-            usual: Mean number of samples per replica in a batch of the usual size. All ranks must pass the same number.
-                A smaller batch is divided into fewer microbatches, so that microbatches do not become very small. With
-                None, this batch counts as a batch of the usual size.
         """
         with self.transport.collective("sharing a batch"):
-            return share_batch(images, rest, form, self.transport, usual)
-
-    def end_together(self) -> None:
-        """Check that all ranks have reached the end of their batches.
-
-        A rank calls this method instead of :meth:`share` when it has no more batches. All ranks must call one of the
-        two methods.
-
-        Raises:
-            ConfigurationError: Another rank called :meth:`share`. The error is raised on all ranks.
-        """
-        with self.transport.collective("ending an epoch"):
-            end_together(self.transport)
-
-    def collect(self, value: Any) -> list[Any] | None:
-        """Send a value from the first replica of each stage to rank 0. All ranks must call this.
-
-        Args:
-            value: This rank's value: nested containers of tensors and plain data. Rank 0 receives tensors on the CPU.
-
-        Returns:
-            On rank 0, the values in the order of the stages; None on the other ranks.
-        """
-        content = "the state of a stage"
-        if self.rank == 0:
-            others = [self.placement.ranks(stage)[0] for stage in range(1, self.placement.stages)]
-            return [value, *(self.transport.receive_object(rank, content) for rank in others)]
-        if self.place.replica == 0:
-            for transfer in self.transport.send_object(value, 0, content):
-                transfer.wait()
-        return None
+            return share_batch(images, rest, self.transport)
 
     @torch.no_grad()
     def merge(self) -> dict[str, Tensor]:

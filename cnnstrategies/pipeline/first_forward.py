@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cnnstrategies._torch_private import OperationMode, schema_of
+from cnnstrategies.placed import ForeignTensor
 
 # Number of elements of which a checksum is computed at once.
 CHUNK = 2**18
@@ -29,7 +30,9 @@ class NotedParameters:
         parameters = {
             f"{path}.{name}": p for path, module in modules.items() for name, p in module.named_parameters("", False)
         }
-        self._parameters = {name: p for name, p in parameters.items() if not p.is_meta}
+        self._parameters = {
+            name: p for name, p in parameters.items() if not p.is_meta and not isinstance(p, ForeignTensor)
+        }
         # Tensors with the parameters' storages. They stay the same if a forward assigns to `parameter.data`.
         self._noted = {name: p.detach() for name, p in self._parameters.items()}
         self._writes = _Writes(self._noted)

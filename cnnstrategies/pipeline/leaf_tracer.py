@@ -12,13 +12,14 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from cnnstrategies._torch_private import has_hooks
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.fixed import UndecidedError, contexts, is_of_shapes
+from cnnstrategies.pipeline.graph_checks import UndecidedError, contexts, is_of_shapes
 from cnnstrategies.pipeline.own_code import OwnCode
-from cnnstrategies.pipeline.seals import (
+from cnnstrategies.pipeline.untouched import random_states, restore_random
+from cnnstrategies.pipeline.whole_modules import (
     DependsOnValuesError,
     EntersContextError,
     Seal,
@@ -27,7 +28,6 @@ from cnnstrategies.pipeline.seals import (
     first_line,
     where,
 )
-from cnnstrategies.pipeline.untouched import random_states, restore_random
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -235,6 +235,9 @@ class LeafTracer(fx.Tracer):
             result = super().call_module(m, counted, args, kwargs)
             library = drawn_from(states)
             seal = Seal("random", name, draws(library), self._place(m)) if library else None
+            if seal is None and self._uses_kept_tensor(m, result, began):
+                reason = "its forward uses a tensor that a hook on one of its submodules may have stored"
+                seal = Seal("stores", name, reason, self._place(m))
         except Exception as error:
             seal = self._seal_of(name, error)
         self.num_calls = calls
@@ -305,6 +308,19 @@ class LeafTracer(fx.Tracer):
         else:
             structure = [VALUE if isinstance(leaf, fx.Proxy | Tensor) else leaf for leaf in leaves]
             self.structures[key] = tree_unflatten(structure, spec)
+
+    def _uses_kept_tensor(self, module: nn.Module, result: Any, began: int) -> bool:
+        """Whether a traced module may use a tensor that a hook of one of its submodules stores in an attribute of it.
+
+        The trace does not run the hooks, so the graph would contain an old tensor.
+        """
+        if not any(isinstance(value, Tensor) for value in vars(module).values()):
+            return False
+        if not any(has_hooks(child) for child in module.modules()):
+            return False
+        nodes = list(self.graph.nodes)[began:]
+        is_constant = any(node.op == "get_attr" and node.target not in self._state for node in nodes)
+        return is_constant or any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
 
     def _current(self) -> str:
         """Return the name of the module whose code is being traced."""

@@ -8,10 +8,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from cnnstrategies.shares import NORMALISED_TOGETHER as NORMALISED_TOGETHER
-from cnnstrategies.shares import turns
+from cnnstrategies.shares import NORMALISED_TOGETHER, turns
 
 CPU = torch.device("cpu")
+Images = Tensor | tuple[Tensor, ...]  # The input of the network: a tuple if the network takes several tensors.
 PER_STAGE_AND_REPLICA = 4
 
 

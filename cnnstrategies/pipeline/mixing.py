@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cnnstrategies._torch_private import OperationMode, put_buffer
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
 from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, adds, find_rule, tolerance
-from cnnstrategies.pipeline.stored import StoredWatch
+from cnnstrategies.pipeline.stored_watch import StoredWatch
 from cnnstrategies.pipeline.untouched import random_states, restore_random
 from cnnstrategies.pipeline.watched import StoredKey
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_flatten_with_path, tree_unflatten
 
 from cnnstrategies.pipeline.leaf_tracer import VALUE, CallKey, LeafTracer, call_keys
-from cnnstrategies.pipeline.seals import Seal
+from cnnstrategies.pipeline.whole_modules import Seal
 
 # Key of a node's metadata: the node takes a value from the nested result of a module, and was not in the full graph.
 TAKEN = "taken"

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from cnnstrategies.pipeline.variables import MISSING, content_of, function_of, is_library, names_of
+from cnnstrategies.pipeline.outside_variables import MISSING, content_of, function_of, is_library, names_of
 
 _PLAIN = (int, float, complex, str, bytes, type(None))
 _SIMPLE = (*_PLAIN, list, tuple, dict)

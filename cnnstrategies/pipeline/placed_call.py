@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from cnnstrategies._torch_private import keeps_graph
-from cnnstrategies.pipeline.channels import TensorHeader
 from cnnstrategies.pipeline.declared_loss import LossOfCall
 from cnnstrategies.pipeline.double_backward import autocast_states, gradients_with_graph
-from cnnstrategies.pipeline.forms import BackwardReport, ForwardReport, KnownForm
 from cnnstrategies.pipeline.interleaved_batch import InterleavedBatch
+from cnnstrategies.pipeline.known_forms import BackwardReport, ForwardReport, KnownForm
 from cnnstrategies.pipeline.loss_verdict import judge
 from cnnstrategies.pipeline.random_draws import advance
 from cnnstrategies.pipeline.stored_terms import CallTerms
+from cnnstrategies.pipeline.tensor_headers import TensorHeader
 from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
 from cnnstrategies.placed.messages import RefusedError
 

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.declared_loss import DeclaredLoss
 from cnnstrategies.pipeline.division import Division
-from cnnstrategies.pipeline.forms import KnownForm, form_of
 from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults
+from cnnstrategies.pipeline.known_forms import KnownForm, form_of
 from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
 from cnnstrategies.pipeline.placed_call import NetworkFunction, PlacedCall
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage_runner import StageRunner
-from cnnstrategies.pipeline.stored_terms import NeedsOneMicrobatchError
 from cnnstrategies.pipeline.storing_code import has_users_hook
+from cnnstrategies.pipeline.term_reports import NeedsOneMicrobatchError
 from cnnstrategies.pipeline.timetable import Checkpointing
 from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in

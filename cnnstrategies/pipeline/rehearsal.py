@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.combining import is_number, is_same
@@ -18,14 +18,23 @@ from cnnstrategies.pipeline.first_forward import NotedParameters
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.random_draws import GeneratorStates
 from cnnstrategies.pipeline.stage import IMAGES, copy_value
-from cnnstrategies.pipeline.stored import StoredWatch
+from cnnstrategies.pipeline.stored_watch import StoredWatch
 from cnnstrategies.pipeline.untouched import Untouched
 from cnnstrategies.pipeline.watched import StoredKey
 
 REHEARSED = 4  # Number of samples.
+# With more elements in a sample, `FEWER` samples are used. The comparison of a U-Net with images of 512 x 512 would
+# otherwise take longer than its profile.
+LARGE, FEWER = 2**18, 2
 # Largest difference, relative to the largest element. A GPU adds numbers in another order in each run.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 _TOLERANCE_OF_OTHERS = 0.1
+
+
+def rehearsed(images: Any) -> Any:
+    """Return the samples of example inputs with which the stages are compared."""
+    elements = sum(leaf[0].numel() for leaf in tree_leaves(images))
+    return tree_map(lambda leaf: leaf[:FEWER], images) if elements > LARGE else images
 
 
 def rehearse(division: Division, owner: nn.Module, images: Any) -> str | None:

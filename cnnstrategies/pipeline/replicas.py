@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cnnstrategies._torch_private import copy_all
-from cnnstrategies.pipeline.channels import memory_format_of, on_the_wire
 from cnnstrategies.pipeline.gradients import bucketed
+from cnnstrategies.pipeline.tensor_headers import memory_format_of, on_the_wire
 from cnnstrategies.pipeline.transport import Transport, new_group
 
 

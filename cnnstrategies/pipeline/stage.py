@@ -9,9 +9,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.fixed import TracedModule
-from cnnstrategies.pipeline.tracing import find_cut, trace
-from cnnstrategies.pipeline.uses import (
+from cnnstrategies.pipeline.graph_checks import TracedModule
+from cnnstrategies.pipeline.node_uses import (
     changed_in_place,
     ordered_nodes,
     origins,
@@ -19,6 +18,7 @@ from cnnstrategies.pipeline.uses import (
     stages_of_readers,
     state_names,
 )
+from cnnstrategies.pipeline.tracing import find_cut, trace
 
 IMAGES = "images"
 
@@ -122,7 +122,7 @@ def divide(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
         network: The whole network.
         cuts: For each cut, in the order of the network, the name of the module after which the network is cut, or the
             index of the first node after the cut. An index refers to the
-            :func:`~cnnstrategies.pipeline.uses.ordered_nodes` of the graph for training, and must be one of this
+            :func:`~cnnstrategies.pipeline.node_uses.ordered_nodes` of the graph for training, and must be one of this
             graph's :func:`~cnnstrategies.pipeline.tracing.cut_positions`.
 
     Raises:

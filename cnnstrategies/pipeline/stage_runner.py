@@ -34,7 +34,7 @@ class StageRunner:
         division: Division of the network. Parameters and buffers of other stages are not used.
         transport: Connections of this rank. Its placement determines the replicas and the number of microbatches.
         ahead: Number of turns before a task at which the receive of the task's message begins; see
-            :data:`~cnnstrategies.pipeline.engine.AHEAD`.
+            :data:`~cnnstrategies.pipeline.channels.AHEAD`.
         replicas: The replicas of the stage, if the stage of another network has them already.
 
     Attributes:

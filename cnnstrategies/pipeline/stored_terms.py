@@ -1,59 +1,28 @@
-"""Values that the forwards of a divided network store, combined for the whole batch, on all ranks.
+"""Values that the forwards of a divided network store, during one call of the network and across calls.
 
-Each stage combines what its microbatches have stored. A stored tensor lives on the ranks of its stage; all other ranks
-get a foreign tensor in the same attribute, and plain values are sent. A stored tensor that requires a gradient is an
-output of the network's autograd function, like the network's result.
+Each stage takes away what its microbatches store, combines it by rules that it has found, and tells the other ranks. A
+stored tensor that requires a gradient is an output of the network's autograd function, like the network's result.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch_rows import BatchRows
-from cnnstrategies.pipeline.channels import TensorHeader, pack
-from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, combine, gradient_of_part, is_same
+from cnnstrategies.pipeline.batch_terms import NOTHING, BatchTerms, CombinedTerms, combine_terms
+from cnnstrategies.pipeline.combining import StoredValues
 from cnnstrategies.pipeline.first_forward import NotedParameters
-from cnnstrategies.pipeline.mixing import MixingProbe, ProbeResult
-from cnnstrategies.pipeline.mixing_backward import reason_of_backward
+from cnnstrategies.pipeline.microbatch_terms import MicrobatchTerms
+from cnnstrategies.pipeline.mixing import MixingProbe
 from cnnstrategies.pipeline.noted_state import NotedState
-from cnnstrategies.pipeline.stored import StoredWatch
-from cnnstrategies.pipeline.watched import PLAIN, StoredKey
+from cnnstrategies.pipeline.stored_watch import StoredWatch
+from cnnstrategies.pipeline.term_reports import TermReport, TermReports
+from cnnstrategies.pipeline.term_rules import TermRules
 from cnnstrategies.placed import Places, RefusedError
-
-
-class NeedsOneMicrobatchError(Exception):
-    """A stage needs the whole batch as one microbatch. All ranks raise this error in the same call.
-
-    Attributes:
-        reason: A clause that names the module.
-        is_once: Whether the reason holds for this call only.
-    """
-
-    def __init__(self, reason: str, is_once: bool = False) -> None:
-        super().__init__(reason)
-        self.reason, self.is_once = reason, is_once
-
-
-class _Report(NamedTuple):
-    """Report of a rank about a call, for all other ranks, if it differs from the rank's report of an earlier call.
-
-    Attributes:
-        reason: Why the rank's stage needs the whole batch as one microbatch; None if it does not.
-        is_once: Whether the reason holds for this call only.
-        refusal: Error message for all ranks, if the rank's forwards have done what a pipeline cannot do.
-        header: What the stage has stored: for each key its kind, its path, whether the forward has added to the value,
-            and the value. Tensors are described.
-    """
-
-    reason: str | None
-    header: TensorHeader
-    is_once: bool = False
-    refusal: str | None = None
 
 
 class StoredTerms:
@@ -88,15 +57,13 @@ class StoredTerms:
         may_store: Callable[[], bool],
     ) -> None:
         self.watch = StoredWatch(owner, network)
-        self.probe = MixingProbe(run_again, modules, self.watch)
         self.run, self.places, self.ranks, self.first_ranks = run, places, ranks, first_ranks
-        self.stage = next(stage for stage, members in enumerate(ranks) if places.rank in members)
-        self.group = ranks[self.stage]
+        self.group = next(members for members in ranks if places.rank in members)
+        self.rules = TermRules(MixingProbe(run_again, modules, self.watch), places, self.group)
         self.modules, self.share = modules, share
         self.run_forms: set[Hashable] = set()  # Forms of earlier calls.
-        self.known: dict[Hashable, tuple[StoredValues, list[CombiningRule]]] = {}
         self.is_first = True  # Whether no call has ended yet.
-        self.reports: dict[int, _Report] = {}
+        self.reports = TermReports(places)
         # Forms of batches in whose first call no stage has stored anything.
         self.without_terms: set[Hashable] = set()
         self.may_store = may_store
@@ -125,27 +92,18 @@ class CallTerms:
         self, terms: StoredTerms, rows: BatchRows, needs_gradient: bool, device: torch.device, form: Hashable
     ) -> None:
         self._terms, self._rows, self._needs_gradient, self._device = terms, rows, needs_gradient, device
-        self._sizes = rows.sizes
         self._form = form
         self.reason: str | None = None
-        self._arguments: dict[int, tuple[Any, ...]] = {}
-        self._stored: dict[int, StoredValues] = {}
-        self._before: dict[StoredKey, Any] = {}
-        self._rules: list[CombiningRule] = []
-        # The combined tensors that this stage reports, and for those with a gradient the index of the stored leaf.
-        self._tensors: list[Tensor] = []
-        self._with_gradient: list[int] = []
-        # Tensors of this stage that the forwards have changed in place, with the values of the whole batch.
-        self._changed: list[tuple[Tensor, Tensor]] = []
-        self._headers: list[TensorHeader] = []
+        self._microbatches = MicrobatchTerms(rows)
         self._ran: list[int] = []  # This rank's microbatches.
-        self._has_parts = not rows.is_one_microbatch
+        self._combined = CombinedTerms(NOTHING, [], [], [])  # Values of this stage for the whole batch.
+        self._batch = BatchTerms([], [], terms.places, terms.ranks, device)  # Values of all stages.
         # Layers may set their parameters in their first forward.
         self._noted = NotedParameters(terms.modules) if terms.is_first else None
         self._changed_parameter: str | None = None
         self._of_backward = StoredValues.of({})
-        self._without_graph: set[int] = set()
-        self._keeps_arguments = True
+
+    # The forwards
 
     def noted_state(self) -> NotedState:
         """Return the state of modules in which the call's forwards begin."""
@@ -165,18 +123,20 @@ class CallTerms:
             result = terms.run(*arguments)
         if self._noted is not None and (changed := self._noted.changed()):
             self._changed_parameter = changed[0]
-            if self._has_parts:
+            if not self._rows.is_one_microbatch:
                 self._noted.restore()
         self._ran.append(microbatch)
-        self._stored[microbatch] = StoredValues.of(watch.take())
-        self._before |= watch.before
-        if self._keeps_arguments:
-            self._arguments[microbatch] = arguments
+        values = StoredValues.of(watch.take())
+        self._microbatches.add(microbatch, values, watch.before, arguments)
         return result
 
     def drop_arguments(self) -> None:
         """Keep no arguments of the stage, if the rules by which stored values are combined are known."""
-        self._keeps_arguments = self._form not in self._terms.known
+        self._microbatches.keeps_arguments = not self._terms.rules.are_known(self._form)
+
+    def drop_graph(self, microbatch: int) -> None:
+        """Drop the graph of what a microbatch has stored. Its forward then has to run again for the backward."""
+        self._microbatches.drop_graph(microbatch, self._device)
 
     def begin_watch(self) -> None:
         """Note the current state of modules, to which :meth:`undo` returns."""
@@ -190,10 +150,7 @@ class CallTerms:
         """Return the modules of the user's module that are not in the network."""
         return self._terms.watch.outside_network()
 
-    def drop_graph(self, microbatch: int) -> None:
-        """Drop the graph of what a microbatch has stored. Its forward then has to run again for the backward."""
-        self._stored[microbatch] = self._stored[microbatch].detached().attached(self._device)
-        self._without_graph.add(microbatch)
+    # After the forwards
 
     def finish(self) -> None:
         """Combine what the microbatches have stored, and tell the other ranks. All ranks must call this.
@@ -201,15 +158,17 @@ class CallTerms:
         Raises:
             NeedsOneMicrobatchError: A stage mixes samples, or what it stores cannot be combined.
         """
-        terms, places = self._terms, self._terms.places
+        terms, places, microbatches = self._terms, self._terms.places, self._microbatches
         refusal = terms.watch.new_modules()
         if self._form in terms.without_terms and not terms.may_store():
-            self._arguments.clear()
+            microbatches.arguments.clear()
             self._noted = None
             self._check_nothing(refusal)
             return
         with torch.set_grad_enabled(self._needs_gradient):
-            reason = self._find_rules()
+            microbatches.share(places, terms.group, self._device)
+            sets_parameters = self._changed_parameter is not None
+            rules, reason = terms.rules.find(microbatches, self._form, self._needs_gradient, sets_parameters)
         terms.run_forms.add(self._form)
         reason = self.reason or reason
         if self._noted is not None and (name := self._noted.changed_unseen()) is not None:
@@ -218,32 +177,19 @@ class CallTerms:
                 "use operations of torch, or set the parameter before training"
             )
         set_first = self._share_parameters()
-        self._arguments.clear()
-        report = _Report(set_first or reason, _NOTHING, set_first is not None, refusal)
-        if set_first is not None:
-            reason = set_first
-        if reason is None and refusal is None and self._stored:
-            report = _Report(None, self._combine())
-        news = None if report == terms.reports.get(places.rank) else report
-        for rank, received in enumerate(places.exchange(news, range(places.world_size), "stored")):
-            if received is not None:
-                terms.reports[rank] = _Report(*received)
-        refusals = [report.refusal for _, report in sorted(terms.reports.items()) if report.refusal is not None]
-        if refusals:
-            raise ConfigurationError(refusals[0])
-        reports = [terms.reports[rank] for rank in terms.first_ranks]
-        for stage_report in reports:
-            if stage_report.reason is not None:
-                terms.reports.clear()
-                raise NeedsOneMicrobatchError(stage_report.reason, stage_report.is_once)
+        microbatches.arguments.clear()
+        report = TermReport(set_first or reason, NOTHING, set_first is not None, refusal)
+        if report.reason is None and refusal is None and microbatches.stored:
+            self._combined = combine_terms(microbatches, rules, terms.watch, places)
+            report = TermReport(None, self._combined.header)
+        headers = terms.reports.exchange(report, terms.first_ranks)
         terms.is_first, self._noted = False, None
         with torch.no_grad():
-            for tensor, values in self._changed:
+            for tensor, values in self._combined.changed:
                 tensor.copy_(values)
-        self._headers = [stage_report.header for stage_report in reports]
-        for microbatch in self._without_graph:
-            self._stored[microbatch] = self._stored[microbatch]._replace(leaves=[])
-        if all(report == _Report(None, _NOTHING) for report in terms.reports.values()):
+        self._batch = BatchTerms(headers, self._combined.tensors, places, terms.ranks, self._device)
+        microbatches.drop_copies()
+        if terms.reports.are_empty:
             terms.without_terms.add(self._form)
 
     def _check_nothing(self, refusal: str | None) -> None:
@@ -260,16 +206,35 @@ class CallTerms:
             raise ConfigurationError(refusal)
         if self.reason is not None:
             raise RefusedError(f"{self.reason}, unlike for earlier batches of the same shapes: use one microbatch")
-        key = next((key for values in self._stored.values() for key in values.keys), None)
+        key = self._microbatches.first_key
         if key is not None:
             raise RefusedError(
                 f"a forward has stored a value in {key}, which the code of the network's modules does not show: store "
                 "values by an assignment to an attribute in the module's forward or in a forward hook"
             )
 
+    def _share_parameters(self) -> str | None:
+        """Give all replicas of the stage the parameters that a forward has set.
+
+        Returns:
+            Why the stage needs the whole batch as one microbatch; None if it does not.
+        """
+        if self._noted is None:
+            return None
+        names = [self._changed_parameter]
+        if len(self._terms.group) > 1:
+            names = self._terms.places.exchange(self._changed_parameter, self._terms.group, "parameters")
+        name = next((name for name in names if name is not None), None)
+        if name is None:
+            return None
+        if not self._rows.is_one_microbatch:
+            return f"its first forward sets {name}"
+        self._terms.share(self._noted.tensors(), self._rows.sizes)
+        return None
+
     def outputs(self) -> list[Tensor]:
         """Return the stored tensors of all stages that have a gradient: placed tensors, or foreign ones."""
-        return [tensor for stage in range(len(self._headers)) for tensor, needed in self._placed(stage) if needed]
+        return self._batch.outputs()
 
     def place(self, outputs: Sequence[Tensor]) -> None:
         """Store all stages' values in the attributes of this rank's modules.
@@ -277,37 +242,9 @@ class CallTerms:
         Args:
             outputs: The tensors of :meth:`outputs`, as results of the network's autograd function.
         """
-        watch, remaining = self._terms.watch, iter(outputs)
-        before: dict[tuple[Any, ...], Any] = {}
-        for stage, header in enumerate(self._headers):
-            if not header.leaves:
-                continue
-            (entries,) = header.unpack(
-                [next(remaining) if needed else tensor for tensor, needed in self._placed(stage)]
-            )
-            for kind, path, accumulates, value in entries:
-                key = StoredKey(kind, path)
-                if key.is_outside:
-                    # The value may be a cache, which the forwards of other stages use.
-                    value = self._with_copies(value)
-                if kind in ("set", "values"):
-                    present = watch.value(key)
-                    if path in before and accumulates is not False:
-                        # An earlier stage has changed the same value.
-                        if accumulates is None:
-                            raise ConfigurationError(
-                                f"forwards in several stages change {key}, and each of them uses the value that it "
-                                "finds: store the value of each module in an attribute of its own"
-                            )
-                        value = present + (value - (before[path] or 0))
-                    before.setdefault(path, present)
-                watch.put(key, value)
+        self._batch.store(outputs, self._terms.watch)
 
-    def _with_copies(self, value: Any) -> Any:
-        """Return a value of which all ranks have copies, except for tensors with a gradient."""
-        leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and not leaf.requires_grad]
-        copies = self._terms.places.all_everywhere(leaves, "a stored value")
-        return tree_map(lambda leaf: copies.get(id(leaf), leaf), value)
+    # The backwards
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -320,7 +257,7 @@ class CallTerms:
         watch.begin()
         yield
         self._of_backward = StoredValues.of(watch.take())
-        if self._of_backward.keys and self._has_parts:
+        if self._of_backward.keys and not self._rows.is_one_microbatch:
             raise RefusedError(
                 f"a hook has stored {self._of_backward.keys[0]} in the backward of a part of the batch, which is not "
                 "what it would store for the whole batch: set the strategy's microbatches to 1, or store the value in "
@@ -338,8 +275,8 @@ class CallTerms:
         All ranks must call this, if :attr:`stores_in_backward` is true on a rank. The batch is one microbatch.
         """
         terms = CallTerms(self._terms, self._rows, False, self._device, self._form)
-        terms._before = dict(self._terms.watch.before)
-        terms._stored = dict.fromkeys(self._ran, self._of_backward)
+        terms._microbatches.before = dict(self._terms.watch.before)
+        terms._microbatches.stored = dict.fromkeys(self._ran, self._of_backward)
         terms.finish()
         terms.place(terms.outputs())
 
@@ -349,16 +286,7 @@ class CallTerms:
         Returns:
             The gradients of this rank's stage.
         """
-        places, remaining = self._terms.places, iter(gradients)
-        result: list[Tensor | None] = []
-        for stage, header in enumerate(self._headers):
-            count = sum(spec.needs_gradient for spec in header.tensors)
-            of_stage = [next(remaining) for _ in range(count)]
-            present = [gradient for gradient in of_stage if gradient is not None]
-            brought = places.bring_all(present, self._terms.ranks[stage], "gradients of stored values")
-            if stage == self._terms.stage:
-                result = [None if gradient is None else brought.get(id(gradient), gradient) for gradient in of_stage]
-        return result
+        return self._batch.own_gradients(gradients)
 
     def roots(
         self,
@@ -378,173 +306,4 @@ class CallTerms:
         Raises:
             ConfigurationError: The second forward has stored other things than the first.
         """
-        stored = self._stored[microbatch] if keep else self._stored.pop(microbatch)
-        if second is not None and not second.has_form_of(stored) and any(start is not None for start in gradients):
-            names = {*map(str, stored.keys)} ^ {*map(str, second.keys)} or {*map(str, stored.keys)}
-            raise ConfigurationError(
-                f"a forward that ran again for the backward has stored something else in {min(names)} than at first: "
-                "let it store the same in each call, or set activation_checkpointing to never"
-            )
-        leaves = (stored if second is None else second).leaves
-        tensors, starts = [], []
-        for index, gradient in zip(self._with_gradient, gradients, strict=True):
-            if gradient is not None:
-                tensors.append(leaves[index])
-                starts.append(gradient_of_part(self._rules[index], gradient, self._rows, microbatch))
-        return tensors, starts
-
-    def _find_rules(self) -> str | None:
-        """Find the rules by which the microbatches' values are combined, together with the stage's other replicas.
-
-        Returns:
-            Why the stage needs the whole batch as one microbatch; None if it does not.
-        """
-        terms = self._terms
-        self._share()
-        if sum(map(bool, self._sizes)) < 2:
-            self._rules = self._additions()
-            return None
-        known = terms.known.get(self._form)
-        if known is not None and self._fits(*known):
-            self._rules = known[1]
-            return None
-        if not self._keeps_arguments:
-            return "it stores other things than in an earlier batch of the same shapes"
-        arguments, samples = list(self._arguments.values()), [self._sizes[m] for m in self._arguments]
-        verdict = terms.probe.verdict(arguments, samples)
-        if verdict is not None and verdict.reason is None and self._needs_gradient:
-            reason = reason_of_backward(terms.probe, arguments, samples, verdict.has_rows)
-            verdict = verdict if reason is None else ProbeResult(reason, None, [])
-        if len(terms.group) > 1:
-            verdicts = [v for v in terms.places.exchange(verdict, terms.group, "probe") if v is not None]
-            verdict = next((v for v in verdicts if v.reason is not None), verdicts[0] if verdicts else None)
-        if verdict is None:
-            stored = next((key for values in self._stored.values() for key in values.keys), None)
-            return None if stored is None else f"it stores {stored}, and there are too few samples to find out how"
-        if verdict.stored is None:
-            return verdict.reason
-        terms.known[self._form] = verdict.stored, verdict.rules
-        self._rules = verdict.rules
-        fits = self._fits(verdict.stored, verdict.rules)
-        return None if fits else "it stores different things in different microbatches"
-
-    def _share_parameters(self) -> str | None:
-        """Give all replicas of the stage the parameters that a forward has set.
-
-        Returns:
-            Why the stage needs the whole batch as one microbatch; None if it does not.
-        """
-        if self._noted is None:
-            return None
-        names = [self._changed_parameter]
-        if len(self._terms.group) > 1:
-            names = self._terms.places.exchange(self._changed_parameter, self._terms.group, "parameters")
-        name = next((name for name in names if name is not None), None)
-        if name is None:
-            return None
-        if self._has_parts:
-            return f"its first forward sets {name}"
-        self._terms.share(self._noted.tensors(), self._sizes)
-        return None
-
-    def _additions(self) -> list[CombiningRule]:
-        """Return the rules of a batch that is one microbatch."""
-        terms = self._terms
-        (values,) = self._stored.values()
-        if not self._arguments or not values.keys or self._changed_parameter is not None:
-            return [CombiningRule("same")] * len(values.leaves)
-        known = terms.known.get(self._form)
-        if known is None or not values.has_form_of(known[0]):
-            (arguments,) = self._arguments.values()
-            known = terms.known[self._form] = values._replace(leaves=[]), terms.probe.additions(arguments)
-        return known[1]
-
-    def _share(self) -> None:
-        """Get what the microbatches of the stage's other replicas have stored."""
-        terms = self._terms
-        if len(terms.group) == 1:
-            return
-        stored = {microbatch: values.detached() for microbatch, values in self._stored.items() if values.keys}
-        for others, before in terms.places.exchange(
-            (stored, list(self._before.items())), terms.group, "stored by replicas"
-        ):
-            self._before = {**dict(before), **self._before}
-            for microbatch, values in others.items():
-                self._stored.setdefault(microbatch, values.attached(self._device))
-        nothing = StoredValues.of({})
-        for microbatch, size in enumerate(self._sizes):
-            if size:
-                self._stored.setdefault(microbatch, nothing)
-
-    def _fits(self, known: StoredValues, rules: Sequence[CombiningRule]) -> bool:
-        """Whether the microbatches have stored values that the rules can combine."""
-        if not all(values.has_form_of(known) for values in self._stored.values()):
-            return False
-        columns = zip(*(values.leaves for values in self._stored.values()), strict=True)
-        return all(
-            rule.kind != "same" or rule.is_certain or all(is_same(leaf, other) for other in others)
-            for rule, (leaf, *others) in zip(rules, columns, strict=True)
-        )
-
-    def _combine(self) -> TensorHeader:
-        """Combine the microbatches' values. Return the header of what the other ranks must know."""
-        places, watch, table = self._terms.places, self._terms.watch, self._stored
-        order = sorted(table)
-        samples = [self._sizes[microbatch] for microbatch in order]
-        values = table[order[0]]
-        before = values.leaves_of(self._before)
-        columns = list(zip(*(table[microbatch].leaves for microbatch in order), strict=True))
-        needs: list[bool] = []
-        leaves: list[Any] = []
-        with torch.no_grad():
-            for rule, column, old in zip(self._rules, columns, before, strict=True):
-                leaf = combine(rule, column, samples, old)
-                leaf = self._rows.in_order(leaf) if rule.kind == "rows" else leaf
-                needs.append(any(isinstance(part, Tensor) and part.requires_grad for part in column))
-                # A tensor with a storage of its own can have a place of its own.
-                leaves.append(leaf.clone().requires_grad_(needs[-1]) if isinstance(leaf, Tensor) else leaf)
-        entries = []
-        indices = values.by_key(range(len(leaves)))
-        for key, tree, of_key in zip(values.keys, values.trees, indices, strict=True):
-            value = tree_unflatten([leaves[index] for index in of_key], tree)
-            _check(key, [leaves[index] for index in of_key])
-            if key.kind == "values" and not any(needs[index] for index in of_key):
-                tensor = watch.find(key.path)
-                if places.place_of(tensor) is not None:
-                    # The tensor lives on this stage's ranks, like the network's buffers.
-                    self._changed.append((tensor, value))
-                    continue
-            accumulates = self._rules[of_key[0]].accumulates if len(of_key) == 1 else False
-            entries.append((key.kind, key.path, accumulates, value))
-            self._with_gradient += [index for index in of_key if needs[index]]
-        header, self._tensors = pack((entries,), False) if entries else (_NOTHING, [])
-        return header
-
-    def _placed(self, stage: int) -> list[tuple[Tensor, bool]]:
-        """Return the stored tensors of a stage, foreign on other ranks, and whether each has a gradient."""
-        places, ranks = self._terms.places, self._terms.ranks[stage]
-        specs = self._headers[stage].tensors
-        if places.rank in ranks:
-            tensors = [places.mark(tensor.detach(), ranks, "a stored value") for tensor in self._tensors]
-        else:
-            with places.local():
-                shapes = [spec.empty(torch.device("meta")) for spec in specs]
-                tensors = [places.foreign_like(shape, ranks, "a stored value", self._device) for shape in shapes]
-        return [(tensor, spec.needs_gradient) for tensor, spec in zip(tensors, specs, strict=True)]
-
-
-def _check(key: StoredKey, leaves: Sequence[Any]) -> None:
-    """Check that other ranks can get what has been stored.
-
-    Raises:
-        ConfigurationError: They cannot.
-    """
-    for leaf in leaves:
-        if not isinstance(leaf, (Tensor, *PLAIN)):
-            raise ConfigurationError(
-                f"the network's forward stores an object of the class {type(leaf).__name__} in {key}, which the ranks "
-                "of other stages cannot get: store tensors, numbers or texts, or lists and dictionaries of them"
-            )
-
-
-_NOTHING = pack((), False)[0]
+        return self._microbatches.roots(microbatch, gradients, self._combined.roots, keep, second)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.fixed import (
+from cnnstrategies.pipeline.graph_checks import (
     SAMPLES,
     Decided,
     UndecidedError,
@@ -19,9 +19,11 @@ from cnnstrategies.pipeline.fixed import (
     sample_shapes,
 )
 from cnnstrategies.pipeline.leaf_tracer import LeafTracer
+from cnnstrategies.pipeline.node_uses import changes_of_shared_values, nodes_that_change, ordered_nodes, uses_of_state
 from cnnstrategies.pipeline.open_tracer import Attribute, OpenTracer
 from cnnstrategies.pipeline.own_code import context_spans
-from cnnstrategies.pipeline.seals import (
+from cnnstrategies.pipeline.untouched import Change, Untouched, random_states
+from cnnstrategies.pipeline.whole_modules import (
     OUTSIDE,
     Seal,
     cannot_trace,
@@ -32,8 +34,6 @@ from cnnstrategies.pipeline.seals import (
     seal_in_place,
     where,
 )
-from cnnstrategies.pipeline.untouched import Change, Untouched, random_states
-from cnnstrategies.pipeline.uses import changes_of_shared_values, nodes_that_change, ordered_nodes, uses_of_state
 
 # Keys of a traced network's metadata; see the attributes of `LeafTracer`.
 _SEALS, _STRUCTURES, _UNFOLDABLE = "seals", "structures", "unfoldable"
@@ -255,12 +255,12 @@ def _leaks(network: nn.Module, tracer: LeafTracer) -> dict[nn.Module, dict[str, 
 def cut_positions(traced: fx.GraphModule) -> list[int]:
     """Return the positions at which the network can be cut, ascending.
 
-    A position is the index, in :func:`~cnnstrategies.pipeline.uses.ordered_nodes`, of the first node after the cut. A
-    cut cannot separate two nodes that use the same parameter or buffer, because a parameter or buffer belongs to one
-    stage; buffers that the network only reads are an exception, see
-    :func:`~cnnstrategies.pipeline.uses.read_buffers`. If a node changes the result of an earlier node in place, and a
-    later node uses this result or a view of it, a cut cannot separate the first two nodes. A cut cannot be in a context
-    that the network's own code enters, such as ``torch.no_grad``.
+    A position is the index, in :func:`~cnnstrategies.pipeline.node_uses.ordered_nodes`, of the first node after the
+    cut. A cut cannot separate two nodes that use the same parameter or buffer, because a parameter or buffer belongs to
+    one stage; buffers that the network only reads are an exception, see
+    :func:`~cnnstrategies.pipeline.node_uses.read_buffers`. If a node changes the result of an earlier node in place,
+    and a later node uses this result or a view of it, a cut cannot separate the first two nodes. A cut cannot be in a
+    context that the network's own code enters, such as ``torch.no_grad``.
     """
     nodes = ordered_nodes(traced)
     spans: list[Sequence[int]] = [*uses_of_state(traced, nodes).values(), *context_spans(nodes)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cnnstrategies._torch_private import writes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.noted_state import Restorer
-from cnnstrategies.pipeline.variables import MISSING, Variables
+from cnnstrategies.pipeline.outside_variables import MISSING, Variables
 from cnnstrategies.placed import ForeignTensor
 
 # Tensors with more bytes are not copied unless they are buffers, so a forward must not change them in place.

@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cnnstrategies._torch_private import without_tensor_hooks
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch_rows import BatchRows
-from cnnstrategies.pipeline.channels import TensorHeader, TensorSpec, memory_format_of, pack
 from cnnstrategies.pipeline.combining import StoredValues
 from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of
 from cnnstrategies.pipeline.random_draws import Draws
 from cnnstrategies.pipeline.second_forward import KeptInputs, SecondForwards
 from cnnstrategies.pipeline.stored_terms import CallTerms
+from cnnstrategies.pipeline.tensor_headers import TensorHeader, TensorSpec, memory_format_of, pack
 from cnnstrategies.pipeline.timetable import Checkpointing, Task
 from cnnstrategies.placed.partial import PartialTensor
 

@@ -337,11 +337,12 @@ class Places:
             parts = self.exchange(rows.detach().cpu(), tensor.place, subject)
             return self.mark(joined_rows(tensor, parts, tensor.counts), tensor.place, tensor.label)
 
-    def settle_gradients(self, tensors: Iterable[Tensor], why: str = "gradients") -> None:
+    def settle_gradients(self, tensors: Iterable[Tensor]) -> None:
         """Bring gradients to the places of their tensors, in one message for each pair of places.
 
         A gradient may be elsewhere after a backward pass: the gradient of a product is where the other factor is.
         """
+        why = "gradients"
         misplaced: dict[Place, list[Tensor]] = {}
         for tensor in tensors:
             if tensor.grad is not None and self.place_of(tensor.grad) != self.place_of(tensor):

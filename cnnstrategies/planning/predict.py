@@ -6,7 +6,7 @@ from math import lcm
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Layout, even_replicas, timetable
 from cnnstrategies.planning.candidates import CHECKPOINTINGS, Job
-from cnnstrategies.planning.partition import Cost, best_layout
+from cnnstrategies.planning.partition import SMALL, Cost, best_layout
 from cnnstrategies.planning.problem import Problem
 from cnnstrategies.planning.simulate import Simulation, simulate
 from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
@@ -14,6 +14,9 @@ from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
 # A stage that runs ahead needs the memory of one more microbatch. Stages therefore only run ahead if this saves at
 # least the following fraction of the step time.
 WORTH_RUNNING_AHEAD = 0.01
+# A layout that needs less memory is preferred if its step is longer by at most the following fraction. Without this
+# preference, a step of one microbatch, which all layouts run in about the same time, would run in the first stage.
+WORTH_LESS_MEMORY = 0.01
 LONGEST = 5000  # Largest number of tasks in a simulation. The time of a step with more tasks is extrapolated.
 
 
@@ -46,6 +49,27 @@ class Predictor:
             number of stages.
         """
         return best_layout(self.problem, self._cost, self._model)
+
+    def lighter(self, layout: Layout) -> Layout:
+        """Return a layout in which the devices need less memory, and whose step is at most 1 % longer.
+
+        The layout differs from the given one in at most one cut. With many devices, for which simulations take long,
+        it is the given layout.
+        """
+        if self.job.cluster.devices > SMALL:
+            return layout
+        most = (1 + WORTH_LESS_MEMORY) * self.time(layout)
+        lightest, least = layout, self.memory(layout)
+        bounds = (0, *layout.cuts, len(self.costs.nodes))
+        for index, (before, after) in enumerate(zip(bounds, bounds[2:], strict=False)):
+            for position in self.costs.cut_positions:
+                if not before < position < after:
+                    continue
+                other = replace(layout, cuts=(*layout.cuts[:index], position, *layout.cuts[index + 1 :]))
+                memory = self.memory(other)
+                if memory < least and self.problem.bound(other) <= most and self.time(other) <= most:
+                    lightest, least = other, memory
+        return lightest
 
     def _model(self, layout: Layout) -> Cost:
         return self._excess(self.problem.memory(layout)), self.problem.model(layout)
@@ -156,7 +180,7 @@ class Predictor:
 
 
 def choose_layout(job: Job) -> tuple[Layout, Predictor]:
-    """Return the layout with the least predicted step time, and its predictor.
+    """Return the layout with the least predicted step time, and its predictor; see also :meth:`Predictor.lighter`.
 
     The predictor's job says whether activations are recomputed: if the given job does not say it, they are recomputed
     only if no layout fits into memory without.
@@ -173,7 +197,7 @@ def choose_layout(job: Job) -> tuple[Layout, Predictor]:
         assert possible is not None, "the network has enough cut positions"
         layout = possible
         if predictor.time(layout) < float("inf"):
-            return layout, predictor
+            return layout if job.cuts is not None else predictor.lighter(layout), predictor
     advice = "raise the limit, use more stages or microbatches"
     if checkpointing != CHECKPOINTINGS[-1]:
         advice += ", or set activation_checkpointing='always'"

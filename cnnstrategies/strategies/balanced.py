@@ -15,10 +15,10 @@ from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.quantities import as_timedelta
 from cnnstrategies.runtime.waiting import report_forwards
 from cnnstrategies.shares import Deals
-from cnnstrategies.strategies.balancing import GatherRows, gather_rows
 from cnnstrategies.strategies.dealing import Dealing
 from cnnstrategies.strategies.exact_means import ExactMeans
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
+from cnnstrategies.strategies.gathering import GatherRows, gather_rows, gather_tensors
 from cnnstrategies.strategies.protocol import StrategyFacts
 from cnnstrategies.strategies.unfreezing import WrapsAgain
 
@@ -117,7 +117,7 @@ class BalancedDDPStrategy(StrategyFacts, ExactMeans, WrapsAgain, FailingTogether
         # `new_group` returns a number only on ranks outside the group. All ranks are in this group, so mypy's error is
         # ignored.
         self._group = dist.new_group(backend="gloo")  # type: ignore[assignment]
-        return lambda row: gather_rows(row, self._group)
+        return lambda row: gather_rows(row, lambda values: gather_tensors(values, self._group))
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -1,12 +1,11 @@
 """Measured shares: ranks of different speeds measure their times during training, and change their shares."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 from statistics import mean
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -15,6 +14,7 @@ from cnnstrategies.data.sampling import DealtBatches, dealt
 from cnnstrategies.runtime.waiting import unwatch, watch
 from cnnstrategies.shares import Deals, Proposal, proposal
 from cnnstrategies.strategies.bets import PATIENCE, Bets, Block, ShareDecision
+from cnnstrategies.strategies.gathering import GatherRows
 from cnnstrategies.strategies.stopwatch import Measured, Stopwatch
 
 EVERY = 4  # Smallest number of batches between two exchanges of measured times.
@@ -22,10 +22,6 @@ EVERY = 4  # Smallest number of batches between two exchanges of measured times.
 # These batches allocate memory for later batches.
 FIRST, SETTLING = 3, 2
 FILLED = 0.9  # Largest fraction of a GPU's memory that training with new shares may use.
-
-
-# Type of a function that sends this rank's list of numbers to all ranks, and returns all ranks' lists in rank order.
-GatherRows = Callable[[list[float]], list[list[float]]]
 
 
 def propose(
@@ -261,22 +257,6 @@ class Balance(Callback):
         # The newest shares in the checkpoint may apply only from a later batch on. The batches before it still use the
         # old shares, so they must not be timed.
         self._next = self.deals.since
-
-
-def gather_rows(row: list[float], group: dist.ProcessGroup | None) -> list[list[float]]:
-    """Send this rank's row of numbers to all ranks, and return the rows of all ranks in rank order.
-
-    All ranks must call this, with rows of equal length.
-
-    Args:
-        row: The row of this rank.
-        group: A process group of all ranks with the backend gloo.
-    """
-    tensor = torch.tensor(row, dtype=torch.float64)
-    rows = tensor.new_empty(dist.get_world_size(group) * len(row))
-    dist.all_gather_into_tensor(rows, tensor, group=group)
-    listed: list[list[float]] = rows.view(-1, len(row)).tolist()
-    return listed
 
 
 def _log(trainer: Trainer, text: str, **figures: float) -> None:

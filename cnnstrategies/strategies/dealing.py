@@ -12,8 +12,9 @@ from cnnstrategies._lightning_private import keep_batches
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import has_batch_norm
 from cnnstrategies.shares import NORMALISED_TOGETHER, Deals, check_count, check_initial
-from cnnstrategies.strategies.balancing import Balance, GatherRows
+from cnnstrategies.strategies.balancing import Balance
 from cnnstrategies.strategies.dealt_loader import by_shares
+from cnnstrategies.strategies.gathering import GatherRows
 from cnnstrategies.strategies.sample_weights import weigh_samples
 from cnnstrategies.strategies.stopwatch import Stopwatch
 

@@ -24,7 +24,7 @@ from cnnstrategies._torch_private import is_compiled
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
 from cnnstrategies.strategies.mean_terms import joined, mean_terms
-from cnnstrategies.strategies.shadow import NoCollectives, same_random_numbers, trial_of
+from cnnstrategies.strategies.module_copies import CollectiveError, NoCollectives, same_random_numbers, trial_of
 
 # How the loss of a batch follows from the losses of its parts:
 # "mean": the mean, weighted by the numbers of samples.
@@ -58,10 +58,6 @@ class _DrawsError(Exception):
     """The step has drawn random numbers."""
 
 
-class _CollectiveError(Exception):
-    """The step has called a collective, whose name is the argument."""
-
-
 def compare_with_parts(module: LightningModule, batch: Any, batch_idx: int) -> LossComparison:
     """Compare the gradient of a batch's training loss with the gradients of two parts of the batch.
 
@@ -87,7 +83,7 @@ def compare_with_parts(module: LightningModule, batch: Any, batch_idx: int) -> L
             return _compare(partial(_run, module, batch, batch_idx, modes), samples, first)
         except _DrawsError:
             continue
-        except _CollectiveError as error:
+        except CollectiveError as error:
             return LossComparison("unknown", f"the step calls a collective of torch.distributed ({error})")
         except Exception as error:
             text = " ".join(str(error).splitlines()[:1])
@@ -162,30 +158,30 @@ def _run(
         samples: Number of samples in the batch.
         whole: The divisors of the means in the loss of the whole batch; None in the run for the whole batch.
     """
-    shadow = trial_of(module)
-    modes(shadow)
-    if any(parameter.dtype.itemsize < torch.float32.itemsize for parameter in shadow.parameters()):
-        shadow.float()
+    copied = trial_of(module)
+    modes(copied)
+    if any(parameter.dtype.itemsize < torch.float32.itemsize for parameter in copied.parameters()):
+        copied.float()
         batch = tree_map(_widened, batch)
-    vars(shadow)["all_gather"] = _no_gathering
-    arguments = [_rows(batch, samples, rows), batch_idx][: len(inspect.signature(shadow.training_step).parameters)]
+    vars(copied)["all_gather"] = _no_gathering
+    arguments = [_rows(batch, samples, rows), batch_idx][: len(inspect.signature(copied.training_step).parameters)]
     device = module.device
-    with same_random_numbers(device), torch.enable_grad(), NoCollectives(module, "training_step") as watch:
+    with same_random_numbers(device), torch.enable_grad(), NoCollectives() as watch:
         before = _generators(device)
         with torch.autocast(device.type, enabled=False):
             try:
-                output = shadow.training_step(*arguments)
+                output = copied.training_step(*arguments)
             except Exception:
                 if watch.collective is None:
                     raise
         if watch.collective is not None:
-            raise _CollectiveError(watch.collective)
+            raise CollectiveError(watch.collective)
         if _generators(device) != before:
             raise _DrawsError
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             raise TypeError(f"training_step returned {type(loss).__name__}")
-        parameters = [parameter for parameter in shadow.parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in copied.parameters() if parameter.requires_grad]
         terms, weighted = mean_terms(loss), None
         plain = _gradient(loss, parameters, keep=True)
         numbers = joined([term.divisor for term in terms], loss)
@@ -218,20 +214,20 @@ def _some(parameter: Tensor, gradient: Tensor | None) -> Tensor:
     return flat[:: max(1, len(flat) // COMPARED)][:number].to("cpu", torch.float64)
 
 
-def _hold_statistics(shadow: nn.Module) -> None:
+def _hold_statistics(copied: nn.Module) -> None:
     """Evaluate the layers of a copy that normalise over a batch or drop values; leave other layers as they are.
 
     A layer without parameters and submodules may be a kind of dropout that torch does not know.
     """
-    for child in shadow.modules():
+    for child in copied.modules():
         plain = not any(True for _ in child.children()) and not any(True for _ in child.parameters())
         if plain or isinstance(child, (*BATCH_NORMS, nn.SyncBatchNorm)):
             child.training = False
 
 
-def _evaluate(shadow: nn.Module) -> None:
+def _evaluate(copied: nn.Module) -> None:
     """Evaluate all layers of a copy."""
-    shadow.eval()
+    copied.eval()
 
 
 def _rows(batch: Any, samples: int, rows: slice) -> Any:

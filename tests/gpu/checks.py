@@ -96,7 +96,7 @@ def waits() -> Rows:
         "parameter_server": lambda: ParameterServerStrategy(start_method="fork"),
         "auto": lambda: "auto",
         "ddp": lambda: "ddp",
-        "hybrid_pipeline [1]": lambda: HybridPipelineStrategy(replicas=[1]),
+        "hybrid_pipeline [1]": lambda: HybridPipelineStrategy(replicas=[1], microbatches=2),
     }
     for name, make in strategies.items():
         fit(make(), resnet18(num_classes=10), watched=True)

@@ -4,11 +4,9 @@ import contextlib
 import functools
 
 import test_balancing
-import test_batch
 import test_divided_loaders
 import test_example_inputs
 import test_hybrid_pipeline
-import test_layouts
 import test_outside
 import test_pipeline_shares
 import test_placed_loading
@@ -17,7 +15,6 @@ from mutants.faulty import removes, replaces
 from torch.utils._pytree import tree_map
 
 from cnnstrategies.data.sampling import batches_of
-from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.rehearsal import rehearse
 from cnnstrategies.placed import ForeignTensor
 from cnnstrategies.strategies import HybridPipelineStrategy
@@ -27,10 +24,10 @@ from cnnstrategies.strategies.hybrid_pipeline.joined_parts import _joined, join_
 from cnnstrategies.strategies.hybrid_pipeline.loader_messages import end_together
 from cnnstrategies.strategies.hybrid_pipeline.loading import PlacedPredictionLoader
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
-from cnnstrategies.strategies.hybrid_pipeline.placing import PlacedModule
+from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
 from cnnstrategies.strategies.hybrid_pipeline.predictions import predictions_on_rank_zero
 from cnnstrategies.strategies.hybrid_pipeline.random_states import set_random_states
-from cnnstrategies.strategies.shadow import tensors_stay
+from cnnstrategies.strategies.module_copies import tensors_stay
 
 removes(
     batches_of,
@@ -51,12 +48,6 @@ def replicas_load_equal_parts_and_run_unequal_ones(original, loader, trainer, de
     return loader
 
 
-removes(
-    Pipeline.deal,
-    "replicas load and run different shares",
-    killed_by=test_layouts.test_random_layouts_equal_one_process,
-    part=0,
-)
 removes(
     StageBalance.load_state_dict,
     "a resumed run starts with equal shares again",
@@ -151,11 +142,6 @@ def only_the_first_stage_loads_what_all_ranks_have_divided(original, self, batch
 )
 def what_the_user_has_divided_is_divided_again(original, self, loader):
     return False
-
-
-@replaces(Pipeline.end_together, killed_by=test_batch.test_batches_that_do_not_fit_together_are_refused_on_every_rank)
-def a_rank_without_more_batches_counts_as_a_rank_with_an_empty_batch(original, self):
-    self.share(None)
 
 
 removes(

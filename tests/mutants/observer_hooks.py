@@ -4,8 +4,8 @@ import test_parameter_server_own_code as own_code
 from mutants.faulty import removes, replaces
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.strategies.observer_hooks import gradient_observers, weight_observers
 from cnnstrategies.strategies.parameter_server.checks import Linear
+from cnnstrategies.strategies.parameter_server.observer_hooks import gradient_observers, weight_observers
 from cnnstrategies.strategies.parameter_server.step import Readers
 
 removes(

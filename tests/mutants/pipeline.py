@@ -14,12 +14,12 @@ import test_trainer_on_gpu
 from mutants.faulty import removes, replaces
 
 from cnnstrategies.codec import decode, from_bytes, loaded_record, with_fields
-from cnnstrategies.pipeline.buffers import StatisticsTable
+from cnnstrategies.pipeline.batch_statistics import StatisticsTable
 from cnnstrategies.pipeline.channels import Channels
+from cnnstrategies.pipeline.engine_step import RandomState, Step
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, Bucket, GradientReducer
 from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.placed_call import PlacedCall
-from cnnstrategies.pipeline.step import RandomState, Step
 from cnnstrategies.pipeline.timetable import Placement, tasks_of
 from cnnstrategies.pipeline.transport import RankWatch, Transport
 

@@ -4,7 +4,7 @@ import test_stage
 import test_verdict
 from mutants.faulty import removes, replaces
 
-from cnnstrategies.pipeline.fixed import UndecidedError, hold_to
+from cnnstrategies.pipeline.graph_checks import UndecidedError, hold_to
 from cnnstrategies.pipeline.leaf_tracer import LeafTracer
 from cnnstrategies.verifying.batches import joined
 from cnnstrategies.verifying.verdict import differences

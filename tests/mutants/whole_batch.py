@@ -20,8 +20,8 @@ from cnnstrategies.pipeline.mixing import MixingProbe
 from cnnstrategies.pipeline.network_copies import adopt_copies
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.second_forward import SecondForwards
-from cnnstrategies.pipeline.stored import StoredWatch
 from cnnstrategies.pipeline.stored_terms import CallTerms
+from cnnstrategies.pipeline.stored_watch import StoredWatch
 from cnnstrategies.placed.places import Places
 
 removes(

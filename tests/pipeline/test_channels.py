@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cnnstrategies.pipeline.channels import Channels, pack
+from cnnstrategies.pipeline.channels import Channels
+from cnnstrategies.pipeline.tensor_headers import pack
 from cnnstrategies.pipeline.timetable import Placement, RankPlace, Task, turns
 
 TURN = turns((1, 1), 20, "1f1b")

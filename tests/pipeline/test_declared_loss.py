@@ -15,8 +15,8 @@ from test_placed_network import check_equal
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
+from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.pipeline.declared_loss import DeclaredLoss
-from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.gradient_check import GradientVerdict, compare
 from cnnstrategies.pipeline.loss_arguments import LossArguments, UnknownArgumentError
 from cnnstrategies.pipeline.loss_verdict import settle_late

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cnnstrategies import ImageClassifier
-from cnnstrategies.pipeline.batch import Batch
-from cnnstrategies.pipeline.losses import MeanLoss
+from cnnstrategies.pipeline.engine_batch import Batch
+from cnnstrategies.pipeline.engine_loss import MeanLoss
 from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.strategies.differences import has_mean_loss
 
@@ -47,7 +47,7 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_parts_of_a_loss_have_the_gradients_of_the_whole_loss(name: str) -> None:
     parts = LOSSES[name]
-    parts.begin(Batch(SPLIT, None, (), (), (TARGETS,), ()))
+    parts.begin(Batch(SPLIT, None, (), (), (TARGETS,)))
 
     def in_parts(outputs: Tensor) -> Tensor:
         return torch.stack([parts.part(outputs[SPLIT.global_rows(m)], m) for m in range(SPLIT.microbatches)]).sum()

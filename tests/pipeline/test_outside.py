@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from cnnstrategies.pipeline.division import Division
-from cnnstrategies.pipeline.rehearsal import rehearse
-from cnnstrategies.pipeline.stored import StoredWatch
+from cnnstrategies.pipeline.rehearsal import REHEARSED, rehearse, rehearsed
+from cnnstrategies.pipeline.stored_watch import StoredWatch
 
 pytestmark = pytest.mark.light
 
@@ -167,6 +167,13 @@ def test_stages_that_pass_values_in_hidden_ways_are_found(how: str) -> None:
     assert float(network.keep.calls) == 0
     assert network.keep.level == 1.0
     assert TABLES == {}
+
+
+def test_large_samples_are_compared_in_smaller_number() -> None:
+    small, large = torch.zeros(REHEARSED, 3, 224, 224), torch.zeros(REHEARSED, 3, 512, 512)
+    assert rehearsed(small) is small
+    assert rehearsed(large).shape == (2, 3, 512, 512)
+    assert [len(leaf) for leaf in rehearsed((small, large))] == [2, 2]
 
 
 class Scaled(nn.Module):

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from test_whole_batch import Residual, contrastive, views
 from torch import Tensor, nn
 
-from cnnstrategies.pipeline.engine import AHEAD
+from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.random_draws import GeneratorStates
 from cnnstrategies.pipeline.timetable import Placement

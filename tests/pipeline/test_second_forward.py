@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.pipeline.division import Division
-from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.random_draws import GeneratorStates
 from cnnstrategies.pipeline.stage_runner import StageRunner

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from cnnstrategies.pipeline.engine import AHEAD
+from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.pipeline.mixing import join
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.timetable import Placement

@@ -40,6 +40,11 @@ class Nasty(nn.Module):
         self.record = SimpleNamespace(calls=0)
         self.generator = torch.Generator()
         self.numbers = np.random.default_rng(0)
+        if how == "hook's tensor":
+            self.inner[0].register_forward_hook(self.keep)
+
+    def keep(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.unregistered = output
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.inner(x)
@@ -70,6 +75,8 @@ class Nasty(nn.Module):
                 self.unregistered.add_(1)
             case "hook":
                 self.inner.register_forward_hook(lambda module, inputs, output: None)
+            case "hook's tensor":
+                y = self.unregistered * 2
             case "generator":
                 y = y * torch.rand(4, generator=self.generator)
             case "numpy generator":
@@ -110,6 +117,7 @@ WHOLE = {
     "buffer": "count",
     "tensor": "unregistered",
     "hook": "_forward_hooks",
+    "hook's tensor": "a hook on one of its submodules may have stored",
     "generator": "generator",
     "numpy generator": "numbers",
     "random": "with random",

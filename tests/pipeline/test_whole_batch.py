@@ -8,8 +8,8 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 
+from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.pipeline.division import Division
-from cnnstrategies.pipeline.engine import AHEAD
 from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport

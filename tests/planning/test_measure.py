@@ -1,5 +1,6 @@
 """Tests of measuring networks and links; measuring must not change the network."""
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity
 
-from cnnstrategies.pipeline.fixed import preserved
+from cnnstrategies.pipeline.graph_checks import preserved
 from cnnstrategies.pipeline.tracing import trace
-from cnnstrategies.planning import measure, measure_links
+from cnnstrategies.planning import measure, measure_links, measure_nodes
 from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.measure import profile
 from cnnstrategies.planning.measure_links import MEDIUM, SMALL, measure_cluster, measure_local_link
@@ -47,7 +49,7 @@ class Network(nn.Module):
 
 
 def profile_of(network: nn.Module, microbatch: Tensor, repeats: int = 3, **options: Any) -> GraphCosts:
-    return profile(trace(network), microbatch, warm_up=0, repeats=repeats, **options)
+    return profile(trace(network), microbatch, repeats, **options)
 
 
 @pytest.fixture
@@ -123,7 +125,7 @@ def test_a_network_too_large_for_its_device_is_measured_apart(
     def full(*arguments: Any, apart_on: torch.device | None = None) -> GraphCosts:
         if apart_on is None:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return profile(*arguments, apart_on=apart_on, warm_up=0, repeats=1)
+        return profile(*arguments, apart_on=apart_on, repeats=1)
 
     monkeypatch.setattr(measure, "profile", full)
     whole, half = (
@@ -133,6 +135,81 @@ def test_a_network_too_large_for_its_device_is_measured_apart(
     assert half.microbatch_size == 8
     assert all(node.forward > 0 for node in half.nodes)
     assert half.sent_gradient_bytes[1] * 2 == whole.sent_gradient_bytes[1]
+
+
+def peak_of(network: nn.Module, microbatch: Tensor) -> int:
+    """Return the largest number of bytes that a profile holds, beyond what the network and its input need."""
+    traced = trace(network)
+    profile(traced, microbatch, 1)
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        profile(traced, microbatch, 1)
+    assert watched.profiler is not None
+    events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(itertools.accumulate(sizes))
+
+
+def test_a_profile_needs_the_memory_of_few_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of layers does not matter, neither for activations nor for gradients of parameters."""
+    monkeypatch.setattr(measure_nodes, "TOGETHER", {"cpu": 2**16})
+    layers = [nn.PReLU(), *(layer for _ in range(12) for layer in (nn.Tanh(), nn.Sigmoid()))]
+    images = torch.randn(4, 8, 16, 16)
+    for skips in (False, True):
+        network = Skipping(*layers) if skips else nn.Sequential(*layers)
+        assert peak_of(network, images) < 12 * images.nbytes
+    wide = nn.Sequential(*[nn.Linear(128, 128) for _ in range(12)])
+    assert peak_of(wide, torch.randn(2, 128)) < 4 * 4 * 128 * 129
+
+
+class Skipping(nn.Sequential):
+    """Layers whose last one also uses the result of the first one."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        first = values = self[0](images)
+        for layer in self[1:-1]:
+            values = layer(values)
+        result: Tensor = self[-1](values + first)
+        return result
+
+
+def test_short_nodes_get_the_time_in_which_they_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measurement of a node takes a millisecond more than the node itself."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.0005
+        return now[0]
+
+    def takes(layer: nn.Module, seconds: float) -> nn.Module:
+        layer.register_forward_hook(lambda *_: now.__setitem__(0, now[0] + seconds))
+        return layer
+
+    monkeypatch.setattr(measure_nodes, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(measure_nodes, "UNDISTURBED", 1.0)
+    layers = [takes(nn.Linear(4, 4), 0.001 * (1 + index % 3)) for index in range(30)]
+    nodes = profile_of(nn.Sequential(*layers), torch.randn(2, 4)).nodes
+    assert sum(node.forward for node in nodes) == pytest.approx(0.0605)
+    assert nodes[2].forward > 2 * nodes[0].forward
+
+
+def test_a_batch_that_would_take_too_long_is_measured_with_fewer_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, seen = [0.0], []
+
+    def slow(traced: Any, images: Tensor, **options: Any) -> GraphCosts:
+        seen.append(len(images))
+        now[0] += len(images)
+        return profile(traced, images, 1, **options)
+
+    monkeypatch.setattr(measure, "profile", slow)
+    monkeypatch.setattr(measure, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    traced, images = trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten())), torch.randn(2, 3, 8, 8)
+    for budget, size, expected in ((100, 16, [4, 16]), (6, 16, [4, 6]), (3, 16, [4]), (3, 2, [2]), (100, 1, [1])):
+        monkeypatch.setattr(measure, "BUDGET", budget)
+        seen.clear()
+        result = measure.measure_profile(traced, images, size, CPU, "32-true", False)
+        assert seen == expected
+        assert result.costs.microbatch_size == expected[-1]
+        assert len(result.at(size).nodes) == 2
 
 
 def test_a_network_is_restored_after_an_error() -> None:
@@ -152,7 +229,7 @@ def test_a_network_is_restored_after_an_error() -> None:
 def test_each_node_gets_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
-    monkeypatch.setattr(measure, "time", clock)
+    monkeypatch.setattr(measure_nodes, "time", clock)
 
     def takes(layer: nn.Module, forward: float, backward: float) -> nn.Module:
         def spend(seconds: float) -> None:

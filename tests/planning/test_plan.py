@@ -60,6 +60,16 @@ def test_stages_times_memory_and_step_by_hand() -> None:
     assert joined.problem.memory(layout) == max(memory)
 
 
+def test_cuts_that_need_less_memory_are_preferred_if_a_step_is_hardly_longer() -> None:
+    """A step of one microbatch takes the same time with all cuts, except for the messages."""
+    small = replace(COSTS, values=(*COSTS.values[:2], replace(COSTS.values[2], bytes=10, gradient_bytes=10)))
+    for bandwidth, cut in ((1e7, 2), (1e5, 3)):  # Messages over the cut in the middle take 0.2 ms and 20 ms.
+        made = predictor(small, Link(bandwidth, latency=0.0), 2, 1, stages=2)
+        assert choose_layout(made.job)[0] == Layout((cut,), (1, 1))
+        assert made.search() == Layout((3,), (1, 1))
+    assert choose_layout(replace(made.job, cuts=(1,)))[0].cuts == (1,)
+
+
 @pytest.mark.parametrize(
     ("schedule", "limit", "expected"),
     [

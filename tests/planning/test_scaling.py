@@ -30,7 +30,6 @@ pytestmark = pytest.mark.light
 SAMPLES = 32
 PARTS = {"data": 0.001, "transfer": 0.0005, "forward": 0.03, "backward": 0.06, "optimizer": 0.004, "other": 0.002}
 EARLY = ("data", "transfer", "callback Early")  # Parts before DDP broadcasts the buffers.
-LATE = ("optimizer", "other")  # Parts after the gradients are summed, with all other callbacks and loggers.
 COSTS = {GRADIENTS: 0.0025, BUFFERS: 0.0003, LOG: 0.0002, BARRIER: 0.0002, EXCHANGE: 0.0002, "": 0.0}
 STEP = 0.1
 STEPS, ROUNDS = 4, 5

@@ -14,7 +14,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.differences import OWN_MEANS, OWN_OTHER_LOSSES, RANK_ZERO, differences_of_replicas
-from cnnstrategies.strategies.hybrid_pipeline.layout import differences_of_pipeline, warn_of_small_microbatches
+from cnnstrategies.strategies.hybrid_pipeline.descriptions import differences_of_pipeline, warn_of_small_microbatches
 
 NORMALISED = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
 RANDOM = "random draws (as in dropout) are each process's own"
@@ -80,7 +80,7 @@ def test_a_pipeline_reports_what_each_microbatch_computes_separately():
         assert differences_of_pipeline(network, Placement((1, 1)), None) == [
             "BatchNorm normalises over each microbatch's own images",
             "spectral norm makes a power iteration for each microbatch",
-            RANDOM,
+            "random draws of the network (as in dropout) are each microbatch's own",
         ]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from cnnstrategies.strategies import HybridPipelineStrategy
-from cnnstrategies.strategies.hybrid_pipeline import example
+from cnnstrategies.strategies.hybrid_pipeline import example_inputs
 
 
 class Module(LightningModule):
@@ -72,8 +72,8 @@ def test_example_inputs_come_from_a_loader_that_is_not_iterated(monkeypatch: pyt
     trainer.strategy.connect(module)
 
     def inputs(loader: Any) -> Any:
-        monkeypatch.setattr(example, "first_loader", lambda trainer: loader)
-        return example.example_inputs(module, "net", 3)
+        monkeypatch.setattr(example_inputs, "first_loader", lambda trainer: loader)
+        return example_inputs.example_inputs(module, "net", 3)
 
     before, numbers = generator.get_state(), torch.get_rng_state()
     assert torch.equal(inputs(shuffled), IMAGES[:3].double())
@@ -97,8 +97,10 @@ def test_a_step_that_runs_for_example_inputs_changes_no_weights(monkeypatch: pyt
     trainer.strategy.connect(module)
     parameters = [*module.parameters(), *module.hidden[0].parameters()]
     before = [(parameter.detach().clone(), parameter.data_ptr()) for parameter in parameters]
-    monkeypatch.setattr(example, "first_loader", lambda trainer: DataLoader(TensorDataset(torch.arange(10), IMAGES), 4))
-    assert example.example_inputs(module, "net", 3) is not None
+    monkeypatch.setattr(
+        example_inputs, "first_loader", lambda trainer: DataLoader(TensorDataset(torch.arange(10), IMAGES), 4)
+    )
+    assert example_inputs.example_inputs(module, "net", 3) is not None
     for parameter, (values, address) in zip(parameters, before, strict=True):
         assert torch.equal(parameter, values)
         assert parameter.data_ptr() == address

@@ -52,11 +52,6 @@ class Repeated(Sampler[int]):
         return iter(index for index in range(SIZE) for _ in range(3))
 
 
-class EndlessSamples(Sampler[int]):
-    def __iter__(self) -> Iterator[int]:
-        return itertools.cycle(range(SIZE))
-
-
 class Batches(BatchSampler):
     """Base class of the batch samplers below; it does not call `super().__init__`, so there is no `sampler`."""
 

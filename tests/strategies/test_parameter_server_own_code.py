@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.observer_hooks import gradient_observers, weight_observers
 from cnnstrategies.strategies.parameter_server.checks import watch_gradients
+from cnnstrategies.strategies.parameter_server.observer_hooks import gradient_observers, weight_observers
 from cnnstrategies.verifying import verify
 
 SAMPLES, STEPS = 32, 4

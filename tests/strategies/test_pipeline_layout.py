@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import PlainCNN
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
+from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.tracing import trace
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
@@ -21,7 +23,8 @@ from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Profile, Va
 from cnnstrategies.planning.rank import rank
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline import layout as layout_module
-from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
+from cnnstrategies.strategies.hybrid_pipeline import profiling
+from cnnstrategies.strategies.hybrid_pipeline.example_inputs import arguments_of_call
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout
 
 
@@ -48,6 +51,36 @@ def test_microbatches_follow_batch_normalisation_and_the_batch(network, data, as
     assert layout.microbatches == expected
 
 
+class MovedTeacher(LightningModule):
+    """Before it calls the network, it moves a teacher towards the network, and makes the network's weights smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.teacher = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        with torch.no_grad():
+            for teacher, online in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                teacher.data = 0.9 * teacher.data + 0.1 * online.data
+                online.mul_(0.9)
+        loss: Tensor = self.net(batch).sum()
+        return loss
+
+
+def test_the_step_that_shows_the_inputs_of_the_network_leaves_all_parameters_as_they_are() -> None:
+    module = MovedTeacher()
+    module.trainer = SimpleNamespace(loggers=[])
+    before = {name: (p.data_ptr(), p.detach().clone()) for name, p in module.named_parameters()}
+    images = torch.randn(4, 3)
+    arguments = arguments_of_call(module, "net", module.net, "training_step", images, 0, CPU)
+    assert arguments is not None
+    assert arguments[0] is images
+    for name, parameter in module.named_parameters():
+        address, value = before[name]
+        assert parameter.data_ptr() == address, name
+        assert torch.equal(parameter, value), name
+
+
 def uneven() -> Profile:
     """Return the profile of a network whose best cut depends on the costs of messages and of parameters."""
     sizes = (400_000, 2_000_000, 300_000, 100, 200_000)
@@ -69,7 +102,7 @@ def test_fit_chooses_the_cuts_of_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(arguments[4])
         return uneven()
 
-    monkeypatch.setattr(layout_module, "measure_profile", measured)
+    monkeypatch.setattr(profiling, "measure_profile", measured)
     monkeypatch.setattr(layout_module, "broadcast_value", lambda value, *_: value)
     network, cuts = PlainCNN(), {}
     parameters = list(network.parameters())
@@ -86,7 +119,7 @@ def test_fit_chooses_the_cuts_of_plan(monkeypatch: pytest.MonkeyPatch) -> None:
             datamodule=SimpleNamespace(batch_size=64), num_nodes=1, global_rank=0, precision="bf16-mixed",
             strategy=SimpleNamespace(optimizers=[optimizer]), lightning_module=None, state=SimpleNamespace(fn=None),
         )  # fmt: skip
-        request = PipelineStrategy(replicas=[1, 1], microbatches=8, memory_limit=limit).request
+        request = HybridPipelineStrategy(replicas=[1, 1], microbatches=8, memory_limit=limit).request
         images = torch.randn(32, 1, 8, 8)
         layout = request.choose(network, trainer, 2, torch.device("cpu"), lambda size, images=images: images, trace)
         copies = 4 if isinstance(optimizer, torch.optim.AdamW) else 2
@@ -106,7 +139,7 @@ def test_activations_are_computed_again_where_the_memory_limit_needs_it(monkeypa
     """The schedule gpipe keeps the activations of all microbatches, and 1f1b those of few."""
     costs = uneven().costs
     profile = Profile(replace(costs, nodes=tuple(replace(node, saved_bytes=10**6) for node in costs.nodes)))
-    monkeypatch.setattr(layout_module, "measure_profile", lambda *_: profile)
+    monkeypatch.setattr(profiling, "measure_profile", lambda *_: profile)
     monkeypatch.setattr(layout_module, "broadcast_value", lambda value, *_: value)
     monkeypatch.setattr(layout_module, "measure_cluster", lambda *_: Cluster.flat(2, Link(1e10, 5e-5)))
     trainer: Any = SimpleNamespace(
@@ -114,25 +147,26 @@ def test_activations_are_computed_again_where_the_memory_limit_needs_it(monkeypa
         strategy=SimpleNamespace(optimizers=[]), lightning_module=None, state=SimpleNamespace(fn=None),
     )  # fmt: skip
 
-    def choose(kind: type[PipelineStrategy], first: Any = None, **options: Any) -> ChosenLayout:
-        request, cpu = kind(replicas=[1, 1], microbatches=8, **options).request, torch.device("cpu")
-        return request.choose(PlainCNN(), trainer, 2, cpu, lambda size: torch.randn(size, 1, 8, 8), trace, first)
+    def choose(first: Any = None, **options: Any) -> ChosenLayout:
+        request = HybridPipelineStrategy(replicas=[1, 1], microbatches=8, **options).request
+        example, cpu = lambda size: torch.randn(size, 1, 8, 8), torch.device("cpu")
+        return request.choose(PlainCNN(), trainer, 2, cpu, example, trace, first)
 
     limit = 15 * 10**6
-    for layout in (choose(PipelineStrategy, memory_limit=limit), choose(HybridPipelineStrategy)):
+    for layout in (choose(schedule="1f1b", memory_limit=limit), choose(schedule="gpipe")):
         assert layout.checkpointing == "never"
         assert not layout.panel_rows()
-    layout = choose(HybridPipelineStrategy, memory_limit=limit)
+    layout = choose(schedule="gpipe", memory_limit=limit)
     assert layout.checkpointing == "except_last"
     ((_, text),) = layout.panel_rows()
     assert "except those of a rank's last microbatch: a device with stored activations would need 30 MiB" in text
     assert text.endswith("and the limit is 14 MiB")
     with pytest.raises(ConfigurationError, match="set activation_checkpointing='always'"):
-        choose(HybridPipelineStrategy, memory_limit=limit, activation_checkpointing="never")
+        choose(schedule="gpipe", memory_limit=limit, activation_checkpointing="never")
     # The first steps in the order gpipe keep the inputs of all microbatches.
     for first, expected in ((None, "never"), ("gpipe", "except_last")):
-        assert choose(PipelineStrategy, first, memory_limit=10**7).checkpointing == expected
-    ((_, text),) = choose(HybridPipelineStrategy, activation_checkpointing="always").panel_rows()
+        assert choose(first, schedule="1f1b", memory_limit=10**7).checkpointing == expected
+    ((_, text),) = choose(schedule="gpipe", activation_checkpointing="always").panel_rows()
     assert text == "computed again in the backward: as configured"
 
 
@@ -145,7 +179,7 @@ def test_a_network_that_fails_on_the_batch_is_named(monkeypatch: pytest.MonkeyPa
         datamodule=None, num_nodes=1, global_rank=0, precision="32-true",
         strategy=SimpleNamespace(optimizers=[]), lightning_module=None, state=SimpleNamespace(fn=None),
     )  # fmt: skip
-    request = PipelineStrategy(replicas=[1, 1]).request
+    request = HybridPipelineStrategy(replicas=[1, 1]).request
     message = r"SmallCNN fails on what the batch has, samples of shape \(6, 8, 8\): RuntimeError: .*6 channels"
     with pytest.raises(ConfigurationError, match=message):
         request.choose(SmallCNN(10), trainer, 2, torch.device("cpu"), lambda size: torch.randn(size, 6, 8, 8), trace)

@@ -141,17 +141,6 @@ class MeanBeside(Module):
         return F.cross_entropy(rows, batch[1]) + mean
 
 
-class NormalisingLayer(nn.Conv2d):
-    """A layer that is not cut and that normalises twice."""
-
-    def __init__(self) -> None:
-        super().__init__(1, 4, 3)
-        self.norm = nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.norm(torch.relu(self.norm(super().forward(x)))))
-
-
 class Adding(Classifier):
     epochs = 2
 
@@ -161,12 +150,6 @@ class Adding(Classifier):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
             self.trainer.optimizers[0].add_param_group({"params": list(self.model[0].parameters())})
-
-
-class FreezingLate(Classifier):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.model.requires_grad_(False)
 
 
 class Following(Classifier):
@@ -203,7 +186,6 @@ def stepping(name: str, step: Callable[[Any, Tensor, Tensor], Tensor]) -> type[M
     return type(name, (Classifier,), {"training_step": lambda self, batch, batch_idx: step(self, *batch)})
 
 
-NORMALISES_TWICE = nn.Sequential(NormalisingLayer(), nn.Flatten(), nn.Linear(144, CLASSES))
 UNUSUAL: tuple[type[Module], ...] = (
     *(stepping(name, step) for name, step in STEPS.items()),
     changed("HeadBeside", lambda module: setattr(module, "head", nn.Linear(16, CLASSES)), OwnForward),

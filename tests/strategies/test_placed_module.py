@@ -8,7 +8,7 @@ from test_placed_network import placed
 from torch import Tensor, nn
 
 from cnnstrategies.placed import GlooLink, Places
-from cnnstrategies.strategies.hybrid_pipeline.placing import PlacedModule
+from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
 
 
 class Module(LightningModule):

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies import ImageClassifier
-from cnnstrategies.planning import measure
+from cnnstrategies.planning import measure_nodes
 from cnnstrategies.strategies import HybridPipelineStrategy, stopwatch
 
 LOSS = 6
@@ -76,7 +76,7 @@ def fit(then: dict[int, float], batches: int = 21, **options: Any) -> list[str]:
     """
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world)}
-    measure.time = stopwatch.time = SimpleNamespace(perf_counter=lambda: now.value, monotonic=time.monotonic)  # type: ignore[assignment]
+    measure_nodes.time = stopwatch.time = SimpleNamespace(perf_counter=lambda: now.value, monotonic=time.monotonic)  # type: ignore[assignment]
     strategy = (Own if LOSS in then else HybridPipelineStrategy)(microbatches=8, **options)
     begin = LambdaCallback(on_train_start=lambda *_: [seconds.__setitem__(*item) for item in then.items()])
     trainer = quiet_trainer(strategy, world, max_epochs=-1, max_steps=batches, callbacks=[begin])

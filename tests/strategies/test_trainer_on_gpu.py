@@ -21,12 +21,12 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from cnnstrategies import ImageClassifier, cli
 from cnnstrategies.callbacks import GracefulStop, graceful_stop
-from cnnstrategies.pipeline.engine import AHEAD
+from cnnstrategies.pipeline.channels import AHEAD
 from cnnstrategies.planning import measure
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 
 STEPS = 3
-PROFILE = partial(measure.profile, warm_up=0, repeats=1)  # The profile must run, but its times are irrelevant here.
+PROFILE = partial(measure.profile, repeats=1)  # The profile must run, but its times are irrelevant here.
 
 
 class Scaled(nn.Module):

@@ -57,9 +57,7 @@ class Dropped(Classifier):
 
 
 def recomputing(case: Case, replicas: Sequence[int]) -> Any:
-    strategy: Any = whole_step(case, replicas)
-    strategy.request = replace(strategy.request, activation_checkpointing="always")
-    return strategy
+    return whole_step(case, replicas, activation_checkpointing="always")
 
 
 def train_dropping(replicas: Sequence[int], options: Sequence[tuple[str | None, Any]]) -> list[dict[str, Tensor]]:

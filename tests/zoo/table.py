@@ -9,6 +9,7 @@ from pathlib import Path
 from examples import LIGHTLY, METRIC_LEARNING
 from modules import TORCHGEO, UNCERTAINTY
 from networks import NETWORKS
+from refusals import REFUSED
 from trial import RESULTS, STRATEGIES
 
 PACKAGES = (
@@ -20,20 +21,28 @@ HEAD = """# The zoo
 
 Published networks and modules, each trained for two steps in float64 by [`verify`](../docs/verify.md) under four
 strategies, on CPUs: **equal** to one device, **refused** with the line that a user reads, or **said** by the start
-panel to differ.
+panel to differ. Pipelines divide what they choose themselves, and of detectors `model.backbone`, as the option
+`submodule` says.
 `make test-zoo` makes this page; this one has {count} of the zoo's {total}, in {packages}.
+Each row of the first table says on which day and with which commit its column was measured, and for how many entries.
 
 {sums}
+
+"""
+REASONS = """
+## Why these are refused
 
 """
 
 
 def page() -> str:
     results = {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))}
-    lines = ["| strategy | equal | refused | said to differ |", "| --- | --- | --- | --- |"]
+    lines = ["| strategy | equal | refused | said to differ | measured |", "| --- | --- | --- | --- | --- |"]
     for strategy in STRATEGIES:
-        count = Counter(verdicts[strategy].split(":")[0] for verdicts in results.values())
-        lines.append(f"| {strategy} | {count['equal']} | {count['refused']} | {count['said']} |")
+        count = Counter(verdicts[strategy]["result"].split(":")[0] for verdicts in results.values())
+        measured = Counter(verdicts[strategy]["measured"] for verdicts in results.values())
+        times = "; ".join(f"{time} ({entries})" for time, entries in sorted(measured.items()))
+        lines.append(f"| {strategy} | {count['equal']} | {count['refused']} | {count['said']} | {times} |")
     packages = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
     text = HEAD.format(packages=packages, sums="\n".join(lines), count=len(results), total=TOTAL)
     text += f"| {len(results)} networks and modules | " + " | ".join(STRATEGIES) + " |\n"
@@ -41,12 +50,14 @@ def page() -> str:
     notes: dict[str, int] = {}
     for name, verdicts in results.items():
         cells = []
-        for result in verdicts.values():
-            kind, _, reason = result.partition(": ")
+        for strategy in STRATEGIES:
+            kind, _, reason = verdicts[strategy]["result"].partition(": ")
             note = notes.setdefault(reason.splitlines()[0], len(notes) + 1) if reason else 0
             cells.append(f"{kind} ({note})" if note else kind)
         text += f"| {name} | " + " | ".join(cells) + " |\n"
-    return text + "\n" + "".join(f"{number}. {reason}\n" for reason, number in notes.items())
+    text += "\n" + "".join(f"{number}. {reason}\n" for reason, number in notes.items())
+    reasons = (f"- {strategy}, {name}: {why}\n" for strategy, names in REFUSED.items() for name, why in names.items())
+    return text + REASONS + "".join(reasons)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,10 @@
 import contextlib
 import json
 import os
+import subprocess
+import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +14,55 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 from lightning.pytorch import LightningModule
+from refusals import REFUSED
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies import ConfigurationError, verify
-from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace
-from cnnstrategies.pipeline.uses import ordered_nodes
+from cnnstrategies.pipeline.node_uses import ordered_nodes
+from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.differences import OWN_MEANS, OWN_OTHER_LOSSES
 
 RESULTS = Path(os.environ.get("CNNSTRATEGIES_ZOO", ROOT / "build/zoo"))
 CLASSES = 5
-STRATEGIES: Mapping[str, tuple[Callable[[LightningModule, Tensor], Any], int]] = {
-    "ddp": (lambda module, images: "ddp_find_unused_parameters_true", 2),
-    "parameter_server": (lambda module, images: "parameter_server", 2),
-    "hybrid_pipeline [1, 1]": (lambda module, images: pipeline([1, 1], module, images), 2),
-    "hybrid_pipeline [2, 1]": (lambda module, images: pipeline([2, 1], module, images), 3),
+
+
+def pipeline(
+    replicas: list[int], module: LightningModule, images: Tensor, submodule: str | None
+) -> HybridPipelineStrategy:
+    """Return a pipeline; a plain network is cut in the middle, so that it does not have to be profiled."""
+    cuts = None
+    if isinstance(module, Classifier):
+        with contextlib.suppress(ConfigurationError):  # The strategy itself raises the error again.
+            decide_by_shapes(module.network, lambda size: images[:size])
+            traced = trace_open(module.network, training=True)
+            positions = cut_positions(traced)
+            cuts = [ordered_nodes(traced)[positions[len(positions) // 2] - 1].name]
+    return HybridPipelineStrategy(
+        replicas=replicas, cuts=cuts, microbatches=2, submodule=submodule, start_method="fork"
+    )
+
+
+# By name: a function that makes the strategy for a module, its images and the divided submodule; and the devices.
+STRATEGIES: Mapping[str, tuple[Callable[[LightningModule, Tensor, str | None], Any], int]] = {
+    "ddp": (lambda module, images, submodule: "ddp_find_unused_parameters_true", 2),
+    "parameter_server": (lambda module, images, submodule: "parameter_server", 2),
+    "hybrid_pipeline [1, 1]": (partial(pipeline, [1, 1]), 2),
+    "hybrid_pipeline [2, 1]": (partial(pipeline, [2, 1]), 3),
 }
+
+
+def chosen_strategies() -> Iterable[str]:
+    """Return the strategies to try: with `CNNSTRATEGIES_ZOO_STRATEGY=hybrid`, those whose names contain this text."""
+    return [name for name in STRATEGIES if os.environ.get("CNNSTRATEGIES_ZOO_STRATEGY", "") in name]
+
+
+def this_code() -> str:
+    """Return the day and the commit of a result."""
+    command = ["git", "-C", ROOT, "log", "-1", "--format=%h"]
+    commit = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return f"{time.strftime('%d %B %Y').lstrip('0')}, {commit}"
 
 
 def part_of(names: Iterable[str]) -> list[str]:
@@ -36,29 +71,17 @@ def part_of(names: Iterable[str]) -> list[str]:
     return list(names)[part - 1 :: parts]
 
 
-def pipeline(
-    replicas: list[int],
-    module: LightningModule,
-    images: Tensor,
-    kind: type[HybridPipelineStrategy] = HybridPipelineStrategy,
-) -> HybridPipelineStrategy:
-    """Return a pipeline; a plain network is cut in the middle, so that it does not have to be profiled."""
-    cuts = None
-    if isinstance(module, Classifier):
-        with contextlib.suppress(ConfigurationError):  # The strategy itself raises the error again.
-            decide_by_shapes(module.network, lambda size: images[:size])
-            traced = trace(module.network)
-            positions = cut_positions(traced)
-            cuts = [ordered_nodes(traced)[positions[len(positions) // 2] - 1].name]
-    return kind(replicas=replicas, cuts=cuts, microbatches=2, start_method="fork")
-
-
 def try_all(
-    name: str, make: Callable[[], LightningModule], data: Callable[[], DataLoader[Any]], is_mean: bool = True
+    name: str,
+    make: Callable[[], LightningModule],
+    data: Callable[[], DataLoader[Any]],
+    is_mean: bool = True,
+    submodule: str | None = None,
 ) -> None:
     """Write the results of a module under each strategy to a file, and fail if a result is not acceptable.
 
-    Acceptable results are equal to one device, refused with an error message, or announced as different before the run.
+    Acceptable results are equal to one device, announced as different before the run, or refused with an error message
+    if `REFUSED` has the reason. The file keeps the results of strategies that are not tried.
 
     Args:
         name: Name of the module in the table.
@@ -66,27 +89,31 @@ def try_all(
         data: Function that makes its loader.
         is_mean: Whether its loss is a mean over images. If it is not, processes that compute the loss of their own
             images have a different result.
+        submodule: Path of the submodule that pipelines divide; None for their own choice.
     """
-    results, wrong = {}, []
-    for strategy, (chosen, devices) in STRATEGIES.items():
+    file = RESULTS / f"{name}.json"
+    results = json.loads(file.read_text()) if file.exists() else {}
+    wrong = []
+    for strategy in chosen_strategies():
+        chosen, devices = STRATEGIES[strategy]
         try:
             torch.manual_seed(0)
             module = make()
             batch = next(iter(data()))
             images = batch["image"] if isinstance(batch, dict) else batch[0]
-            verdict = verify(module, data(), chosen(module, images), devices=devices, steps=2)
+            verdict = verify(module, data(), chosen(module, images, submodule), devices=devices, steps=2)
             announced = [text for text in (OWN_MEANS, OWN_OTHER_LOSSES) if not is_mean and text in str(verdict)]
-            results[strategy] = (
-                "equal" if verdict.equal else f"said: {announced[0]}" if announced else f"DIFFERENT: {verdict}"
-            )
+            result = "equal" if verdict.equal else f"said: {announced[0]}" if announced else f"DIFFERENT: {verdict}"
         except ConfigurationError as error:
-            results[strategy] = f"refused: {error}"
+            result = f"refused: {error}"
         except Exception as error:
-            results[strategy] = f"FAILED: {str(error)[-2000:]}"
-        if not results[strategy].startswith(("equal", "refused", "said")):
-            wrong.append(f"{strategy}: {results[strategy]}")
+            result = f"FAILED: {str(error)[-2000:]}"
+        results[strategy] = {"result": result, "measured": this_code()}
+        expected = ("refused",) if name in REFUSED[strategy.split()[0]] else ("equal", "said")
+        if not result.startswith(expected):
+            wrong.append(f"{strategy}: expected {' or '.join(expected)} (see refusals.py): {result}")
     RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(results))
+    file.write_text(json.dumps(results))
     assert not wrong, "\n".join(wrong)
 
 

@@ -2,9 +2,8 @@
 
 import inspect
 import os
-import pkgutil
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -24,9 +23,9 @@ from cnnstrategies.planning.cluster import Cluster, read_cluster
 from cnnstrategies.planning.costs import Link, Profile
 from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of
 from cnnstrategies.planning.measure_links import measure_local_link
-from cnnstrategies.strategies.hybrid_pipeline.base import PipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.network import find_network, module_at
+from cnnstrategies.strategies.hybrid_pipeline.order import order_of
 
 
 def job_from_configuration(options: PlanOptions, arguments: Sequence[str]) -> Job:
@@ -153,20 +152,18 @@ def _request(configured: Any, module: LightningModule) -> LayoutRequest | None:
         if configured not in StrategyRegistry:
             return None
         entry = StrategyRegistry[configured]
-        kind = entry["strategy"]
         # A subclass may pass its keyword arguments on to the class that has the options.
-        constructors = [vars(base)["__init__"] for base in reversed(kind.__mro__) if "__init__" in vars(base)]
+        bases = reversed(entry["strategy"].__mro__)
+        constructors = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)]
         signatures = [inspect.signature(constructor).parameters for constructor in constructors]
         defaults = {name: value.default for parameters in signatures for name, value in parameters.items()}
         arguments = {**defaults, **entry["init_params"]}
     else:
         arguments = dict(getattr(configured, "init_args", None) or {})
-        path = str(getattr(configured, "class_path", ""))
-        kind = pkgutil.resolve_name(path) if "." in path else None
     if not {field.name for field in fields(LayoutRequest)} <= set(arguments):
         return None
-    is_pipeline = isinstance(kind, type) and issubclass(kind, PipelineStrategy)
-    return (kind if is_pipeline else PipelineStrategy).layout_request(arguments, module)
+    request = LayoutRequest.of(arguments)
+    return replace(request, schedule=order_of(module, request.schedule))
 
 
 def _device_count(devices: Any) -> int:

@@ -1,6 +1,7 @@
 """The shares of a pipeline's replicas: given, or found by what each takes for a microbatch of its stage."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import mean
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,9 +11,11 @@ from typing_extensions import override
 
 from cnnstrategies.pipeline.timeline import Clock
 from cnnstrategies.pipeline.timetable import KINDS, Placement, Schedule, Task
+from cnnstrategies.pipeline.transport import Transport
 from cnnstrategies.planning.redeal import in_flight, redeal
 from cnnstrategies.shares import Deals, Proposal
-from cnnstrategies.strategies.balancing import Balance, GatherRows
+from cnnstrategies.strategies.balancing import Balance
+from cnnstrategies.strategies.gathering import GatherRows
 from cnnstrategies.strategies.stopwatch import Measured, Stopwatch
 
 if TYPE_CHECKING:
@@ -131,3 +134,20 @@ def begin_dealing(strategy: "PipelineStrategy", trainer: Trainer, gather: Gather
     if shares == "auto" and trainer.state.fn == TrainerFn.FITTING and max(placement.replicas) > 1:
         callbacks.append(StageBalance(deals, placement, strategy.root_device, gather))
     return deals
+
+
+def use_shares(trainer: Any, transport: Transport, deals: Deals | None) -> None:
+    """Let the replicas divide the microbatches of the next training batch by the shares of this batch.
+
+    All ranks must call this before they transfer a batch to the device.
+
+    Args:
+        trainer: The trainer.
+        transport: Connections of this rank, whose placement has the shares.
+        deals: The shares of all batches; None if shares are equal.
+    """
+    if deals is None or not trainer.training:
+        return
+    shares = deals.at(trainer.current_epoch, trainer.fit_loop.batch_idx + 1)
+    if shares != transport.placement.shares:
+        transport.placement = replace(transport.placement, shares=shares)

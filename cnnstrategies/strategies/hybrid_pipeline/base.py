@@ -2,13 +2,14 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -16,16 +17,19 @@ from typing_extensions import override
 from cnnstrategies._lightning_private import check_start, keep_batches, leave_samplers, ranks_are_children
 from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule
-from cnnstrategies.pipeline.transport import PeerError, Transport, broadcast_value, cpu_group
-from cnnstrategies.placed import DivergedError
-from cnnstrategies.quantities import Duration, Size, as_timedelta, size_in_bytes
+from cnnstrategies.pipeline.transport import PeerError, Transport
+from cnnstrategies.placed import DivergedError, Places
+from cnnstrategies.quantities import Duration, Size, as_timedelta
 from cnnstrategies.runtime.processes import end_group_at_exit, failed_before, leave_group_at_exit
 from cnnstrategies.shares import Deals
-from cnnstrategies.strategies.balancing import gather_rows
 from cnnstrategies.strategies.dealt_loader import by_shares
 from cnnstrategies.strategies.failing import FailingTogetherDDPStrategy
-from cnnstrategies.strategies.hybrid_pipeline.balancing import TimedStages, begin_dealing
-from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
+from cnnstrategies.strategies.gathering import gather_rows
+from cnnstrategies.strategies.hybrid_pipeline.balancing import begin_dealing
+from cnnstrategies.strategies.hybrid_pipeline.checks import check_devices
+from cnnstrategies.strategies.hybrid_pipeline.chosen_network import ChosenNetwork
+from cnnstrategies.strategies.hybrid_pipeline.connections import RunConnections, broadcast, gather, reduce_over_ranks
+from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks, warn_of_shares
 from cnnstrategies.strategies.protocol import GradientWeighting, StepKind, StrategyFacts
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
@@ -98,33 +102,27 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         **kwargs: Any,
     ) -> None:
         limit = as_timedelta(timeout, "timeout")
-        options = {**locals(), "memory_limit": size_in_bytes(memory_limit, "memory_limit")}
         refuse_old_names(type(self), kwargs)
         check_keywords(type(self).__name__, kwargs)
         super().__init__(
             process_group_backend=process_group_backend, timeout=limit, start_method=start_method, **kwargs
         )
-        self.request = self.layout_request(options)
-        self.submodule = submodule
         self.time_limit = limit
+        self._chosen = ChosenNetwork(LayoutRequest.of(locals()), submodule, start_method)
+        self._connections: RunConnections | None = None
         self._deals: Deals | None = None
-        self._checked: LightningModule | None = None  # The last module that has been checked.
-        self._layout: tuple[nn.Module, ChosenLayout] | None = None
         self._failed = False
         self._in_parts = False  # Whether a run has failed, and each rank has the values of its own stage alone.
         self._made_in = os.getpid()  # Process that has created this object.
         # The last loader, and the ranks that load its data.
         self._examined: tuple[object, LoadingRanks] | None = None
 
-    @classmethod
-    def layout_request(cls, options: Mapping[str, Any], module: LightningModule | None = None) -> LayoutRequest:
-        """Return the options that say how the network is divided.
+    @property
+    def request(self) -> LayoutRequest:
+        """The options that say how the network is divided."""
+        return self._chosen.request
 
-        Args:
-            options: All options of the strategy.
-            module: The module, on which the schedule may depend; None if it is not known.
-        """
-        return LayoutRequest(**{field.name: options[field.name] for field in fields(LayoutRequest)})
+    # Before the processes start
 
     @property
     @override
@@ -147,7 +145,14 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         Raises:
             ConfigurationError: The strategy cannot train.
         """
-        raise NotImplementedError
+        if self.lightning_module is not None:
+            check_devices(self.root_device, self.process_group_backend, self._layer_sync is not None)
+            devices = self.num_nodes * self.num_processes
+            self._chosen.check(self.lightning_module, devices, self.root_device, before_setup)
+
+    @override
+    def check_job(self, module: LightningModule, processes: int) -> None:
+        self._chosen.check_job(module, processes)
 
     # Devices and data
 
@@ -171,7 +176,7 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
     def _loading_ranks(self, loader: object) -> LoadingRanks:
         """Return the ranks that load a loader's data. All ranks must call this."""
         if self._examined is None or self._examined[0] is not loader:
-            ranks = LoadingRanks(loader, self.placement, self.global_rank, self._gather_early, self._transport)
+            ranks = LoadingRanks(loader, self.placement, self.global_rank, self._gather, self._transport)
             self._examined = loader, ranks
         return self._examined[1]
 
@@ -193,13 +198,8 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
 
     def loads(self, shares: Sequence[float]) -> tuple[float, ...]:
         """Return the shares by which the replicas of the first stage load, from the shares of all ranks."""
-        microbatches = self._chosen_layout.microbatches
+        microbatches = self._chosen.layout.microbatches
         return replace(self.placement, microbatches=microbatches, shares=tuple(shares)).loads
-
-    @property
-    def _chosen_layout(self) -> ChosenLayout:
-        assert self._layout is not None, "the strategy has been set up"
-        return self._layout[1]
 
     # Set-up
 
@@ -215,6 +215,22 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         if not existed:
             end_group_at_exit()
         self._deals = begin_dealing(self, self.lightning_module.trainer, self._gather)
+        # Loaders, which may be asked for before the set-up, need the rules.
+        self._connections = RunConnections(self.global_rank, self.world_size, self.root_device, self.time_limit)
+
+    @property
+    def places(self) -> Places | None:
+        """The rules of this rank for tensors that only some ranks have; None outside of a run."""
+        return None if self._connections is None else self._connections.places
+
+    @property
+    def _connected(self) -> RunConnections:
+        assert self._connections is not None, "the processes have been started"
+        return self._connections
+
+    def _transport(self) -> Transport:
+        """Return the connections of this rank, after the set-up."""
+        return self._connected.transport
 
     # Collectives
 
@@ -224,34 +240,37 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         return bool(self._most(int(not decision)) == 0 if all else self._most(int(decision)))
 
     @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with nullcontext() if self._connections is None else self._connections.all_processes():
+            super().barrier(*args, **kwargs)
+
+    @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of one rank, without pickling. All ranks must call this."""
-        return broadcast_value(obj, src, self.root_device) if dist.is_initialized() else obj
+        """Return the object of one rank; see `broadcast`."""
+        return broadcast(obj, src, self._connections, self.root_device)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return a value that all ranks have; see `reduce_over_ranks`."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return reduce_over_ranks(tensor, reduce_op, self._connections, self.time_limit)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensor, as on one device, because each rank has the whole batch."""
+        return tensor
+
+    @override
+    def gather_from_ranks(self, values: Tensor) -> Tensor:
+        return gather(values, self._connections, self.time_limit)
+
+    def _gather(self, row: list[float]) -> list[list[float]]:
+        return gather_rows(row, self.gather_from_ranks)
 
     def _most(self, number: int) -> int:
         """Return the largest of the numbers that the ranks pass. All ranks must call this."""
-        raise NotImplementedError
-
-    def _gather(self, row: list[float]) -> list[list[float]]:
-        """Return the rows of numbers that all ranks pass. All ranks must call this, after the set-up."""
-        raise NotImplementedError
-
-    def _gather_early(self, row: list[float]) -> list[list[float]]:
-        """Return the rows of numbers that all ranks pass, also before the set-up.
-
-        `configure_optimizers` may ask for the length of an epoch. All ranks must call this.
-        """
-        with cpu_group(self.time_limit) as group:
-            return gather_rows(row, group)
-
-    @property
-    def timed_stages(self) -> TimedStages:
-        """The stages, whose microbatches can be timed, after the set-up."""
-        raise NotImplementedError
-
-    def _transport(self) -> Transport:
-        """Return the connections of this rank, after the set-up."""
-        raise NotImplementedError
+        return int(max(row[0] for row in self._gather([number])))
 
     # Facts
 

@@ -4,22 +4,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import NoneType
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
 from cnnstrategies._lightning_private import is_compiled_whole
 from cnnstrategies._torch_private import is_compiled
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.division import Division
+from cnnstrategies.pipeline.microbatches import Images
 from cnnstrategies.pipeline.network_copies import CopiedForward
-from cnnstrategies.pipeline.rehearsal import REHEARSED, refusal, rehearse
+from cnnstrategies.pipeline.rehearsal import REHEARSED, refusal, rehearse, rehearsed
 from cnnstrategies.pipeline.stage import check_cuts
 from cnnstrategies.pipeline.timetable import Placement, check_layout
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace_open
 from cnnstrategies.placed import ForeignTensor
 from cnnstrategies.strategies.hybrid_pipeline.compiling import compile_backend_of
-from cnnstrategies.strategies.hybrid_pipeline.first_samples import is_attached
+from cnnstrategies.strategies.hybrid_pipeline.example_inputs import is_attached
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.network import DividedForward, module_at
 
@@ -27,6 +28,28 @@ COMPILE_STAGES = (
     "strategy hybrid_pipeline cuts the network before it is compiled: leave out torch.compile, and let the callback "
     "ComputeSettings(compile_backend='inductor') compile each stage, or use strategy ddp"
 )
+
+
+def check_devices(device: torch.device, backend: str | None, syncs_batch_norm: bool) -> None:
+    """Refuse options of a run that contradict the strategy.
+
+    Args:
+        device: Device of this rank.
+        backend: Backend of the process group; None for the default.
+        syncs_batch_norm: Whether the trainer's option ``sync_batchnorm`` is set.
+
+    Raises:
+        ConfigurationError: An option cannot be used.
+    """
+    if syncs_batch_norm:
+        raise ConfigurationError(
+            "sync_batchnorm=True: the stages of a pipeline run different microbatches; set trainer.sync_batchnorm "
+            "to false"
+        )
+    if device.type == "cuda" and backend == "gloo":
+        raise ConfigurationError(
+            "process_group_backend=gloo: gloo sends no messages from one GPU to another; leave it out for NCCL"
+        )
 
 
 def check_state(module: LightningModule, path: str) -> None:
@@ -103,7 +126,7 @@ def check_stages(
     if module.trainer.is_global_zero and has_all:
         with suppress(Exception):  # Without an example there is no comparison.
             images = example(REHEARSED)
-            reason = None if images is None else rehearse(division, module, images)
+            reason = None if images is None else rehearse(division, module, rehearsed(images))
     if (reason := broadcast(reason)) is not None:
         raise refusal(division.network, reason)
 

@@ -4,7 +4,7 @@ from lightning.pytorch import LightningModule
 
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.stage import check_backend
-from cnnstrategies.strategies.hybrid_pipeline.first_samples import is_attached
+from cnnstrategies.strategies.hybrid_pipeline.example_inputs import is_attached
 
 
 def compile_backend_of(module: LightningModule) -> str | None:

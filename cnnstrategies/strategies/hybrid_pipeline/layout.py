@@ -1,25 +1,21 @@
 """A pipeline's layout: from what a user asks to one that can run, and in words."""
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
 
 from cnnstrategies._lightning_private import train_loader
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import samples_of
-from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.buffers import has_batch_norm
-from cnnstrategies.pipeline.microbatches import NORMALISED_TOGETHER, Split, default_microbatches
-from cnnstrategies.pipeline.stage import StageGraph, copy_value
+from cnnstrategies.pipeline.microbatches import Images, default_microbatches
 from cnnstrategies.pipeline.timetable import (
     CHECKPOINTING,
     ORDERS,
@@ -33,14 +29,14 @@ from cnnstrategies.pipeline.timetable import (
 )
 from cnnstrategies.pipeline.transport import broadcast_value
 from cnnstrategies.planning.candidates import Job
-from cnnstrategies.planning.costs import Profile, format_bytes
-from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of
+from cnnstrategies.planning.costs import format_bytes
+from cnnstrategies.planning.measure import USUAL_STATES, states_of
 from cnnstrategies.planning.measure_links import measure_cluster
 from cnnstrategies.planning.predict import Predictor, choose_layout
 from cnnstrategies.planning.recut import Recut, recut
-from cnnstrategies.shares import check_count, check_initial, deal
-from cnnstrategies.strategies.differences import RANDOM_DRAWS
-from cnnstrategies.strategies.hybrid_pipeline.first_samples import on_device_of
+from cnnstrategies.quantities import size_in_bytes
+from cnnstrategies.shares import check_count, check_initial
+from cnnstrategies.strategies.hybrid_pipeline.profiling import profile_of
 
 DEFAULT_STAGES = 2
 USUAL_SAMPLES = 8  # of a batch in each replica of the first stage, for a profile where they are not known
@@ -95,6 +91,12 @@ class LayoutRequest:
     shares: Literal["auto", "equal"] | Sequence[float]
     initial_shares: Literal["equal"] | Sequence[float]
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """Return the request from all options of the strategy."""
+        size = size_in_bytes(options["memory_limit"], "memory_limit")
+        return cls(**{field.name: options[field.name] for field in fields(cls)} | {"memory_limit": size})
+
     def __post_init__(self) -> None:
         check_initial(self.initial_shares, self.shares)
         for name, value, accepted in (
@@ -104,11 +106,7 @@ class LayoutRequest:
         ):
             if value is not None and value not in accepted:
                 raise ConfigurationError(f"{name}={value!r}: accepted are {', '.join(accepted)}")
-        for name, number in (
-            ("stages", self.stages),
-            ("microbatches", self.microbatches),
-            ("memory_limit", self.memory_limit),
-        ):
+        for name, number in (("stages", self.stages), ("microbatches", self.microbatches)):
             if number is not None and number < 1:
                 raise ConfigurationError(f"{name}={number}: at least 1 is needed; leave it out for the default")
         counts = {
@@ -198,7 +196,7 @@ class LayoutRequest:
             optimizers = trainer.strategy.optimizers
             try:
                 job = Job(
-                    profile=_measured(network, trace_network, images, max(1, whole // devices), device, trainer),
+                    profile=profile_of(network, trace_network, images, max(1, whole // devices), device, trainer),
                     cluster=cluster,
                     samples=whole,
                     microbatches=microbatches,
@@ -241,27 +239,6 @@ def _reason(job: Job, layout: Layout) -> str | None:
     return f"a device with stored activations would need {needed}, and the limit is {limit}"
 
 
-def _measured(
-    network: nn.Module,
-    trace_network: Callable[[nn.Module], fx.GraphModule],
-    images: Images,
-    size: int,
-    device: torch.device,
-    trainer: Trainer,
-) -> Profile:
-    channels_last = bool(getattr(trainer.lightning_module, "channels_last", False))
-    try:
-        images = on_device_of(network, images)
-        return measure_profile(trace_network(network), images, size, device, str(trainer.precision), channels_last)
-    except Exception as error:
-        shapes = " and ".join(str(tuple(image.shape[1:])) for image in tree_leaves(images))
-        raise ConfigurationError(
-            f"cuts are chosen by a profile, and {type(network).__name__} fails on what the batch has, samples of shape "
-            f"{shapes}: {type(error).__name__}: {error}. The steps must give it that in one call; else set "
-            "self.example_input_array, or name the cuts"
-        ) from error
-
-
 def _loaded_samples(trainer: Trainer) -> int | None:
     """Samples of a batch of one process: as the data module says, or else the loader that is to be trained on."""
     datamodule = getattr(trainer, "datamodule", None)
@@ -269,94 +246,3 @@ def _loaded_samples(trainer: Trainer) -> int | None:
     if size is None and trainer.state.fn == TrainerFn.FITTING:
         size = samples_of(train_loader(trainer), None)
     return size
-
-
-def describe_pipeline(
-    placement: Placement,
-    graphs: Sequence[StageGraph],
-    parameters: Sequence[int],
-    request: LayoutRequest,
-    batch_size: int | None,
-) -> list[tuple[str, str]]:
-    """Return rows of the start panel: the microbatches of a step, and the modules, ranks and parameters of each stage.
-
-    Args:
-        placement: Numbering of the ranks, and the microbatches of each rank.
-        graphs: Graphs of the stages.
-        parameters: Number of parameters of each stage.
-        request: The strategy's arguments.
-        batch_size: Samples of a batch on each replica of the first stage; None if the number is not known.
-    """
-    images = _images(placement, batch_size)
-    microbatches = str(placement.microbatches) if images is None else f"{placement.microbatches} of {images}"
-    configured = " (as configured)" if request.microbatches is not None else ""
-    rows = [("microbatches", f"{microbatches}{configured}, schedule {request.schedule}")]
-    if request.shares != "equal":
-        measured = f"{request.initial_shares} at first, then by each rank's own time"
-        shares = measured if request.shares == "auto" else f"{list(request.shares)}, rank by rank"
-        rows.append(("shares", f"of the microbatches: {shares}"))
-    for stage, (graph, number) in enumerate(zip(graphs, parameters, strict=True)):
-        nodes = [node for node in graph.graph.nodes if _computes(node)]
-        ranks = placement.ranks(stage)
-        together = ranks[-1] - ranks[0] == len(ranks) - 1
-        where = f"ranks {ranks[0]} to {ranks[-1]}" if together else f"ranks {', '.join(map(str, ranks))}"
-        where = f"rank {ranks[0]}" if len(ranks) == 1 else where
-        first, last = _name(nodes[0]), _name(nodes[-1])
-        span = first if first == last else f"{first} to {last}"
-        rows.append((f"stage {stage}", f"{span} on {where}: {number:,} parameters"))
-    return rows
-
-
-def differences_of_pipeline(network: nn.Module, placement: Placement, batch_size: int | None) -> list[str]:
-    """Return one line for each difference from one device; see :func:`describe_pipeline`."""
-    lines = []
-    if has_batch_norm(network):
-        images = _images(placement, batch_size)
-        lines.append(f"BatchNorm normalises over each microbatch's {'own images' if images is None else images}")
-    if _has_spectral_norm(network):
-        lines.append("spectral norm makes a power iteration for each microbatch")
-    return [*lines, RANDOM_DRAWS]
-
-
-def warn_of_small_microbatches(network: nn.Module, sizes: Sequence[int]) -> None:
-    """Warn if batch normalisation has few images at a time.
-
-    Args:
-        network: The network.
-        sizes: Number of images of each microbatch.
-    """
-    filled = [size for size in sizes if size]
-    if filled and min(filled) < NORMALISED_TOGETHER and has_batch_norm(network):
-        rank_zero_warn(
-            f"BatchNorm normalises over {_range(filled)}: a batch of {sum(sizes)} is cut into "
-            f"{len(sizes)} microbatches. With fewer than {NORMALISED_TOGETHER} its statistics are poor: lower "
-            "microbatches or raise the batch size"
-        )
-
-
-def _has_spectral_norm(network: nn.Module) -> bool:
-    """Whether it has the vectors of power iterations, which both of torch's spectral norms call the same."""
-    names = {name for name, _ in network.named_buffers()}
-    return any(name.endswith("_u") and f"{name[:-1]}v" in names for name in names)
-
-
-def _images(placement: Placement, batch_size: int | None) -> str | None:
-    if batch_size is None:
-        return None
-    rows = deal(batch_size * placement.replicas[0], placement.loads)
-    split = Split(rows, placement.runs[0])
-    return _range([size for size in split.sizes if size])
-
-
-def _range(sizes: list[int]) -> str:
-    if min(sizes) < max(sizes):
-        return f"{min(sizes)} to {max(sizes)} images"
-    return "1 image" if sizes[0] == 1 else f"{sizes[0]} images"
-
-
-def _computes(node: fx.Node) -> bool:
-    return node.op.startswith("call_") and node.target is not copy_value
-
-
-def _name(node: fx.Node) -> str:
-    return str(node.target) if node.op == "call_module" else node.name

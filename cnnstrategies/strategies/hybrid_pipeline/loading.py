@@ -20,7 +20,6 @@ from cnnstrategies.placed import Places
 from cnnstrategies.placed.partial import PartialTensor, contiguous_strides
 from cnnstrategies.runtime.seeds import mixed_seed, seed_all
 from cnnstrategies.strategies.hybrid_pipeline.batch_form import put_together, take_apart
-from cnnstrategies.strategies.hybrid_pipeline.batches import StageLoader, note_indices
 from cnnstrategies.strategies.hybrid_pipeline.joined_parts import (
     DividedRows,
     count_samples,
@@ -31,6 +30,7 @@ from cnnstrategies.strategies.hybrid_pipeline.joined_parts import (
 from cnnstrategies.strategies.hybrid_pipeline.loader_messages import START, LoaderMessage, exchange, receive, send
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
 from cnnstrategies.strategies.hybrid_pipeline.random_states import changed_states, random_states, set_random_states
+from cnnstrategies.strategies.hybrid_pipeline.stage_loader import StageLoader, note_indices
 
 # Default for the largest number of bytes of a tensor of which all ranks get copies.
 SMALL = 1 << 16

@@ -1,6 +1,7 @@
-"""Values of metrics on all ranks, with one message for each update of a metric."""
+"""Metrics on all ranks: one message for each update, and no sums over ranks, since each counts the whole batch."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -111,3 +112,21 @@ def _metrics_in(value: Any, seen: set[int]) -> Iterator[Metric | MetricCollectio
     for item in items:
         if isinstance(item, (nn.Module, Callback, Mapping, list, tuple)):
             yield from _metrics_in(item, seen)
+
+
+@contextmanager
+def metrics_of_one_process() -> Iterator[None]:
+    """Return a context in which metrics do not synchronise, as in one process.
+
+    The method of the class is replaced, because callbacks and steps may create metrics at any time.
+    """
+    synchronise = Metric.sync
+    Metric.sync = _stay  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Metric.sync = synchronise  # type: ignore[method-assign]
+
+
+def _stay(metric: Metric, *_: Any, **__: Any) -> None:
+    """Leave a metric's states as they are."""

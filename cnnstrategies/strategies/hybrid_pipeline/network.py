@@ -15,7 +15,6 @@ from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.stage_runner import StageRunner
-from cnnstrategies.strategies.hybrid_pipeline.first_samples import only
 
 WHOLE = ""  # Path of a network that is the module itself.
 
@@ -130,6 +129,11 @@ class DividedForward:
         if len(rows) > 1 or not rows.pop():
             return None
         return inputs[0] if len(inputs) == 1 else tuple(inputs)
+
+
+def only(value: Any) -> Any:
+    """Return an argument; of a variable number of arguments, the only one."""
+    return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
 
 def _has_replaced_parameters(network: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from cnnstrategies.pipeline.timetable import Schedule
 from cnnstrategies.strategies.differences import has_mean_loss
 from cnnstrategies.strategies.hybrid_pipeline.logs import PlacedLogs
 
+FIRST_ORDER: Schedule = "gpipe"  # The order of the first step, which shows whether the module trains its declared loss.
 # The methods on which the gradients of the network's result depend, and the packages whose code never changes them.
 _OF_STEPS = ("training_step", NAME, "loss_weight", "backward")
 _OWN = ("cnnstrategies.models.", "lightning.")

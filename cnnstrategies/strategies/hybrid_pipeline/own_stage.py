@@ -22,14 +22,14 @@ from torch.nn.parameter import is_lazy
 from cnnstrategies._torch_private import OperationMode, swap_contents, without_modes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.division import Division
-from cnnstrategies.pipeline.fixed import known
+from cnnstrategies.pipeline.graph_checks import known
 from cnnstrategies.pipeline.network_copies import find_copies
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.placed import ForeignTensor, Places
 from cnnstrategies.placed.registration import PlannedParameter, register_at_places
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.network import find_network, module_at, tensors_of
-from cnnstrategies.strategies.shadow import copy_of_module, same_random_numbers
+from cnnstrategies.strategies.module_copies import copy_of_module, same_random_numbers
 
 
 @dataclass(frozen=True)

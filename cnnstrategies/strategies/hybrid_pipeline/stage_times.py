@@ -1,4 +1,4 @@
-"""Measure how long the stages of a pipeline take, and warn if other cuts would be faster."""
+"""Measure how long the stages of a pipeline take and wait, and warn if other cuts would be faster."""
 
 from collections.abc import Sequence
 from math import inf
@@ -11,10 +11,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from cnnstrategies.models.samples import count_samples
-from cnnstrategies.pipeline.task_times import MeasuredPipeline
+from cnnstrategies.pipeline.task_times import MeasuredPipeline, TaskTimes
 from cnnstrategies.pipeline.timetable import KINDS
-from cnnstrategies.strategies.balancing import GatherRows
+from cnnstrategies.placed import Places
+from cnnstrategies.strategies.gathering import GatherRows
 from cnnstrategies.strategies.hybrid_pipeline.layout import Recutter
+from cnnstrategies.strategies.hybrid_pipeline.loader_messages import SUBJECT
 from cnnstrategies.strategies.stopwatch import Stopwatch
 
 WARM_UP = 4  # Number of batches that are not measured, because caches and connections are new.
@@ -89,3 +91,19 @@ def _usual(times: Sequence[float]) -> float:
 
 def _milliseconds(times: Sequence[float]) -> str:
     return " and ".join(f"{1e3 * time:.1f}" for time in times)
+
+
+def measure_waits(places: Places, times: TaskTimes) -> None:
+    """Report this rank's waits for messages of other ranks as spans.
+
+    The kind of a wait for a batch is ``share``. The kind of all other waits is ``gather``.
+
+    Args:
+        places: The rules of this rank.
+        times: Measures the spans of this rank's stage.
+    """
+
+    def note_wait(subject: str, start: float, end: float) -> None:
+        times.note_wait("share" if subject == SUBJECT else "gather", start, end)
+
+    places.messages.note_wait = note_wait

@@ -17,7 +17,7 @@ from cnnstrategies._lightning_private import acts_within_epochs
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.optimizer_check import ServedOptimizer, check_on_servers
 from cnnstrategies.paramserver.specification import hyperparameters
-from cnnstrategies.strategies.observer_hooks import TO_PYTHON, HookContexts, TensorOrigins, tensors_in
+from cnnstrategies.strategies.parameter_server.observer_hooks import TO_PYTHON, HookContexts, TensorOrigins, tensors_in
 from cnnstrategies.strategies.parameter_server.options import ParameterServerOptions
 
 GATHERS = "gather_distributed"  # lightly's options with this suffix make losses gather tensors from all processes.
@@ -236,7 +236,7 @@ class Linear(TorchFunctionMode):
         return [name for tensor in tensors_in(values) if (name := self._gradients.origin_of(tensor, ""))]
 
     def _is_linear(self, func: Callable[..., Any], args: Sequence[Any], parameters: Sequence[str]) -> bool:
-        if func.__name__ in TO_PYTHON or func.__name__ == "__bool__":
+        if func.__name__ in TO_PYTHON:
             return False
         name = func.__name__.removeprefix("_foreach_").strip("_")
         if func.__name__.startswith("__") and name[:1] in ("r", "i") and name[1:] in (*PRODUCTS, *QUOTIENTS, *LINEAR):

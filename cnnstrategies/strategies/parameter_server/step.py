@@ -19,7 +19,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
-from cnnstrategies.strategies.observer_hooks import tensors_in
+from cnnstrategies.strategies.parameter_server.observer_hooks import tensors_in
 from cnnstrategies.strategies.parameter_server.served_state import ServedState
 
 # Number of steps at the start of training that record which parameters are read outside of their own modules.

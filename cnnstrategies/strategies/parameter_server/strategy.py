@@ -29,7 +29,6 @@ from cnnstrategies.paramserver.worker.connections import Counters
 from cnnstrategies.quantities import Duration, seconds
 from cnnstrategies.shares import Deals
 from cnnstrategies.strategies.dealing import Dealing
-from cnnstrategies.strategies.observer_hooks import HookContexts, gradient_observers, weight_observers
 from cnnstrategies.strategies.parameter_server.added_groups import check_added, follow_groups
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 from cnnstrategies.strategies.parameter_server.checks import (
@@ -39,6 +38,7 @@ from cnnstrategies.strategies.parameter_server.checks import (
     watch_gradients,
 )
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
+from cnnstrategies.strategies.parameter_server.observer_hooks import HookContexts, gradient_observers, weight_observers
 from cnnstrategies.strategies.parameter_server.options import (
     Dispatch,
     ParameterServerOptions,

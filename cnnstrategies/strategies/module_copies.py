@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 
 from cnnstrategies._torch_private import OperationMode, schema_of
-from cnnstrategies.errors import ConfigurationError
 
 FEW = 100  # If a list or dictionary has more entries than this, it is copied, but its entries are not.
 # Classes of objects that a copy shares with the original module, because copying them would take time or break them.
@@ -42,7 +41,7 @@ class MutedTrainer:
         return getattr(self._real, name)
 
 
-def copy_metrics(module: nn.Module) -> dict[int, nn.Module]:
+def _copy_metrics(module: nn.Module) -> dict[int, nn.Module]:
     """Return a copy of each metric in a module. The keys are the original metrics' ``id()``."""
     copies: dict[int, nn.Module] = {}
     for metric in module.modules():
@@ -51,29 +50,18 @@ def copy_metrics(module: nn.Module) -> dict[int, nn.Module]:
     return copies
 
 
-def shadow_of(
-    module: LightningModule, path: str, network: nn.Module, metrics: Mapping[int, nn.Module]
-) -> LightningModule:
-    """Return a copy of a module, with a different network and different metrics, whose steps do not change the module.
+def muted_copy(module: LightningModule) -> LightningModule:
+    """Return a copy of a module in which steps change nothing of the module but parameters.
 
-    Buffers, lists, numbers and small objects of the user's own classes are copied. The copy shares the module's
-    parameters and data.
+    Metrics, buffers, lists, numbers and small objects of the user's own classes are copied. The copy shares the
+    module's parameters and data; see `tensors_stay`.
 
     Args:
         module: The module, as it is now.
-        path: Path of the submodule that the copy replaces; empty if the network is the module itself, whose ``forward``
-            is then replaced.
-        network: The network that takes the submodule's place.
-        metrics: The copy's metrics, by the ``id()`` of the module's metrics.
     """
-    made: dict[int, Any] = dict(metrics)
-    if path:
-        made[id(module.get_submodule(path))] = network
-    shadow = _copied_module(module, made)
-    if not path:
-        vars(shadow)["forward"] = network
-    _mute(shadow, module)
-    result: LightningModule = shadow
+    copied = _copied_module(module, dict(_copy_metrics(module)))
+    _mute(copied, module)
+    result: LightningModule = copied
     return result
 
 
@@ -83,11 +71,11 @@ def trial_of(module: LightningModule) -> LightningModule:
     Parameters and buffers are copied as well. Hooks that the user has registered on submodules run in the copy, with
     copies of the objects that they use. Hooks of this package, and hooks on parameters, do not run.
     """
-    made: dict[int, Any] = dict(copy_metrics(module))
+    made: dict[int, Any] = dict(_copy_metrics(module))
     for parameter in module.parameters():
         made[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-    shadow = _copied_module(module, made)
-    for child in shadow.modules():
+    copied = _copied_module(module, made)
+    for child in copied.modules():
         parameters = vars(child)["_parameters"]
         parameters.update({name: made[id(value)] for name, value in parameters.items() if value is not None})
         for name, hooks in vars(child).items():
@@ -95,16 +83,16 @@ def trial_of(module: LightningModule) -> LightningModule:
                 kept = {number: _bound(hook, made) for number, hook in hooks.items() if not _is_ours(hook)}
                 hooks.clear()
                 hooks.update(kept)
-    _mute(shadow, module)
-    result: LightningModule = shadow
+    _mute(copied, module)
+    result: LightningModule = copied
     return result
 
 
-def _mute(shadow: Any, module: LightningModule) -> None:
+def _mute(copied: Any, module: LightningModule) -> None:
     """Let a copy of a module log and print nothing."""
-    shadow.trainer = MutedTrainer(module.trainer)
+    copied.trainer = MutedTrainer(module.trainer)
     for name in ("log", "log_dict", "print"):
-        vars(shadow)[name] = _say_nothing
+        vars(copied)[name] = _say_nothing
 
 
 def _is_ours(hook: Any) -> bool:
@@ -200,53 +188,44 @@ class _Writes(OperationMode):  # type: ignore[no-untyped-call]
             memory.copy_(values)
 
 
+class CollectiveError(RuntimeError):
+    """A step on a copy of a module has called a collective."""
+
+
 class NoCollectives(OperationMode):  # type: ignore[no-untyped-call]
-    """Mode that refuses collectives of the user in a step that only some ranks run, as other ranks would never answer.
+    """Mode that ends a step on a copy of a module at a collective of the user, as other ranks would never answer.
 
     Attributes:
-        refusal: The error that was raised; None if no collective was called. The caller reads it because a user's code
+        collective: Name of the collective; None if no collective was called. The caller reads it because a user's code
             may catch the error.
-        collective: Name of the collective; None if no collective was called.
-
-    Args:
-        module: The module of the step.
-        step: Name of the step's method.
     """
 
-    def __init__(self, module: LightningModule, step: str) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.refusal: ConfigurationError | None = None
         self.collective: str | None = None
-        self._step = f"{type(module).__name__}.{step}"
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operation, unless it is a collective."""
         if func.namespace == "c10d":
-            name = self.collective = func.name().partition("::")[2].strip("_")
-            self.refusal = ConfigurationError(
-                f"{self._step} calls a collective of torch.distributed ({name}), as losses do that gather the "
-                "embeddings of all processes: with strategy hybrid_pipeline one rank runs this part of the step, on "
-                "all samples, and no other would answer; leave the gathering out (gather_distributed=False), or use "
-                "strategy ddp"
-            )
-            raise self.refusal
+            self.collective = func.name().partition("::")[2].strip("_")
+            raise CollectiveError(self.collective)
         return func(*args, **(kwargs or {}))
 
 
 def _copied_module(module: nn.Module, made: dict[int, Any]) -> Any:
     if id(module) in made:
         return made[id(module)]
-    made[id(module)] = shadow = object.__new__(type(module))
+    made[id(module)] = copied = object.__new__(type(module))
     attributes = dict(vars(module))
     children = attributes.pop("_modules")
     buffers = attributes.pop("_buffers")
-    vars(shadow)["_modules"] = {name: child and _copied_module(child, made) for name, child in children.items()}
-    vars(shadow)["_buffers"] = {name: buffer if buffer is None else buffer.clone() for name, buffer in buffers.items()}
-    vars(shadow)["_parameters"] = dict(attributes.pop("_parameters"))
-    vars(shadow).update({name: _copied(value, made) for name, value in attributes.items()})
-    return shadow
+    vars(copied)["_modules"] = {name: child and _copied_module(child, made) for name, child in children.items()}
+    vars(copied)["_buffers"] = {name: buffer if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+    vars(copied)["_parameters"] = dict(attributes.pop("_parameters"))
+    vars(copied).update({name: _copied(value, made) for name, value in attributes.items()})
+    return copied
 
 
 def _copied(value: Any, made: dict[int, Any], depth: int = 3) -> Any:

@@ -1,4 +1,4 @@
-"""Inputs of a network for the first samples of the training data, which are found without consuming the data."""
+"""Example inputs of a network, found without consuming the data, with which the network is profiled and compared."""
 
 import copy
 import inspect
@@ -7,19 +7,58 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
-from cnnstrategies.pipeline.batch import Images
+from cnnstrategies._lightning_private import first_loader
+from cnnstrategies._torch_private import hook_tables
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
-from cnnstrategies.strategies.shadow import (
-    NoCollectives,
-    copy_metrics,
-    same_random_numbers,
-    shadow_of,
-    tensors_stay,
-)
+from cnnstrategies.pipeline.microbatches import CPU, Images
+from cnnstrategies.strategies.hybrid_pipeline.network import module_at, only
+from cnnstrategies.strategies.module_copies import NoCollectives, muted_copy, same_random_numbers, tensors_stay
+
+STEPS: dict[TrainerFn | None, str] = {
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
+
+
+def example_inputs(module: LightningModule, path: str, size: int) -> Images | None:
+    """Return inputs of the network for about ``size`` samples; None if they are not known.
+
+    The inputs are the module's ``example_input_array``, or random numbers of the data module's ``image_shape``, or what
+    the module's step passes to the network for the first samples of the data: ``training_step`` in ``fit``, and the
+    step of the run's kind in other runs. The step runs on a copy of the module, up to the call of the network. No
+    loader is iterated.
+
+    Args:
+        module: The module, which has a trainer.
+        path: Path of the network.
+        size: Number of samples. At least two samples are returned, because batch normalisation cannot train on one.
+    """
+    size = max(2, size)
+    network = module_at(module, path)
+    names = network_inputs(network)
+    example = module.example_input_array
+    arrays: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
+    if len(arrays) == len(names) and all(isinstance(array, Tensor) for array in arrays):
+        return repeated(as_given(arrays), size)
+    shape = getattr(getattr(module.trainer, "datamodule", None), "image_shape", None)
+    with same_random_numbers(CPU):
+        if shape is not None and len(names) == 1:
+            return torch.randn(size, *shape)
+        batch = first_samples(first_loader(module.trainer), size)
+        if batch is None:
+            return None
+        batch = as_loaded(module, batch)
+        step = STEPS.get(module.trainer.state.fn, "training_step")
+        arguments = arguments_of_call(module, path, network, step, batch, 0, CPU)
+    if arguments is None or not all(isinstance(value, Tensor) for value in arguments):
+        return None
+    return as_given(arguments)
 
 
 def is_attached(module: LightningModule) -> bool:
@@ -67,33 +106,28 @@ def first_samples(loader: Any, size: int) -> Any:
     return loader.collate_fn([dataset[index] for index in range(min(size, len(dataset)))])
 
 
-def as_loaded(module: LightningModule, path: str, network: nn.Module, batch: Any) -> Any:
+def as_loaded(module: LightningModule, batch: Any) -> Any:
     """Return a batch as the steps get it, after the hooks of its transfer, which run on a copy of the module."""
-    shadow = shadow_of(module, path, network, copy_metrics(module))
+    copied = muted_copy(module)
     batch = module.trainer.precision_plugin.convert_input(batch)  # Lightning does this when it loads a batch.
-    return shadow.on_after_batch_transfer(shadow.on_before_batch_transfer(batch, 0), 0)
+    return copied.on_after_batch_transfer(copied.on_before_batch_transfer(batch, 0), 0)
 
 
 class _CallSeen(BaseException):
     """Ends a step. No ``except Exception`` of the step catches this exception."""
 
 
-class _Recorder(nn.Module):
-    """A module that takes the network's place and records a call. Its other attributes are those of the network.
+class _Recorder:
+    """The ``forward`` of a copy of the network, which records a call and ends the step.
 
     Attributes:
         call: Positional arguments and keyword arguments of the call; None before the call.
     """
 
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
+    def __init__(self) -> None:
         self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._network = [network]  # In a list, because the network must not become a submodule.
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_network"][0], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.call = (args, kwargs)
         raise _CallSeen
 
@@ -115,23 +149,20 @@ def arguments_of_call(
         device: Device of the random numbers that the step may draw.
 
     Returns:
-        The arguments; None if the step does not call the network, or calls it in a way in which it cannot be called.
-        Errors of the step are ignored here, because they occur again when the step runs.
-
-    Raises:
-        ConfigurationError: The step calls a collective.
+        The arguments; None if the step does not call the network, calls it in a way in which it cannot be called, or
+        calls a collective before. Errors of the step are ignored here, because they occur again when the step runs.
     """
-    recorder = _Recorder(network)
-    recorder.training = module.training
-    shadow = shadow_of(module, path, recorder, copy_metrics(module))
-    with same_random_numbers(device), tensors_stay(module), NoCollectives(module, step) as watched:
+    copied, recorder = muted_copy(module), _Recorder()
+    called = copied.get_submodule(path)
+    vars(called)["forward"] = recorder
+    for hooks in hook_tables(called) if path else ():
+        hooks.clear()
+    with same_random_numbers(device), tensors_stay(module), NoCollectives():
         try:
             with torch.no_grad():
-                getattr(shadow, step)(*_arguments(module, step, batch, dataloader))
+                getattr(copied, step)(*_arguments(module, step, batch, dataloader))
         except (_CallSeen, Exception):
             pass
-    if watched.refusal is not None:
-        raise watched.refusal
     if recorder.call is None:
         return None
     try:
@@ -139,11 +170,6 @@ def arguments_of_call(
     except TypeError:
         return None
     return [only(bound.arguments.get(name)) for name in network_inputs(network)]
-
-
-def only(value: Any) -> Any:
-    """Return an argument; of a variable number of arguments, the only one."""
-    return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
 
 def _arguments(module: LightningModule, step: str, batch: Any, dataloader: int) -> list[Any]:

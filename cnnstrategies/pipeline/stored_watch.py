@@ -22,8 +22,15 @@ from torch.utils._pytree import tree_leaves
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.buffers import BATCH_NORMS
 from cnnstrategies.pipeline.noted_state import NotedState
+from cnnstrategies.pipeline.outside_variables import (
+    MISSING,
+    Variables,
+    is_library,
+    slots_of,
+    used_by_class,
+    used_by_function,
+)
 from cnnstrategies.pipeline.saved_copies import saving_copies
-from cnnstrategies.pipeline.variables import MISSING, Variables, is_library, slots_of, used_by_class, used_by_function
 from cnnstrategies.pipeline.watched import (
     PLAIN,
     Container,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from cnnstrategies.pipeline.channels import TensorHeader, TensorSpec
+from cnnstrategies.pipeline.tensor_headers import TensorHeader, TensorSpec
 from cnnstrategies.placed.messages import RefusedError
 
 

@@ -14,8 +14,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.batch import Batch, Images
-from cnnstrategies.pipeline.losses import MeanLoss
+from cnnstrategies.pipeline.engine_batch import Batch
+from cnnstrategies.pipeline.engine_loss import MeanLoss
+from cnnstrategies.pipeline.microbatches import Images
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Task
 

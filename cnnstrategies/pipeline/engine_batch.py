@@ -10,18 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from cnnstrategies.codec import CodecError, from_bytes, to_bytes
+from cnnstrategies.codec import from_bytes, to_bytes
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.microbatches import Split
+from cnnstrategies.pipeline.microbatches import Images, Split
 from cnnstrategies.pipeline.transport import Transport, broadcast_value
 
 HEADER_BYTES = 1024
 WORD = 8  # Bytes of an integer. A header begins with its length as an integer; tensors travel in buffers of integers.
-ENDED = (1 << 63) - 1  # A rank that has no more batches sends this number in place of a header's length.
 
 Spec = tuple[tuple[int, ...], torch.dtype]  # The shape and the dtype of one row of a tensor.
-
-Images = Tensor | tuple[Tensor, ...]  # The input of the network: a tuple if the network takes several tensors.
 
 
 class BatchHeader(NamedTuple):
@@ -32,15 +29,12 @@ class BatchHeader(NamedTuple):
         shapes: Shape of one image, for each tensor that the network takes.
         dtypes: Dtype of each tensor that the network takes.
         specs: For each other tensor of the batch, such as the targets: the shape and dtype of one row.
-        form: The batch's structure, such as its dictionaries and tuples, and its values that are not tensors. The
-            strategy makes this object; the pipeline only sends the object to all ranks.
     """
 
     rows: int
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     specs: list[Spec]
-    form: Any
 
 
 @dataclass(frozen=True)
@@ -54,8 +48,6 @@ class Batch:
         image_dtypes: Dtype of each tensor that the network takes.
         rest: All other tensors (N, ...) of the global batch, such as targets. Their rows are in the order in which a
             single process would load them.
-        forms: For each replica of the first stage, `BatchHeader.form` of the replica's samples; None if the replica has
-            no samples.
     """
 
     split: Split
@@ -63,21 +55,14 @@ class Batch:
     image_shapes: tuple[tuple[int, ...], ...]
     image_dtypes: tuple[torch.dtype, ...]
     rest: tuple[Tensor, ...]
-    forms: tuple[Any, ...]
 
     def rest_of(self, microbatch: int) -> tuple[Tensor, ...]:
         """Return the rows of the tensors in `rest` that belong to a microbatch."""
         return tuple(tensor[self.split.global_rows(microbatch, device=tensor.device)] for tensor in self.rest)
 
 
-def share_batch(
-    images: Images | None,
-    rest: Sequence[Tensor],
-    form: Any,
-    transport: Transport,
-    usual: int | None = None,
-) -> Batch:
-    """Send the targets and other values of a global batch from the first stage to all ranks. All ranks must call this.
+def share_batch(images: Images | None, rest: Sequence[Tensor], transport: Transport) -> Batch:
+    """Send the targets and other tensors of a global batch from the first stage to all ranks. All ranks must call this.
 
     The images stay on the ranks of the first stage. The arguments have the same meaning as those of `Pipeline.share`.
 
@@ -85,20 +70,16 @@ def share_batch(
         The batch. If no replica has samples, the batch has 0 samples.
 
     Raises:
-        ConfigurationError: The replicas' images differ in size or dtype, a tensor does not have one row per image, or a
-            value of the batch cannot be sent.
+        ConfigurationError: The replicas' images differ in size or dtype, or a tensor does not have one row per image.
     """
     transport.check_peers()
     local_images = images if transport.place.stage == 0 else None
-    header = (
-        None if local_images is None or not len(tree_leaves(local_images)[0]) else _header(local_images, rest, form)
-    )
+    header = None if local_images is None or not len(tree_leaves(local_images)[0]) else _header(local_images, rest)
     headers = _all_headers(header, transport)
     rows = tuple(0 if header is None else header.rows for header in headers)
-    forms = tuple(None if header is None else header.form for header in headers)
-    split = Split(rows, transport.placement.runs[0], usual)
+    split = Split(rows, transport.placement.runs[0])
     if not split.samples:
-        return Batch(split, None, (), (), (), forms)
+        return Batch(split, None, (), (), ())
     first = next(header for header in headers if header is not None)
     for quantity, values in (
         ("sizes", {header.shapes for header in headers if header is not None}),
@@ -112,10 +93,10 @@ def share_batch(
                 "change from step to step"
             )
     all_rows = _send_to_all_ranks(rest, first.specs, split, transport)
-    return Batch(split, local_images, first.shapes, first.dtypes, all_rows, forms)
+    return Batch(split, local_images, first.shapes, first.dtypes, all_rows)
 
 
-def _header(images: Images, rest: Sequence[Tensor], form: Any) -> BatchHeader:
+def _header(images: Images, rest: Sequence[Tensor]) -> BatchHeader:
     """Return the header of this replica's samples.
 
     Raises:
@@ -132,7 +113,7 @@ def _header(images: Images, rest: Sequence[Tensor], form: Any) -> BatchHeader:
                 "image"
             )
     shapes, dtypes = tuple(map(_row_shape, image_tensors)), tuple(tensor.dtype for tensor in image_tensors)
-    return BatchHeader(rows, shapes, dtypes, [(_row_shape(tensor), tensor.dtype) for tensor in rest], form)
+    return BatchHeader(rows, shapes, dtypes, [(_row_shape(tensor), tensor.dtype) for tensor in rest])
 
 
 def _row_shape(tensor: Tensor) -> tuple[int, ...]:
@@ -144,55 +125,16 @@ def _all_headers(header: BatchHeader | None, transport: Transport) -> list[Batch
 
     The header of a replica without samples is None.
     """
-    try:
-        data = b"" if header is None else to_bytes(header)
-    except CodecError as error:
-        raise ConfigurationError(
-            f"collate_fn returns a batch with a value that cannot be sent to all ranks; remove or convert the value: "
-            f"{error}"
-        ) from error
+    data = b"" if header is None else to_bytes(header)
     table = _gather_bytes(len(data).to_bytes(WORD, "little") + data[: HEADER_BYTES - WORD], HEADER_BYTES, transport)
     lengths = [int.from_bytes(entry[:WORD], "little") for entry in table]
-    _check_ends(lengths)
     encoded = [entry[WORD : WORD + length] for entry, length in zip(table, lengths, strict=True)]
-    # A header can be longer than `HEADER_BYTES`, for example if it contains file names. All headers are then gathered
+    # A header of many tensors can be longer than `HEADER_BYTES`. All headers are then gathered
     # again with the size of the longest header.
     if max(lengths) > HEADER_BYTES - WORD:
         table = _gather_bytes(data, max(lengths), transport)
         encoded = [entry[:length] for entry, length in zip(table, lengths, strict=True)]
     return [_read(encoded[rank]) for rank in transport.placement.ranks(0)]
-
-
-def end_together(transport: Transport) -> None:
-    """Check that all ranks have reached the end of their batches.
-
-    A rank calls this function instead of :func:`share_batch` when it has no more batches. All ranks must call one of
-    the two functions.
-
-    Raises:
-        ConfigurationError: Another rank called :func:`share_batch`. The error is raised on all ranks.
-    """
-    table = _gather_bytes(ENDED.to_bytes(WORD, "little"), HEADER_BYTES, transport)
-    _check_ends([int.from_bytes(entry[:WORD], "little") for entry in table])
-
-
-def _check_ends(lengths: Sequence[int]) -> None:
-    """Raise an error if some ranks, but not all, have reached the end of their batches.
-
-    Args:
-        lengths: For each rank, the length of its header in bytes; `ENDED` if the rank has no more batches.
-    """
-    ended = [rank for rank, length in enumerate(lengths) if length == ENDED]
-    if 0 < len(ended) < len(lengths):
-        others = [rank for rank, length in enumerate(lengths) if length != ENDED]
-        raise ConfigurationError(
-            f"{_ranks(ended)} ended an epoch, or training, while {_ranks(others)} continued with another batch: stop "
-            "all ranks at the same step, for example with trainer.should_stop on every rank"
-        )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _gather_bytes(data: bytes, size: int, transport: Transport) -> list[bytes]:

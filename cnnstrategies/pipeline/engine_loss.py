@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cnnstrategies.pipeline.batch import Batch
+from cnnstrategies.pipeline.engine_batch import Batch
 
 Loss = Callable[[Any, Any], Tensor]
 

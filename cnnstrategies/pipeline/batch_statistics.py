@@ -1,0 +1,205 @@
+"""BatchNorm's running statistics for a whole batch, from the means and variances of its microbatches."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cnnstrategies._torch_private import add_all, copy_all, put_buffer
+from cnnstrategies.errors import ConfigurationError
+
+
+class StatisticsRecorder:
+    """A recorder of the means and variances that one BatchNorm layer computes during a step.
+
+    With momentum 1, the layer's own kernel overwrites the running statistics with the mean and variance of the current
+    call. During a step, the recorder therefore sets the momentum to 1, and replaces the running statistics by other
+    tensors, so that the running statistics are not lost. All microbatches use the same replacement tensors, because a
+    compiled stage would be compiled again for different tensors.
+
+    Attributes:
+        name: Name of the layer.
+        layer: The layer.
+        calls: Number of times that a forward of the stage calls the layer. The number is equal on all replicas, even if
+            a replica has no microbatch in a step.
+        places: For each call of the layer in a forward, two tensors (C,) that are reserved for this call. The kernel
+            writes the mean and the variance into them.
+        counts: For each call of the layer so far in the current forward, the number of values per channel.
+    """
+
+    def __init__(self, name: str, layer: Any, calls: int) -> None:
+        self.name, self.layer, self.calls = name, layer, calls
+        self.places: list[tuple[Tensor, Tensor]] = []
+        self.counts: list[int] = []
+        self._saved: tuple[Any, ...] | None = None
+        layer.register_forward_pre_hook(self._before)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the layer writes into the reserved tensors, from :meth:`begin` until :meth:`restore`."""
+        return self._saved is not None
+
+    def begin(self) -> None:
+        """Save the layer's running statistics, and put the tensors of the first call (`places[0]`) in their place.
+
+        When a forward calls the layer for the first time, the layer's kernel then writes the mean and variance of this
+        call into these tensors.
+        """
+        layer = self.layer
+        self._saved = (layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum)
+        layer.num_batches_tracked, layer.momentum = None, 1.0
+        self._put(0)
+
+    def restore(self) -> None:
+        """Restore the running statistics that the layer had before :meth:`begin`."""
+        if self._saved is not None:
+            layer = self.layer
+            layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum = self._saved
+            self._saved = None
+
+    def _before(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if self._saved is None:
+            return
+        call = len(self.counts)
+        if call == self.calls:
+            raise ConfigurationError(
+                f"{self.name} normalises several times in one call of the layer that contains it: call {self.name} "
+                "only once, or call it from a module that is not a subclass of a torch.nn layer"
+            )
+        self.counts.append(inputs[0].numel() // self.layer.num_features)
+        if self.calls > 1:
+            self._put(call)
+
+    def _put(self, call: int) -> None:
+        """Let the layer write the mean and variance of a call into the tensors that are reserved for this call.
+
+        The tensors `places[call]` become the layer's running statistics, which the layer's kernel overwrites.
+
+        Args:
+            call: Number of calls of the layer that precede this call in the same forward of the stage.
+        """
+        for name, place in zip(("running_mean", "running_var"), self.places[call], strict=True):
+            put_buffer(self.layer, name, place)
+
+
+class StatisticsTable:
+    """A table of the means and unbiased variances that BatchNorm layers have computed in a step.
+
+    At the end of the step, :meth:`update` computes the layers' running statistics from the table. The table has an
+    entry for each microbatch and each call of a layer. The channels of all layers are concatenated, so that a single
+    computation on the device updates all layers, and the CPU does not have to read values from the device. For each
+    entry, the table also holds the number of values per channel, which is 0 if the call was not made.
+
+    Args:
+        records: Recorders of the layers in training mode.
+        microbatches: Number of microbatches over all replicas, including empty microbatches.
+    """
+
+    def __init__(self, records: Sequence[StatisticsRecorder], microbatches: int) -> None:
+        self.microbatches = microbatches
+        self._records = records
+        self._layers = [record.layer for record in records]
+        self._calls = max(record.calls for record in records)
+        self._widths = [int(layer.num_features) for layer in self._layers]
+        like = self._layers[0].running_mean
+        self._layer_of = torch.repeat_interleave(torch.arange(len(records)), torch.tensor(self._widths)).to(like.device)
+        # Means and variances of the current microbatch (calls, 2, channels). The layers write into views of this
+        # tensor.
+        self._current = like.new_zeros(self._calls, 2, sum(self._widths))
+        self._recorded = like.new_zeros(microbatches, *self._current.shape)
+        stop = 0
+        for record, width in zip(records, self._widths, strict=True):
+            columns = slice(stop, stop := stop + width)
+            record.places = [
+                (self._current[call, 0, columns], self._current[call, 1, columns]) for call in range(record.calls)
+            ]
+        self.clear()
+
+    def clear(self) -> None:
+        """Set all entries of the table to zero, before a new step."""
+        self._recorded.zero_()
+        self._counts: list[tuple[tuple[int, ...], ...]] = [
+            ((0,) * len(self._layers),) * self._calls for _ in range(self.microbatches)
+        ]
+
+    def record(self, microbatch: int) -> None:
+        """Copy a microbatch's means, variances and numbers of values into the table.
+
+        Call this directly after the microbatch's forward, because the next forward overwrites these values.
+        """
+        self._recorded[microbatch].copy_(self._current)
+        self._counts[microbatch] = tuple(
+            tuple(record.counts[call] if call < len(record.counts) else 0 for record in self._records)
+            for call in range(self._calls)
+        )
+
+    def update(self, group: dist.ProcessGroup | None) -> None:
+        """Update the layers' running statistics with the means and variances of the whole batch.
+
+        If a forward calls a layer several times, there is an update for each call, in the order of the calls.
+
+        Args:
+            group: Group of the stage's replicas, which must all call this; None if the stage has one replica.
+        """
+        recorded = self._recorded.double()  # Shape: (microbatches, calls, 2, channels).
+        counts = numbers_on(tuple(self._counts), recorded.device)  # Shape: (microbatches, calls, layers).
+        if group is not None:
+            joined = torch.cat([counts.flatten(), recorded.flatten()])
+            dist.all_reduce(joined, group=group)
+            counts = joined[: counts.numel()].view_as(counts)
+            recorded = joined[counts.numel() :].view_as(recorded)
+        buffers = [*(layer.running_mean for layer in self._layers), *(layer.running_var for layer in self._layers)]
+        running = torch.cat(buffers).view(2, -1).double()
+        updates = torch.zeros_like(counts[0, 0], dtype=torch.int64)
+        for batch, reached in zip(_union(counts[..., self._layer_of], recorded), counts.sum(0) > 0, strict=True):
+            updates = updates + reached
+            weight = self._weight(updates) * reached
+            running = running.lerp(batch, weight[self._layer_of].expand_as(batch))
+        copy_all(buffers, [part for row in running.to(buffers[0].dtype) for part in row.split(self._widths)])
+        add_all([layer.num_batches_tracked for layer in self._layers], updates.unbind())
+
+    def _weight(self, updates: Tensor) -> Tensor:
+        """Return, for each layer, the factor by which the batch's mean and variance enter the running statistics.
+
+        Args:
+            updates: For each layer, the number of updates in this step, including the current update.
+        """
+        momenta = [layer.momentum for layer in self._layers]
+        weight = numbers_on(tuple(momentum or 0.0 for momentum in momenta), updates.device)
+        if None not in momenta:
+            return weight
+        # If a layer's momentum is None, its running statistics are the average over all updates. The weight of an
+        # update is then 1 divided by the number of updates so far.
+        averages = numbers_on(tuple(momentum is None for momentum in momenta), updates.device) > 0
+        tracked = torch.stack([layer.num_batches_tracked for layer in self._layers])
+        return torch.where(averages, 1.0 / (tracked + updates).clamp(min=1).double(), weight)
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def numbers_on(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
+    """Return nested tuples of numbers as a tensor on a device.
+
+    Results are cached, because the process waits for each copy from CPU memory to the device.
+    """
+    return torch.tensor(numbers, dtype=torch.float64, device=device)
+
+
+def _union(counts: Tensor, statistics: Tensor) -> Tensor:
+    """Combine the means and variances of M microbatches into the mean and the variance of the whole batch.
+
+    Args:
+        counts: Number of values in each microbatch (M, K, W), for K calls and W channels.
+        statistics: Mean and unbiased variance of each microbatch (M, K, 2, W).
+
+    Returns:
+        Mean and unbiased variance of all values (K, 2, W).
+    """
+    means, unbiased = statistics.unbind(2)
+    total = counts.sum(0)
+    mean = (counts * means).sum(0) / total.clamp(min=1)
+    squares = (unbiased * (counts - 1).clamp(min=0) + counts * (means - mean) ** 2).sum(0)
+    return torch.stack([mean, squares / (total - 1).clamp(min=1)], dim=1)

@@ -1,0 +1,180 @@
+"""The connections of a rank to the other ranks during a run, and what the ranks exchange outside of the steps."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from cnnstrategies.pipeline.random_draws import generator_of
+from cnnstrategies.pipeline.timetable import Placement
+from cnnstrategies.pipeline.transport import Transport, broadcast_value, cpu_group, new_group
+from cnnstrategies.placed import DeviceLink, GlooLink, Places
+from cnnstrategies.strategies.gathering import gather_tensors
+from cnnstrategies.strategies.hybrid_pipeline.loader_messages import end_together
+from cnnstrategies.strategies.hybrid_pipeline.random_states import random_states, set_random_states
+
+
+class RunConnections:
+    """Process groups and rules of a rank from the start of the processes to the end of a run.
+
+    All ranks create this object, and all ranks call its methods.
+
+    Attributes:
+        places: The rules of this rank.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        device: Device of this rank.
+        timeout: Longest wait for another rank.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
+        self._device, self._timeout = device, timeout
+        group = new_group(range(world_size), timeout, backend="gloo")
+        assert group is not None
+        groups = [new_group([member], timeout) for member in range(world_size)]
+        self._alone = groups[rank]
+        self._groups = [group, self._alone]
+        self._everyone = dist.group.WORLD
+        assert self._everyone is not None
+        devices = None if dist.get_backend() == "gloo" else DeviceLink(self._everyone, device)
+        self.places = Places(rank, world_size, GlooLink(group, rank, world_size), devices)
+        self._transport: Transport | None = None
+
+    def connect(self, placement: Placement) -> Transport:
+        """Connect the stages."""
+        self._transport = transport = Transport(placement, self._timeout, self._device)
+        self.places.messages.describe = placement.describe
+        return transport
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the stages are connected."""
+        return self._transport is not None
+
+    @property
+    def transport(self) -> Transport:
+        """Connections of the stages, after the set-up."""
+        assert self._transport is not None, "the strategy has been set up"
+        return self._transport
+
+    @contextmanager
+    def one_process(self) -> Iterator[None]:
+        """Return a context in which the default process group has one process.
+
+        Losses that gather over all processes, such as contrastive losses, thus see the whole batch once.
+        """
+        everyone = dist.group.WORLD
+        dist.group.WORLD = self._alone
+        try:
+            yield
+        finally:
+            dist.group.WORLD = everyone
+
+    @contextmanager
+    def all_processes(self) -> Iterator[None]:
+        """Return a context in which the default process group has all processes, also in a step."""
+        current = dist.group.WORLD
+        dist.group.WORLD = self._everyone
+        try:
+            yield
+        finally:
+            dist.group.WORLD = current
+
+    def same_random_numbers(self) -> None:
+        """Continue on all ranks with the random numbers of rank 0."""
+        generator = generator_of(self._device)
+        on_device = {} if generator is None else {"device": generator.get_state()}
+        states = broadcast_value({**random_states(), **on_device}, 0, self._device)
+        states = {name: state.cpu() if isinstance(state, Tensor) else state for name, state in states.items()}
+        set_random_states(states)
+        if generator is not None:
+            generator.set_state(states["device"])
+
+    def end_together(self, sources: Sequence[int], asks_of_signal: bool) -> None:
+        """Check at the end of an epoch that all ranks have reached it.
+
+        Args:
+            sources: Ranks of the first stage.
+            asks_of_signal: Whether Lightning broadcasts before each batch whether rank 0 has got a signal.
+        """
+        if asks_of_signal and self.places.world_size > 1:
+            # A rank that continues with another batch waits in Lightning's broadcast.
+            with self.places.local():
+                dist.broadcast(torch.zeros(1, dtype=torch.int64, device=self._device), 0)
+        end_together(self.places, sources)
+
+    def close(self) -> None:
+        """Close all connections, after a run without a failure."""
+        self.places.messages.close()
+        self.transport.close()
+        for group in self._groups:
+            dist.destroy_process_group(group)
+
+    def drop(self) -> None:
+        """Drop the groups, also after a failure. The threads of a group end when nothing refers to the group."""
+        self._alone = self._everyone = self._transport = None
+        self._groups.clear()
+
+
+def gather(values: Tensor, connections: RunConnections | None, timeout: timedelta) -> Tensor:
+    """Return the tensors of all ranks in rank order (ranks, ...). All ranks must call this, at any time.
+
+    Args:
+        values: Tensor of this rank (...), of the same shape on all ranks.
+        connections: The connections of this rank; None outside of a run.
+        timeout: Longest wait for another rank.
+    """
+    if not dist.is_initialized():
+        return values[None]
+    with nullcontext() if connections is None else connections.places.local():
+        if connections is not None and connections.is_connected:
+            return gather_tensors(values, connections.transport.control)
+        # For example, `configure_optimizers` may ask for the length of an epoch before the set-up.
+        with cpu_group(timeout) as group:
+            return gather_tensors(values, group)
+
+
+def broadcast(value: Any, source: int, connections: RunConnections | None, device: torch.device) -> Any:
+    """Return a value of one rank, on all ranks, without pickling. All ranks must call this, at any time.
+
+    Args:
+        value: The value. Its placed tensors are first brought to all ranks, so all ranks must pass them.
+        source: The rank that has the value.
+        connections: See `gather`.
+        device: Device for the tensors that are sent.
+    """
+    if not dist.is_initialized():
+        return value
+    if connections is None:
+        return broadcast_value(value, source, device)
+    places = connections.places
+
+    def everywhere(leaf: Any) -> Any:
+        return places.everywhere(leaf.detach(), "broadcast") if isinstance(leaf, Tensor) else leaf
+
+    value = tree_map(everywhere, value)
+    with connections.all_processes(), places.local():
+        return broadcast_value(value, source, device)
+
+
+def reduce_over_ranks(value: Tensor, how: Any, connections: RunConnections | None, timeout: timedelta) -> Tensor:
+    """Return a value that all ranks have: each rank has counted the whole batch, so nothing is combined.
+
+    Only the largest or the smallest value is combined, because such values, as of a signal, may differ between ranks.
+
+    Args:
+        value: Value of this rank.
+        how: Name of the operation, or a constant of torch.
+        connections: See `gather`.
+        timeout: See `gather`.
+    """
+    value = value.detach() if connections is None else connections.places.everywhere(value.detach(), "reduce")
+    how = str(how).lower().rpartition(".")[2]
+    return getattr(gather(value, connections, timeout), f"a{how}")(0) if how in ("max", "min") else value

@@ -1,0 +1,205 @@
+"""The module during a run: its network is divided among the ranks, until the end of the run brings it back to all."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.optim import Optimizer
+
+from cnnstrategies._lightning_private import asks_of_sigterm
+from cnnstrategies.pipeline.channels import AHEAD
+from cnnstrategies.pipeline.placed_network import PlacedNetwork
+from cnnstrategies.pipeline.timetable import Placement
+from cnnstrategies.pipeline.transport import broadcast_value
+from cnnstrategies.placed.hidden import hide_foreign_gradients
+from cnnstrategies.strategies.gathering import GatherRows
+from cnnstrategies.strategies.hybrid_pipeline.checks import check_stages
+from cnnstrategies.strategies.hybrid_pipeline.chosen_network import ChosenNetwork
+from cnnstrategies.strategies.hybrid_pipeline.compiling import compile_stages
+from cnnstrategies.strategies.hybrid_pipeline.connections import RunConnections
+from cnnstrategies.strategies.hybrid_pipeline.descriptions import describe_pipeline
+from cnnstrategies.strategies.hybrid_pipeline.epoch_ends import EndTogether
+from cnnstrategies.strategies.hybrid_pipeline.kept_values import bring_kept_values
+from cnnstrategies.strategies.hybrid_pipeline.logs import PlacedLogs
+from cnnstrategies.strategies.hybrid_pipeline.metric_values import metrics_of_one_process, share_metrics
+from cnnstrategies.strategies.hybrid_pipeline.network import DividedForward
+from cnnstrategies.strategies.hybrid_pipeline.order import declare_loss, describe_order
+from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
+from cnnstrategies.strategies.hybrid_pipeline.stage_times import StageTimes, measure_waits
+from cnnstrategies.strategies.hybrid_pipeline.start_values import share_among_replicas
+from cnnstrategies.strategies.hybrid_pipeline.steps import UserSteps
+
+
+class DividedRun:
+    """A module in a run of the trainer, with its network divided among the ranks.
+
+    All ranks create this object, and call :meth:`divide`, :meth:`begin` and :meth:`end` in this order.
+
+    Attributes:
+        values: The module's parameters and buffers; None before :meth:`divide`.
+
+    Args:
+        module: The module.
+        chosen: The network that is divided, whose layout has been chosen.
+        connections: The connections of this rank.
+        device: Device of this rank.
+    """
+
+    def __init__(
+        self, module: LightningModule, chosen: ChosenNetwork, connections: RunConnections, device: torch.device
+    ) -> None:
+        self._module, self._chosen, self._connections, self._device = module, chosen, connections, device
+        self._places = connections.places
+        self.values: PlacedModule | None = None
+        self._forward: DividedForward | None = None
+        self._steps: UserSteps | None = None
+        self._optimizers: Sequence[Optimizer] = []  # Optimizers whose states are divided among the ranks.
+        self._replaced = ExitStack()  # Gives objects of the user their own methods back.
+        self._entered = ExitStack()  # Turns the rules off.
+
+    @property
+    def placed(self) -> PlacedNetwork:
+        """The divided network."""
+        assert self._forward is not None, "the network has been divided"
+        return self._forward.placed
+
+    @property
+    def steps(self) -> UserSteps:
+        """The module's steps and backwards."""
+        assert self._steps is not None, "the network has been divided"
+        return self._steps
+
+    # The set-up
+
+    def divide(self, placement: Placement) -> None:
+        """Divide the network, and give all parameters and buffers of the module their places.
+
+        Args:
+            placement: Numbering of the ranks, with the shares of the microbatches.
+        """
+        module, places, request = self._module, self._places, self._chosen.request
+        in_parts = not self._chosen.is_whole(module)
+        # Before the division, because logs change metrics as well, and changes are undone in reverse order.
+        self._replaced.callback(share_metrics(places, [module, *self._callbacks]))
+        self._forward = DividedForward(self._divided(placement))
+        self._replaced.callback(self._forward.remove)
+        measure_waits(places, self.placed.runner.times)
+        self.values = PlacedModule(module, self.placed, places, in_parts)
+        logs = PlacedLogs(module, places)
+        self._replaced.callback(logs.remove)
+        # Without a limit, as on a CPU, the first step need not save memory.
+        is_limited = self._device.type == "cuda" or request.memory_limit is not None
+        saves_memory = is_limited and request.activation_checkpointing is None
+        declare_loss(self.placed, module, logs, request.schedule, saves_memory)
+        if in_parts:
+            share_among_replicas(module, self.placed.runner.replicas.group)
+        self._steps = UserSteps(module, self.placed, self.values, logs, self._connections)
+
+    def _divided(self, placement: Placement) -> PlacedNetwork:
+        module, layout = self._module, self._chosen.layout
+        transport = self._connections.connect(placement)
+        ahead = AHEAD if transport.has_tags else 0
+        from_rank_zero = partial(broadcast_value, source=0, device=self._device)
+        check = partial(check_stages, module, partial(self._chosen.example, module), from_rank_zero)
+        placed = PlacedNetwork(self._chosen.network(module), layout.cuts, self._places, transport, ahead, module, check)
+        runner = placed.runner
+        runner.microbatches, runner.run_ahead = layout.microbatches, layout.run_ahead
+        runner.activation_checkpointing = layout.checkpointing
+        compile_stages(module, placed.division)
+        return placed
+
+    def divide_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """From now on, have each rank's optimizers change the rank's own parameters alone.
+
+        Args:
+            optimizers: The optimizers of this run. In a validation after a training there are none, because rank 0 has
+                the whole states of the training's optimizers.
+        """
+        self._optimizers = optimizers
+        for optimizer in optimizers:
+            self._replaced.callback(hide_foreign_gradients(self._places, optimizer).remove)
+
+    def begin(self, gather: GatherRows) -> None:
+        """Let all ranks follow the rules for placed tensors, from now on and with equal random numbers.
+
+        Args:
+            gather: Function that returns the rows of numbers that all ranks pass. All ranks must call this function.
+        """
+        self._connections.same_random_numbers()
+        self._replaced.enter_context(metrics_of_one_process())
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._callbacks.insert(0, EndTogether(self._end_together))
+            if self._chosen.layout.planned:
+                self._callbacks.append(StageTimes(self.placed.runner.times, self._chosen.layout.recut, gather))
+            self._chosen.keep_cuts()
+            self._replaced.callback(_remove, self._callbacks, EndTogether, StageTimes)
+        self._entered.enter_context(self._places)
+
+    @property
+    def _callbacks(self) -> list[Callback]:
+        callbacks: list[Callback] = self._module.trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
+        return callbacks
+
+    def _end_together(self) -> None:
+        self._connections.end_together(self.placed.ranks[0], asks_of_sigterm(self._module.trainer))
+
+    # During the run
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state, on rank 0 with the values of all ranks. All ranks must call this."""
+        if self.values is None or not self._optimizers:
+            return optimizer.state_dict()
+        return self.values.optimizer_state_on_rank_zero(optimizer)
+
+    def panel_rows(self, batch_size: int | None) -> list[tuple[str, str]]:
+        """Return the strategy's rows of the start panel; see `StrategyFacts`."""
+        placed, request = self.placed, self._chosen.request
+        graphs, counts = placed.division.graphs(), self.parameters_of_stages()
+        rows = describe_pipeline(placed.runner.placement, graphs, counts, request, batch_size)
+        if placed.runner.microbatches == 1:
+            rows[0] = ("microbatches", "1, which runs on the first replica of each stage")
+        rows.append(("order", describe_order(placed, self._module, request.schedule)))
+        rows += self._chosen.layout.panel_rows()
+        return rows if placed.one_microbatch is None else [*rows, ("one microbatch", placed.one_microbatch)]
+
+    def parameters_of_stages(self) -> list[int]:
+        """Return the numbers of parameters that the devices of each stage hold."""
+        division = self.placed.division
+        counts = [0] * division.stages
+        for _, stage, tensor in division.tensors():
+            counts[stage] += tensor.numel() if isinstance(tensor, nn.Parameter) else 0
+        return counts
+
+    # The end
+
+    def end(self, has_failed: bool) -> bool:
+        """Bring the whole network back to all ranks. After a failure each rank keeps the values that it has.
+
+        Args:
+            has_failed: Whether the run has failed.
+
+        Returns:
+            Whether each rank has the values of its own stage only.
+        """
+        runners = [] if self._forward is None else self._forward.runners
+        # If the set-up has failed, there is nothing to bring back, and the other ranks may have ended.
+        self._replaced.close()
+        if self.values is not None and not has_failed:
+            self.values.restore(self._optimizers)
+            bring_kept_values(self._places, self._module, self._callbacks)
+            self._entered.close()
+            self._connections.close()
+            for runner in runners:
+                runner.close()
+        self._entered.close()
+        return self.values is not None and has_failed
+
+
+def _remove(callbacks: list[Callback], *kinds: type[Callback]) -> None:
+    """Remove the callbacks of some classes from a list."""
+    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, kinds)]

@@ -1,0 +1,124 @@
+"""Run the module's own steps and backwards on every rank, once, with the whole batch."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from cnnstrategies.data.sampling import dealt
+from cnnstrategies.pipeline.placed_network import PlacedNetwork
+from cnnstrategies.pipeline.timetable import Placement
+from cnnstrategies.strategies.hybrid_pipeline.connections import RunConnections
+from cnnstrategies.strategies.hybrid_pipeline.descriptions import warn_after_first_batch
+from cnnstrategies.strategies.hybrid_pipeline.logs import PlacedLogs
+from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
+
+
+class UserSteps:
+    """The steps and backwards of a module whose network is divided.
+
+    Args:
+        module: The module.
+        placed: The module's divided network.
+        values: The module's parameters and buffers.
+        logs: The module's logs.
+        connections: The connections of this rank.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        placed: PlacedNetwork,
+        values: PlacedModule,
+        logs: PlacedLogs,
+        connections: RunConnections,
+    ) -> None:
+        self._module, self._placed, self._values, self._logs = module, placed, values, logs
+        self._connections = connections
+        self._has_trained = False  # Whether a training step has run.
+
+    def run(self, name: str, context: AbstractContextManager[Any], args: Sequence[Any], kwargs: Any) -> Any:
+        """Run a step of the module.
+
+        Args:
+            name: Name of the step's method.
+            context: The precision's context for the step.
+            args: Positional arguments of the step.
+            kwargs: Keyword arguments of the step.
+        """
+        if name != "training_step":
+            return self._run(name, context, nullcontext(), args, kwargs)
+        is_first, self._has_trained = not self._has_trained, True
+        runner, declared = self._placed.runner, self._placed.declared
+        if is_first:
+            runner.usual = _usual_samples(self._module.trainer, runner.placement)
+        watched = nullcontext() if declared is None else declared.step((args, kwargs))
+        result = self._run(name, context, watched, args, kwargs)
+        if is_first:
+            warn_after_first_batch(self._placed)
+        return result
+
+    def _run(
+        self,
+        name: str,
+        context: AbstractContextManager[Any],
+        watched: AbstractContextManager[Any],
+        args: Sequence[Any],
+        kwargs: Any,
+    ) -> Any:
+        with context, self._logs.step(), self._connections.one_process(), watched:
+            return getattr(self._module, name)(*args, **kwargs)
+
+    def backward(
+        self,
+        loss: Tensor,
+        optimizer: Optimizer | None,
+        precision: Precision,
+        is_last: bool,
+        args: Sequence[Any],
+        kwargs: Any,
+    ) -> Tensor:
+        """Run the backward of a step, and bring each gradient to the place of its parameter.
+
+        Args:
+            loss: The loss of the batch.
+            optimizer: The optimizer that makes a step after the backward; None under manual optimization.
+            precision: The precision of the run.
+            is_last: Whether this is the last of the batches whose gradients are accumulated.
+            args: Other positional arguments of the backward.
+            kwargs: Keyword arguments of the backward.
+
+        Returns:
+            The loss without a graph.
+        """
+        if (weight := _weight_of_batch(self._module.trainer)) != 1:
+            loss = loss * weight
+        loss = precision.pre_backward(loss, self._module)
+        with self._connections.one_process():
+            precision.backward(loss, self._module, optimizer, *args, **kwargs)
+        self._connections.places.settle_gradients(self._module.parameters())
+        if is_last:
+            self._values.finish_gradients()
+        return precision.post_backward(loss, self._module)
+
+
+def _weight_of_batch(trainer: Trainer) -> float:
+    """Return the factor of the current batch's loss among the batches whose gradients are accumulated.
+
+    The sampler of this package's data modules divides the samples of an optimizer's step among these batches, whose
+    sizes may differ. Each sample has the same weight.
+    """
+    sampler = dealt(trainer)
+    if sampler is None:
+        return 1.0
+    return sampler.weight(trainer.fit_loop.batch_idx, trainer.num_training_batches, "by_sample")
+
+
+def _usual_samples(trainer: Trainer, placement: Placement) -> int:
+    """Return the number of samples of a global batch that is not the last batch of an epoch; 0 if it is not known."""
+    of_replica = getattr(trainer.train_dataloader, "usual", None)
+    return (of_replica or 0) * placement.replicas[0]

@@ -1,0 +1,52 @@
+"""Train a network with many activations, with a limit for the memory that a process may take beyond its imports."""
+
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from cnnstrategies.strategies import HybridPipelineStrategy
+
+LAYERS, CHANNELS, SIZE, SAMPLES = 40, 4, 256, 32
+ACTIVATION = SAMPLES * CHANNELS * SIZE * SIZE * 4  # Bytes that each layer keeps for its backward.
+
+
+class Module(LightningModule):
+    """Layers with few parameters, each of which keeps its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), nn.Tanh()) for _ in range(LAYERS)]
+        self.network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.network(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def main() -> None:
+    # The launcher starts this program again, so it must not import `conftest`, which removes variables of launchers.
+    devices, limit = map(int, sys.argv[1:])
+    torch.set_num_threads(1)
+    data = TensorDataset(torch.randn(SAMPLES, CHANNELS, SIZE, SIZE), torch.randint(CHANNELS, (SAMPLES,)))
+    strategy = HybridPipelineStrategy() if devices > 1 else "auto"
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, **quiet)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    used = pages * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + limit, resource.RLIM_INFINITY))
+    trainer.fit(Module(), DataLoader(data, SAMPLES))
+    print(f"trained {trainer.global_step} steps", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Test of a network whose activations fit into the memory of two processes, and not into that of one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import memory_program
+import pytest
+from conftest import ROOT
+
+pytestmark = pytest.mark.cluster
+
+
+def fit(devices: int) -> tuple[int, str]:
+    """Train with processes that may each take three quarters of all activations, and return code and output."""
+    limit = memory_program.ACTIVATION * memory_program.LAYERS * 3 // 4
+    # Each thread of glibc's allocator would otherwise take addresses that it does not use.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, Path(memory_program.__file__), str(devices), str(limit)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return result.returncode, result.stdout + result.stderr
+
+
+def test_activations_that_exceed_one_process_train_on_two_with_automatic_cuts() -> None:
+    code, output = fit(1)
+    assert code != 0
+    assert "can't allocate memory" in output, output
+    code, output = fit(2)
+    assert code == 0, output
+    assert "trained 2 steps" in output
