@@ -140,7 +140,7 @@ def tensors_stay(module: nn.Module) -> Iterator[None]:
         module: The module. Its parameters also get their gradients' flags and their memory back.
     """
     noted = [(parameter, parameter.requires_grad, parameter.detach()) for parameter in module.parameters()]
-    writes = _Writes()
+    writes = _UndoneWrites()
     try:
         with writes:
             yield
@@ -152,7 +152,7 @@ def tensors_stay(module: nn.Module) -> Iterator[None]:
                 parameter.data = values
 
 
-class _Writes(OperationMode):  # type: ignore[no-untyped-call]
+class _UndoneWrites(OperationMode):  # type: ignore[no-untyped-call]
     """Mode that copies the memory of each tensor before an operation writes it for the first time."""
 
     def __init__(self) -> None:
