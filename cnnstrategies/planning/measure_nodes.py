@@ -17,10 +17,11 @@ from cnnstrategies.pipeline.node_uses import changed_in_place, ordered_nodes, or
 from cnnstrategies.pipeline.tracing import cut_positions, mode
 from cnnstrategies.planning.costs import GraphCosts, NodeCost, Value
 
-# Seconds of a node's forward and backward from which one run suffices. Its first run counts: what the first run does
-# besides, such as compiling a kernel, is small beside it.
+# Seconds of a node's forward and backward from which one run suffices. What the first run does besides, such as
+# compiling a kernel, is small beside a longer time.
 LONG = 0.05
-ENOUGH = 0.002  # Seconds after which a node is not measured again, if it was measured once after its first run.
+# Seconds after which a node, or nodes that run together, are not measured again. All that are not long run twice.
+ENOUGH, ENOUGH_TOGETHER = 0.002, 0.02
 # Seconds of a node's forward and backward beside which the measurement's own time, below 0.1 ms, can be neglected.
 UNDISTURBED = 0.002
 # Largest number of bytes that short nodes which run together have as results, saved tensors and parameters. On
@@ -201,7 +202,7 @@ class _Walk:
                 return seconds, self._backward(roots)
 
             with self._gradients_of(nodes):
-                together = _shortest(once, self._repeats, warm_up=False)
+                together = _shortest(once, self._repeats, ENOUGH_TOGETHER)
             alone = [sum(times) for times in zip(*(self.times[node] for node in nodes), strict=True)]
             forward, backward = (time / sum_ if sum_ else 1.0 for time, sum_ in zip(together, alone, strict=True))
             for node in nodes:
@@ -350,12 +351,12 @@ class _Storages:
             del self._makers[address]
 
 
-def _shortest(run: Callable[[], Times], repeats: int, warm_up: bool = True) -> Times:
-    """Return the shortest times of a number of runs. A first run to warm up counts only if it is a long one."""
-    if warm_up and sum(first := run()) >= LONG:
-        return first
-    times: list[Times] = []
-    while len(times) < repeats and (not times or sum(map(sum, times)) < ENOUGH):
+def _shortest(run: Callable[[], Times], repeats: int, enough: float = ENOUGH) -> Times:
+    """Return the shortest times of several runs; of one run if it is long."""
+    times = [run()]
+    while sum(times[0]) < LONG and len(times) <= repeats:
+        if len(times) > 1 and (len(times) - 1) * min(map(sum, times)) >= enough:
+            break
         times.append(run())
     return min(forward for forward, _ in times), min(backward for _, backward in times)
 
