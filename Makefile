@@ -54,7 +54,7 @@ ifeq ($(PART)$(STRATEGY),1/1)
 	PYTHONPATH=tests:tests/zoo $(ZOO_VENV)/bin/python tests/zoo/table.py benchmarks/zoo.md
 endif
 
-# Programs as users write them under the whole step, with all layouts. Takes half an hour.
+# Programs as users write them under hybrid_pipeline, with all layouts. Takes half an hour.
 test-cases: $(INSTALLED)
 	$(PYTEST) tests/strategies/whole_step_cases/all_layouts.py
 

@@ -1,5 +1,6 @@
 """The architecture page is right: the functions that it lists are called in the order in which it lists them."""
 
+import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -129,3 +130,13 @@ def test_each_word_of_the_glossary_names_an_existing_file() -> None:
     assert not missing
     words = [word for word, _ in rows]
     assert words == sorted(words, key=str.lower)
+
+
+@pytest.mark.light
+@pytest.mark.parametrize("package", ["pipeline", "strategies.hybrid_pipeline"])
+def test_the_head_of_a_package_names_each_file(package: str) -> None:
+    module = importlib.import_module(f"cnnstrategies.{package}")
+    named = set(re.findall(r"`(\w+)", module.__doc__ or ""))
+    (folder,) = map(Path, module.__path__)
+    missing = {file.stem for file in folder.glob("*.py")} - {"__init__"} - named
+    assert not missing, f"give each file a place in the docstring of {folder / '__init__.py'}"

@@ -107,7 +107,7 @@ def main() -> None:
         rows.append((name, f"{statistics.median(times) * 1e3:.1f}", spread))
     report(
         Path(__file__).with_suffix(".md"),
-        "The whole step on every rank",
+        "Fits under a pipeline, and on one device",
         f"{__doc__}\nResNet-20 with {BATCH} images of 32 x 32, two stages, four microbatches, AdamW, clipping by norm, "
         f"two logged values, {options.steps} steps, {options.rounds} rounds in turns.",
         rows,

@@ -73,7 +73,7 @@ class FirstBatch(Callback):
             expected = sum(sampler.counts(batch_idx))
         strategy = trainer.strategy
         # In a pipeline, `count_samples` returns the size of the global batch on every rank, so a sum over the ranks
-        # would be too large. But a pipeline's `reduce` returns the mean even for `reduce_op="sum"`.
+        # would be too large. But a pipeline's `reduce` returns the value itself, also for `reduce_op="sum"`.
         loaded = int(
             strategy.reduce(torch.tensor(float(count_samples(batch)), device=strategy.root_device), reduce_op="sum")
         )

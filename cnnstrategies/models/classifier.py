@@ -158,8 +158,7 @@ class ImageClassifier(NetworkModule):
         """
         check_logits(outputs, len(targets), self.num_classes)
         main, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
-        # In a pipeline, the stage that computes the loss may be on a different device from the module, so the class
-        # weights are moved to the device of the logits.
+        # The logits may have another device or dtype than the module.
         weights = None if self.class_weights is None else self.class_weights.to(main)
         loss = self.learning_task.loss(main, targets, weights, self.label_smoothing)
         for logits in auxiliary:

@@ -66,8 +66,8 @@ class StatisticsRecorder:
         call = len(self.counts)
         if call == self.calls:
             raise ConfigurationError(
-                f"{self.name} normalises several times in one call of the layer that contains it: call {self.name} "
-                "only once, or call it from a module that is not a subclass of a torch.nn layer"
+                f"{self.name} normalises several times in one call of the layer that contains it, and only this layer "
+                "as a whole is known: use a BatchNorm layer of its own for each call"
             )
         self.counts.append(inputs[0].numel() // self.layer.num_features)
         if self.calls > 1:

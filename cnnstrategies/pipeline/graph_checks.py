@@ -19,9 +19,11 @@ from cnnstrategies.errors import ConfigurationError
 
 SHAPE_METHODS = ("size", "dim", "numel", "is_contiguous")
 SHAPE_ATTRIBUTES = ("shape", "ndim", "dtype", "device", "is_cuda")
-# A number that a forward derives from shapes is determined twice: with this number of samples, and with one sample
-# less. If the two results differ, the number depends on the number of samples, and the network is refused.
+# A number that a forward derives from shapes is determined with this number of samples, with one sample less, and with
+# more samples than a batch has. If the results differ, the number depends on the number of samples, and the network is
+# refused.
 SAMPLES = 3
+MANY_SAMPLES = 1 << 14
 
 
 def contexts() -> dict[str, Any]:
@@ -122,21 +124,30 @@ def number(network: nn.Module, undecided: UndecidedError, images: Any) -> Any:
     graph.output(copies[undecided.node])
     run = graph_module(network, graph, undecided.constants)
     results = []
-    for samples in (SAMPLES, SAMPLES - 1):
-        part = tree_map(lambda tensor, samples=samples: tensor[:samples], images)
+    for samples in (SAMPLES, SAMPLES - 1, MANY_SAMPLES):
+        part = tree_map(lambda tensor, samples=samples: _with_samples(tensor, samples), images)
         try:
             if _reads_device(undecided.node):
                 raise ValueError("the meta device is a different device")
             results.append(_run_on_meta(run, part))
         except Exception:  # A layer may read values, which tensors on the meta device do not have.
+            if samples == MANY_SAMPLES:
+                continue
             with preserved(network), torch.no_grad():
                 results.append(run(part))
-    if results[0] != results[1]:
+    if any(result != results[0] for result in results):
         raise ConfigurationError(
             f"{type(network).__name__}.forward branches on the number of images ({undecided.node.name}), which differs "
             "between a microbatch and the batch: rewrite this code, or use strategy ddp"
         )
     return results[0]
+
+
+def _with_samples(tensor: Tensor, samples: int) -> Tensor:
+    """Return the first samples of a tensor, or a tensor of many samples without values."""
+    if samples != MANY_SAMPLES:
+        return tensor[:samples]
+    return torch.empty_strided((samples, *tensor.shape[1:]), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _reads_device(node: fx.Node) -> bool:

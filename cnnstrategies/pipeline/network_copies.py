@@ -76,7 +76,7 @@ class CopiedForward:
 
     def __reduce__(self) -> Any:
         """Pickle the network's own ``forward``."""
-        return own_forward(self._network)
+        return pickled_forward(self._network)
 
 
 def copied_forward(
@@ -96,7 +96,7 @@ def copied_forward(
     return CopiedForward(original, memo.get(id(network)), install)
 
 
-def own_forward(network: nn.Module | None) -> Any:
+def pickled_forward(network: nn.Module | None) -> Any:
     """Return a value for ``__reduce__``: the network's own ``forward``, which needs no connections to other stages."""
     if network is None:
         raise RefusedError("a copy of a network that is divided into stages cannot be pickled: save its state_dict()")

@@ -11,7 +11,7 @@ from cnnstrategies.pipeline.declared_loss import DeclaredLoss
 from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults
 from cnnstrategies.pipeline.known_forms import KnownForm, form_of
-from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
+from cnnstrategies.pipeline.network_copies import copied_forward, pickled_forward
 from cnnstrategies.pipeline.placed_call import NetworkFunction, PlacedCall
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage_runner import StageRunner
@@ -142,7 +142,7 @@ class PlacedNetwork:
 
     def __reduce__(self) -> Any:
         """Pickle the network's own ``forward``."""
-        return own_forward(self.division.network)
+        return pickled_forward(self.division.network)
 
     def form_of(self, images: Any, parameters: Sequence[nn.Parameter]) -> Hashable:
         """Return a key that is equal for batches of the same form. All ranks compute equal keys.

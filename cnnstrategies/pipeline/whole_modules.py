@@ -138,8 +138,9 @@ def cannot_trace(place: str, reason: str) -> ConfigurationError:
     """
     return ConfigurationError(
         f"torch.fx cannot trace {place}: {reason}; a network that is cut into stages must not branch on values of "
-        "tensors: rewrite this code, divide a submodule that does not by the strategy's option submodule (such as "
-        "model.backbone for a detector), or use strategy ddp"
+        "tensors: under strategy hybrid_pipeline, move this code into a submodule, which then runs as a whole, or name "
+        "a submodule without such code by the option submodule (such as model.backbone for a detector); otherwise "
+        "rewrite this code, or use strategy ddp"
     )
 
 

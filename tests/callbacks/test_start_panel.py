@@ -46,7 +46,7 @@ def test_a_pipeline_with_batch_normalisation(run_cli, quick, monkeypatch):
     rows = panels.rows(output)
     assert rows["global batch"] == "32 images = 2 loading processes x 16; 2 steps an epoch"
     assert rows["images"] == "43, 10 classes\nvalidation: 1,395, 10 classes"
-    assert rows["microbatches"] == "8 of 4 images (as configured), schedule 1f1b"
+    assert rows["microbatches"] == "8 of 4 images (as configured)"
     assert rows["stage 0"] == "block1 on ranks 0 to 1: 9,632 parameters"
     assert rows["stage 1"] == f"pool1 to classifier on rank 2: {WHOLE - 9632:,} parameters"
     assert rows["parameters"] == f"{WHOLE:,}; 9,632 to {WHOLE - 9632:,} on a device"

@@ -244,8 +244,12 @@ class ByShape(nn.Module):
 
 
 class ByBatch(ByShape):
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
     def forward(self, images: Tensor) -> Tensor:
-        return images if images.shape[0] > 2 else -images
+        return images if images.shape[0] > self.limit else -images
 
 
 def test_branches_on_shapes_hold_for_images_of_the_traced_shape() -> None:
@@ -264,8 +268,9 @@ def test_branches_on_shapes_hold_for_images_of_the_traced_shape() -> None:
         other = r"images of shape \(3, 12, 8\): ByShape.forward .* was cut into stages for \(3, 8, 8\)"
         with pytest.raises(ConfigurationError, match=other):
             blueprint.build(0)(torch.randn(2, 3, 12, 8, dtype=torch.float64))
-        with pytest.raises(ConfigurationError, match=r"ByBatch\.forward branches on the number of images"):
-            decide_by_shapes(ByBatch(), lambda size: torch.zeros(size, 3, 8, 8))
+        for limit in (2, 100):
+            with pytest.raises(ConfigurationError, match=r"ByBatch\.forward branches on the number of images"):
+                decide_by_shapes(ByBatch(limit), lambda size: torch.zeros(size, 3, 8, 8))
 
     run_apart(compared)
 

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from conftest import quiet_trainer
 from ranks import run_ranks
 from whole_step_cases import CASES, Case
-from whole_step_cases.checking import check
+from whole_step_cases.checking import check, check_error
 
 from cnnstrategies.strategies import HybridPipelineStrategy
 
 # Cases of several kinds, which `make test` runs with three steps.
 SELECTION = (
     *("kl_term", "byol", "branch_on_loss", "logged_metric", "finite_loss", "small_unet", "lottery_ticket"),
-    *("global_list", "kept_features", "grad_cam", "wasserstein_penalty"),
+    *("global_list", "kept_features", "grad_cam", "wasserstein_penalty", "gathered_contrast"),
     "asks_the_strategy",
 )
 
@@ -51,6 +51,12 @@ def validate(case: Case, devices: int) -> dict[str, float]:
     trainer = quiet_trainer(strategy, devices)
     result: dict[str, float] = trainer.validate(case.module(), case.evaluation_loader(), verbose=False)[0]
     return result
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("name", [case.name for case in CASES.values() if case.error])
+def test_programs_that_the_documentation_lists_are_refused(name: str) -> None:
+    check_error(CASES[name], [1, 1])
 
 
 @pytest.mark.cluster

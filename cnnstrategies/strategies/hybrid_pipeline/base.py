@@ -47,8 +47,10 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         microbatches: Number of microbatches of a global batch. The default is 4 times the number of stages times the
             largest number of replicas. If the network has batch normalisation and the batch size is known, the default
             is lowered until each microbatch has at least 8 samples.
-        schedule: Order of the forward and backward passes: ``1f1b`` runs the backward pass of a microbatch as soon as
-            possible; ``gpipe`` runs all forward passes first, and stores the activations of all microbatches.
+        schedule: Order of the forward and backward passes. ``1f1b`` runs the backward pass of a microbatch as soon as
+            possible, if the module has a method ``loss(outputs, targets)`` that ``training_step`` calls. The first step
+            and other modules run in the order ``gpipe``, which runs all forward passes first, and stores the
+            activations of all microbatches.
         run_ahead: Whether stages under ``1f1b`` store the activations of one more microbatch than necessary, so that
             messages are sent during computation. If the cuts are chosen automatically, the default is true if the
             profile predicts that this saves time and fits into ``memory_limit``. With ``cuts`` or one stage, the

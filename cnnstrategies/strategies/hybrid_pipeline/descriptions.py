@@ -35,7 +35,7 @@ def describe_pipeline(
     images = _images(placement, batch_size)
     microbatches = str(placement.microbatches) if images is None else f"{placement.microbatches} of {images}"
     configured = " (as configured)" if request.microbatches is not None else ""
-    rows = [("microbatches", f"{microbatches}{configured}, schedule {request.schedule}")]
+    rows = [("microbatches", f"{microbatches}{configured}")]
     if request.shares != "equal":
         measured = f"{request.initial_shares} at first, then by each rank's own time"
         shares = measured if request.shares == "auto" else f"{list(request.shares)}, rank by rank"
@@ -78,8 +78,6 @@ def differences_of_pipeline(network: nn.Module, placement: Placement, batch_size
     if has_batch_norm(network):
         images = _images(placement, batch_size)
         lines.append(f"BatchNorm normalises over each microbatch's {'own images' if images is None else images}")
-    if _has_spectral_norm(network):
-        lines.append("spectral norm makes a power iteration for each microbatch")
     return [*lines, OWN_DRAWS]
 
 
@@ -97,12 +95,6 @@ def warn_of_small_microbatches(network: nn.Module, sizes: Sequence[int]) -> None
             f"{len(sizes)} microbatches. With fewer than {NORMALISED_TOGETHER} its statistics are poor: lower "
             "microbatches or raise the batch size"
         )
-
-
-def _has_spectral_norm(network: nn.Module) -> bool:
-    """Whether it has the vectors of power iterations, which both of torch's spectral norms call the same."""
-    names = {name for name, _ in network.named_buffers()}
-    return any(name.endswith("_u") and f"{name[:-1]}v" in names for name in names)
 
 
 def _images(placement: Placement, batch_size: int | None) -> str | None:

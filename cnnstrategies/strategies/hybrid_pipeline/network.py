@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import has_own_forward
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
-from cnnstrategies.pipeline.network_copies import copied_forward, own_forward
+from cnnstrategies.pipeline.network_copies import copied_forward, pickled_forward
 from cnnstrategies.pipeline.placed_network import PlacedNetwork
 from cnnstrategies.pipeline.stage_runner import StageRunner
 
@@ -102,7 +102,7 @@ class DividedForward:
 
     def __reduce__(self) -> Any:
         """Pickle the network's own ``forward``."""
-        return own_forward(self.network)
+        return pickled_forward(self.network)
 
     @property
     def runners(self) -> list[StageRunner]:

@@ -15,6 +15,7 @@ from whole_step_cases import (  # noqa: F401  # Each import registers cases.
     optimization,
     outside,
     reading,
+    refused,
     stored,
     teachers,
     torch_utilities,

@@ -1,6 +1,7 @@
 """Cases of losses that compare the samples of a batch, or look at all pixels of a batch."""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,6 +14,27 @@ def nt_xent(embeddings: Tensor, temperature: float = 0.5) -> Tensor:
     pairs = len(z) // 2
     similarity = (z @ z.T / temperature).masked_fill(torch.eye(2 * pairs, dtype=torch.bool), float("-inf"))
     return F.cross_entropy(similarity, torch.arange(2 * pairs).roll(pairs))
+
+
+def gathered(values: Tensor) -> Tensor:
+    """Return the values of all processes, with a gradient of those of this process."""
+    if not dist.is_initialized():
+        return values
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, values.detach())
+    parts[dist.get_rank()] = values
+    return torch.cat(parts)
+
+
+@case()
+class GatheredContrast(Classifier):
+    """Gathers labels and embeddings over all processes, as losses for several GPUs do, before and after the network."""
+
+    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.history += [dist.get_rank(), dist.get_world_size()] if dist.is_initialized() else [0, 1]
+        labels = gathered(y)
+        similarity = gathered(self.net(x)) @ self.net(x.flip(-1)).T
+        return F.binary_cross_entropy_with_logits(similarity, (labels[:, None] == y).to(similarity.dtype))
 
 
 @case()

@@ -81,7 +81,7 @@ class NumpyAndLists(Classifier):
         return F.cross_entropy(scores, y)
 
 
-@case(error="the ranks run different code: stage 0, replica 0 (rank 0) waits for _local_scalar_dense")
+@case(error="the ranks run different code: .* waits for _local_scalar_dense")
 class ReadOnMainRank(Classifier):
     """Reads the loss on the first rank only. Under several stages this cannot work, and must end with an error."""
 

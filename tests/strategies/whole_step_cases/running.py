@@ -61,8 +61,17 @@ def train(case: Case, strategy: Any, devices: int) -> dict[str, Tensor]:
     return {**result, "history": torch.tensor(module.history)}
 
 
-def train_all(cases: Sequence[Case], make: MakeStrategy | None, replicas: Sequence[int]) -> list[dict[str, Tensor]]:
-    """Return the results of cases on this rank, or on one device if there is no strategy."""
+def train_all(
+    cases: Sequence[Case], make: MakeStrategy | None, replicas: Sequence[int], raises: bool = False
+) -> list[dict[str, Tensor]]:
+    """Return the results of cases on this rank, or on one device if there is no strategy.
+
+    Args:
+        cases: The cases.
+        make: Makes the strategy; None for one device.
+        replicas: Number of replicas of each stage.
+        raises: Whether a refusal is raised. By default it is the case's result.
+    """
     devices = sum(replicas)
     if make is not None:
         os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": str(devices)}
@@ -72,6 +81,8 @@ def train_all(cases: Sequence[Case], make: MakeStrategy | None, replicas: Sequen
             strategy = "auto" if make is None else make(case, replicas)
             results.append(train(case, strategy, max(devices, 1)))
         except ConfigurationError as error:
+            if raises:
+                raise
             results.append(Refused(str(error)))
     return results
 
@@ -82,9 +93,11 @@ def on_one_device(cases: Sequence[Case]) -> list[dict[str, Tensor]]:
     return results
 
 
-def on_ranks(cases: Sequence[Case], make: MakeStrategy, replicas: Sequence[int]) -> list[list[dict[str, Tensor]]]:
-    """Return each case's results on all ranks of a strategy, in rank order."""
-    by_rank = run_ranks(sum(replicas), train_all, cases, make, replicas)
+def on_ranks(
+    cases: Sequence[Case], make: MakeStrategy, replicas: Sequence[int], raises: bool = False
+) -> list[list[dict[str, Tensor]]]:
+    """Return each case's results on all ranks of a strategy, in rank order. The arguments are those of `train_all`."""
+    by_rank = run_ranks(sum(replicas), train_all, cases, make, replicas, raises)
     return [list(results) for results in zip(*by_rank, strict=True)]
 
 
