@@ -5,7 +5,7 @@ would fail.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -296,13 +296,27 @@ def is_composite(operation: torch._ops.OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(_full_name(operation), "CompositeImplicitAutograd")
 
 
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """Whether hooks are registered on a leaf that run when a backward gives the leaf a gradient."""
+    return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
+
+
+def sequence_number(node: torch.autograd.graph.Node) -> int:
+    """Return the priority with which autograd's engine runs a node. Nodes that were created later have larger numbers.
+
+    The node that gives a leaf its gradient has the largest number of all.
+    """
+    return int(node._sequence_nr())
+
+
 @contextmanager
 def without_tensor_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Remove the hooks that the tensors' gradients are passed to, and add them again on exit.
 
     torch has no public function that returns these hooks, which the user's code has registered.
     """
-    hooks = [(tensor._backward_hooks, dict(tensor._backward_hooks)) for tensor in tensors if tensor._backward_hooks]
+    tables = [(tensor._backward_hooks, tensor._post_accumulate_grad_hooks) for tensor in tensors]
+    hooks = [(table, dict(table)) for pair in tables for table in pair if table]
     for registered, _ in hooks:
         registered.clear()
     try:
@@ -310,6 +324,41 @@ def without_tensor_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for registered, before in hooks:
             registered.update(before)
+
+
+@contextmanager
+def applied_functions(apply: Callable[[Any, tuple[Any, ...], Callable[..., Any]], Any]) -> Iterator[None]:
+    """Return a context in which another function runs each call of ``torch.autograd.Function.apply``.
+
+    Args:
+        apply: Function of the subclass of `torch.autograd.Function`, the arguments, and torch's own ``apply``.
+    """
+    base: Any = torch.autograd.Function
+    original = vars(base)["apply"]
+
+    def applied(cls: Any, *args: Any) -> Any:
+        return apply(cls, args, original.__get__(None, cls))
+
+    base.apply = classmethod(applied)
+    try:
+        yield
+    finally:
+        base.apply = original
+
+
+@contextmanager
+def reentrant_checkpoints() -> Iterator[None]:
+    """Return a context in which ``torch.autograd.grad`` runs through ``checkpoint(..., use_reentrant=True)``.
+
+    torch refuses it, because ``grad`` does not return the gradients of the parameters in the checkpoint. They are in
+    the parameters' attribute ``grad`` instead.
+    """
+    is_valid = torch.autograd._is_checkpoint_valid
+    torch.autograd._is_checkpoint_valid = lambda: True
+    try:
+        yield
+    finally:
+        torch.autograd._is_checkpoint_valid = is_valid
 
 
 # Dictionaries of the hooks of a module that run when the module is called.

@@ -10,15 +10,26 @@ import pytest
 from conftest import alive, run_forked
 from helper_program import STOPS, answer
 
-from cnnstrategies.runtime.helper_processes import shield_helpers
+from cnnstrategies.runtime.helper_processes import shield_helpers, unshielded_start
 from cnnstrategies.runtime.processes import spawned_by_a_thread
 from cnnstrategies.runtime.stop_signals import acting_on
+
+
+def check_ends_on_signal():
+    """Start a process, and check that SIGTERM has its default effect on it."""
+    other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+    other.start()
+    subprocess.run(["kill", str(other.pid)], check=True)
+    other.join(60)
+    assert other.exitcode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_helper_ends_only_by_its_rank(method):
     def act() -> None:
         shield_helpers()
+        with unshielded_start():
+            check_ends_on_signal()
         early = list(STOPS)
         # These signals arrive after the fork, and before multiprocessing calls `shield` in the helper.
         os.register_at_fork(after_in_child=lambda: [os.kill(os.getpid(), signum) for signum in early])
@@ -43,11 +54,7 @@ def test_a_helper_ends_only_by_its_rank(method):
         helper.join(60)
         assert helper.exitcode == 0
         shield_helpers(False)
-        other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
-        other.start()
-        subprocess.run(["kill", str(other.pid)], check=True)
-        other.join(60)
-        assert other.exitcode == -signal.SIGTERM
+        check_ends_on_signal()
 
     def run() -> None:
         with acting_on(STOPS, lambda signum: None):  # As in a rank.

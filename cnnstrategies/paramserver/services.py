@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,14 +27,15 @@ from cnnstrategies.paramserver.core.view import RunEnded, ViewSource
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService, JournalFile
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.security import KeyPair
-from cnnstrategies.runtime.helper_processes import blocked_start
+from cnnstrategies.runtime.helper_processes import blocked_start, unshielded_start
 from cnnstrategies.runtime.processes import end_with_parent, name_process
-from cnnstrategies.runtime.stop_signals import BLOCKED, acting_on
+from cnnstrategies.runtime.stop_signals import BLOCKED, acting_on, settle
 
 if TYPE_CHECKING:
     from cnnstrategies.paramserver.drivers.sockets import Listener
 
 StartMethod = Literal["fork", "program"]
+PassedTo = Callable[[Membership], contextlib.AbstractContextManager[None]]  # See `passed_on_termination`.
 
 
 class Handle(Protocol):
@@ -144,6 +146,10 @@ class ServerProcess:
             ConfigurationError: The server cannot serve this run. All processes of the run receive this error message,
                 as they do for any other exception.
         """
+        with passed_on_termination() as passed_to_coordinator:
+            self._run(passed_to_coordinator)
+
+    def _run(self, passed_to_coordinator: PassedTo) -> None:
         if self.starter is not None:
             end_with_parent(self.starter)
         # torch is imported here and not at the top of the file, because the import takes most of the time to start a
@@ -161,7 +167,7 @@ class ServerProcess:
         membership = Membership(self.address, endpoint, run_keys)
         views = membership.source()
         try:
-            with passed_on_termination(membership):
+            with passed_to_coordinator(membership):
                 membership.wait_registered()
                 while self._serve(membership, views, listener):
                     pass  # Parameters were added to the optimizer, so the server begins again without values.
@@ -214,7 +220,7 @@ def start(service: Service, method: StartMethod) -> Handle:
         service: Settings of the service.
         method: ``fork`` to fork this process; ``program`` to start a new Python program.
     """
-    with blocked_start():
+    with blocked_start(), unshielded_start():
         return _start(service, method)
 
 
@@ -242,10 +248,12 @@ def serve(service: Service, dedicated: bool = False) -> int:
             because no other process on its machine does.
     """
     # Terminals and job schedulers send signals to all processes of a job. A coordinator or a server ignores these
-    # signals, because the workers need it until they have finished their current step.
-    for signum in BLOCKED:
+    # signals, because the workers need it until they have finished their current step. But a server passes SIGTERM on.
+    # If SIGTERM has already arrived, it waits until the server unblocks it, and SIG_IGN would discard it.
+    ignored = set(BLOCKED) - ({signal.SIGTERM} if isinstance(service, ServerProcess) else set())
+    for signum in ignored:
         signal.signal(signum, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)  # They were blocked because a terminal may send them earlier.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)  # They were blocked because a terminal may send them earlier.
     name_process(f"ps-server-{service.address.id}" if isinstance(service, ServerProcess) else "ps-coordinator")
     try:
         service.run()
@@ -271,13 +279,46 @@ def main() -> None:
         serve_and_exit(_from_json(text))
 
 
-def passed_on_termination(membership: Membership) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def passed_on_termination() -> Iterator[PassedTo]:
     """Return a context in which SIGTERM makes the coordinator stop the whole run with a checkpoint.
 
     The coordinator must be told because the signal may reach only this machine, for example when a single node is shut
-    down.
+    down. Inside the context SIGTERM is not blocked, and after the context it is ignored.
+
+    Yields:
+        Function that returns a context in which signals are passed on over this process's membership. A signal that has
+        arrived earlier, for example while torch was imported, is passed on at the beginning of this context.
     """
-    return acting_on([signal.SIGTERM], membership.stop_all)
+    received: list[int] = []
+    memberships: list[Membership] = []
+
+    def pass_on() -> None:
+        # Two threads call this, each after it has filled its list, so at least the later call finds both filled. If
+        # both calls find this, the coordinator is told twice, which has no further effect.
+        for membership in memberships[:] if received else ():
+            membership.stop_all(received[0])
+
+    def on_signal(signum: int) -> None:
+        received.append(signum)
+        pass_on()
+
+    @contextlib.contextmanager
+    def passed_to(membership: Membership) -> Iterator[None]:
+        memberships.append(membership)
+        pass_on()
+        try:
+            yield
+        finally:
+            memberships.clear()
+            settle()  # The caller may close the membership now.
+
+    with acting_on([signal.SIGTERM], on_signal):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        try:
+            yield passed_to
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def serve_and_exit(service: Service, dedicated: bool = False) -> NoReturn:

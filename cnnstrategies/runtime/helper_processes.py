@@ -42,6 +42,23 @@ def shield_helpers(on: bool = True) -> None:
         _is_registered = True
 
 
+@contextlib.contextmanager
+def unshielded_start() -> Iterator[None]:
+    """Return a context in which this rank starts processes that are not its helpers, such as a coordinator or a server.
+
+    Such a process decides itself what a signal does. In a helper, the thread that waits for SIGTERM would take a
+    SIGTERM that arrives before the process is ready for it.
+    """
+    shields = _rank == os.getpid()
+    if shields:
+        shield_helpers(False)
+    try:
+        yield
+    finally:
+        if shields:
+            shield_helpers()
+
+
 def end_helpers() -> None:
     """End this process's helper processes, because the run stops and needs them no more.
 
@@ -100,8 +117,6 @@ def _wait_for_end(rank: int) -> None:
     while True:
         signals = {signal.SIGTERM}
         sent = signal.sigtimedwait(signals, PARENT_SECONDS) if stops else signal.sigwaitinfo(signals)
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
-            continue  # A parameter server decides itself when it ends.
         if (sent is not None and sent.si_pid == rank) or os.getppid() != parent:
             os._exit(0)  # torch's loader workers also end with 0 if their rank ends them.
         stops = True

@@ -13,13 +13,14 @@ import torch
 from cluster.hosts import Network, missing, two_hosts
 from cluster.processes_of import PYTHON, Program, environment, fit
 from conftest import ROOT
-from fault_injection import fault_arguments
+from fault_injection import PAUSES, fault_arguments
 
 pytestmark = pytest.mark.cluster
 
 SSHD = shutil.which("sshd", path=os.environ["PATH"] + ":/usr/sbin")
 # Containers often forbid the system call with which Open MPI reads another process's memory.
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "btl_vader_single_copy_mechanism", "none")
+PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests/strategies'}"  # For programs that use `fault_injection`.
 NO_MPICH = "MPICH's mpiexec.hydra is not installed (pip install '.[mpich]', Debian: apt-get install mpich)"
 HYDRA = shutil.which("mpiexec.hydra") or shutil.which("mpiexec.hydra", path=Path(PYTHON).parent)
 
@@ -86,10 +87,10 @@ def test_mpirun_passes_a_signal_on(tmp_path: Path, signum: int, code: int, secon
 
     mpirun waits for this time before it sends SIGTERM, and again before it kills the ranks, also if they have ended.
     """
-    few = ("--trainer.limit_train_batches=6", "--trainer.limit_val_batches=1")
+    few = ("--trainer.limit_train_batches=6", "--trainer.limit_val_batches=1", PAUSES)
     arguments = fit("--trainer.max_epochs=3000", "--data.init_args.num_workers=1", "--stop.grace=60", *few)
     words = [*MPIRUN, "--mca", "odls_base_sigkill_timeout", seconds, "-n", "2", PYTHON, *arguments]
-    program = Program(words, tmp_path / "log")
+    program = Program(words, tmp_path / "log", PYTHONPATH=PATH)
     last = tmp_path / "runs/quickstart/version_0/checkpoints/last.ckpt"
     program.wait_until(last.exists)
     os.kill(program.process.pid, signum)
@@ -106,8 +107,7 @@ def test_an_exception_on_all_ranks_ends_mpirun(tmp_path: Path) -> None:
     """The exception's own line is the last line, before mpirun's own report."""
     fault = fault_arguments(victim="nobody", rank="null", step=2)
     arguments = fit("--trainer.strategy=parameter_server", "--trainer.limit_val_batches=1", *fault)
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests/strategies'}"
-    program = Program([*MPIRUN, "-n", "2", PYTHON, *arguments], tmp_path / "log", PYTHONPATH=path)
+    program = Program([*MPIRUN, "-n", "2", PYTHON, *arguments], tmp_path / "log", PYTHONPATH=PATH)
     assert program.wait() == 1, program.output()
     ours, _, _ = program.output().partition("-----")
     assert ours.strip().splitlines()[-1] == "AssertionError: no process nobody", program.output()

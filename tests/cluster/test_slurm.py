@@ -11,17 +11,15 @@ import pytest
 import torch
 from cluster.processes_of import PYTHON, fit, process_with, wait_until
 from conftest import ROOT
-from fault_injection import fault_arguments
+from fault_injection import PAUSES, fault_arguments
 from ports import free_port
 from slurm_cluster import CPUS, Slurm, missing, slurm_cluster
 
 from cnnstrategies.paramserver.security import KeyPair
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
-    pytest.mark.xdist_group("slurm"),  # The tests share one cluster.
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+# The tests of a group share a cluster. There are two groups, because these tests wait often and take longest.
+submitted, stepped = pytest.mark.xdist_group("slurm jobs"), pytest.mark.xdist_group("slurm steps")
 
 TWO_NODES = f"""
 trainer: {{num_nodes: 2, devices: 1, enable_progress_bar: false, enable_model_summary: false}}
@@ -76,6 +74,7 @@ class Job:
         self.wait_for(lambda: self.state["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"))
 
 
+@submitted
 def test_an_interrupted_job_goes_on_exactly(slurm, run_cli):
     """The job on 2 nodes is first warned of its end, and later pre-empted; its weights equal an uninterrupted run's."""
     job = Job(slurm, run_cli, HYBRID, *RUN, f"--cluster.cpus_per_task={CPUS - 2}")
@@ -99,6 +98,7 @@ def test_an_interrupted_job_goes_on_exactly(slurm, run_cli):
     assert all(value.equal(ended["state_dict"][key]) for key, value in whole["state_dict"].items()), job.log
 
 
+@submitted
 def test_dedicated_servers_have_their_own_nodes_and_a_dead_worker_is_left_out(slurm, run_cli):
     """The job is heterogeneous: the servers are on the second node, and the workers on the first node."""
     KeyPair.create().save("run.key")
@@ -113,6 +113,7 @@ def test_dedicated_servers_have_their_own_nodes_and_a_dead_worker_is_left_out(sl
     assert (job.state["JobState"], job.state["ExitCode"], job.state["Restarts"]) == ("FAILED", "137:0", "0")
 
 
+@submitted
 def test_a_job_that_slurm_refuses_leaves_nothing_behind(slurm, run_cli):
     """The job asks for more nodes than exist. The error message is SLURM's own, in one line."""
     os.environ |= slurm.environment
@@ -142,6 +143,7 @@ wait
 """
 
 
+@stepped
 def test_three_steps_of_a_job_on_one_node_train_apart(slurm: Slurm, tmp_path: Path) -> None:
     """Two steps have one MASTER_PORT. Rank 1 of the second step is there long before its own rank 0.
 
@@ -163,8 +165,8 @@ def test_three_steps_of_a_job_on_one_node_train_apart(slurm: Slurm, tmp_path: Pa
 
 ONE_NAME = """#!/bin/bash
 cd {folder}
-export PYTHONPATH={root} OMP_NUM_THREADS=1
-srun -n2 --exact --output=first.log {fit} --run_name=digits --trainer.max_epochs=1000 &
+export PYTHONPATH={root}:{root}/tests/strategies OMP_NUM_THREADS=1
+srun -n2 --exact --output=first.log {fit} --run_name=digits --trainer.max_epochs=1000 {pauses} &
 while [[ ! -e runs/quickstart/digits/checkpoints/last.ckpt ]]; do sleep 0.1; done
 srun -n2 --exact --output=second.log {fit} --run_name=digits
 echo $? > second.code
@@ -174,10 +176,11 @@ echo $? > first.code
 """
 
 
+@stepped
 def test_a_step_with_the_name_of_a_running_step_is_refused_as_a_whole(slurm: Slurm, tmp_path: Path) -> None:
     """Rank 0 prints the reason, and rank 1 does not wait for rank 0."""
     few = ("--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1")
-    script = ONE_NAME.format(folder=tmp_path, root=ROOT, fit=shlex.join([PYTHON, *fit(*few)]))
+    script = ONE_NAME.format(folder=tmp_path, root=ROOT, pauses=PAUSES, fit=shlex.join([PYTHON, *fit(*few)]))
     (tmp_path / "steps.sh").write_text(script)
     options = ("--parsable", "--nodes=1", "--ntasks=4", f"--output={tmp_path}/job.log")
     job = slurm.run("sbatch", *options, "steps.sh").strip()
@@ -200,6 +203,7 @@ wait
 """
 
 
+@stepped
 def test_an_exception_on_one_rank_ends_a_step(slurm: Slurm, tmp_path: Path) -> None:
     """`srun` does not end the other ranks. The last line of each log is the exception's own line."""
     strategies = ("ddp", "hybrid_pipeline", "parameter_server")

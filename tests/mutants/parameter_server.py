@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import resource
+import signal
 
 import test_codecs
 import test_combiner
@@ -145,6 +146,27 @@ def a_stopped_process_is_reported_as_killed(original, self):
     self.reason = ""
 
 
-@replaces(passed_on_termination, killed_by=test_control_sockets.test_a_termination_signal_to_a_server_stops_the_run)
-def a_server_ignores_the_termination_signal(original, membership):
-    return contextlib.nullcontext()
+@replaces(
+    passed_on_termination,
+    killed_by=test_control_sockets.test_a_termination_signal_to_a_server_stops_the_run,
+    early=False,
+)
+def a_server_ignores_the_termination_signal(original):
+    return contextlib.nullcontext(contextlib.nullcontext)
+
+
+@replaces(
+    passed_on_termination,
+    killed_by=test_control_sockets.test_a_termination_signal_to_a_server_stops_the_run,
+    early=True,
+)
+@contextlib.contextmanager
+def a_server_ignores_the_termination_signal_while_it_starts(original):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.ExitStack() as registered:
+
+        def passed_to(membership):
+            membership.wait_registered()
+            return registered.enter_context(original())(membership)
+
+        yield passed_to

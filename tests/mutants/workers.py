@@ -1,10 +1,14 @@
 """Mutants of the workers' side of the parameter server: pushes, pulls, waits and the copies on a device."""
 
+import math
+
+import test_questions
 import test_simulation
 import test_staging
 import test_sync
 from mutants.faulty import removes, replaces
 
+from cnnstrategies.paramserver.core.view import ServersUnreachableError
 from cnnstrategies.paramserver.drivers.staging import Staging
 from cnnstrategies.paramserver.worker.connections import Connections
 from cnnstrategies.paramserver.worker.outgoing import Outgoing
@@ -20,6 +24,16 @@ def the_reply_to_an_older_pull_is_accepted(original, self, header, payload):
 
 
 removes(Connections.lost, "a worker waits for values that are lost", killed_by=HUNDRED_RUNS)
+
+
+@replaces(
+    Connections.check_deaf,
+    killed_by=test_questions.test_a_server_that_serves_late_does_not_count_as_unreachable,
+    noticed_by=(ServersUnreachableError,),
+)
+def a_server_that_serves_late_counts_as_unreachable(original, self, now, server, deaf):
+    self._first_received = dict.fromkeys(self._first_received, -math.inf)
+    original(self, now, server, deaf)
 
 
 @replaces(Outgoing.send_again, killed_by=HUNDRED_RUNS)

@@ -55,12 +55,18 @@ def serving(endpoint: str, workers: int, session: int = 0) -> Iterator[threading
 
 
 @contextmanager
-def processes(directory: Path) -> Iterator[tuple[Membership, Handle, Handle]]:
-    """Give a worker, and the processes of a coordinator and a server."""
+def processes(directory: Path, early: int = 0) -> Iterator[tuple[Membership, Handle, Handle]]:
+    """Give a worker, and the processes of a coordinator and a server.
+
+    Args:
+        directory: Directory for sockets.
+        early: Signal that is sent to the server as soon as its process exists; 0 for none.
+    """
     endpoint = f"ipc://{directory}/coordinator"
     coordinator = start(CoordinatorProcess(CoordinatorSettings(endpoint, 1, 1, TIMEOUT)), "fork")
     place = Address(endpoint, "server", 0, 0, 0.5, TIMEOUT)
     server = start(ServerProcess(place, f"ipc://{directory}/server", starter=os.getpid()), "fork")
+    server.send_signal(early)
     member = worker(endpoint, 0)
     try:
         until(lambda: member.members[1] == 1)  # The server is a member.
@@ -199,10 +205,12 @@ def test_services_start_without_lightning_and_outlive_signals(tmp_path: Path) ->
     assert "/torchvision/" not in loaded  # Lightning imports torchvision.
 
 
-def test_a_termination_signal_to_a_server_stops_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("early", [False, True], ids=["while it serves", "while it starts"])
+def test_a_termination_signal_to_a_server_stops_the_run(early: bool, tmp_path: Path) -> None:
     """Send the signal to the server only; the server goes on, because the workers need it until they have stopped."""
-    with processes(tmp_path) as (member, _, server):
-        server.send_signal(signal.SIGTERM)
+    with processes(tmp_path, signal.SIGTERM if early else 0) as (member, _, server):
+        if not early:
+            server.send_signal(signal.SIGTERM)
         until(lambda: member.stop_signal == signal.SIGTERM)
         assert server.poll() is None
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from training import specify
 
-from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.core.view import ServerInfo, ServersUnreachableError, View, WorkerInfo
 from cnnstrategies.paramserver.messages import SERVER, Kind, Parcel, compose, unpack_json
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.store import Store
@@ -49,6 +49,45 @@ def test_a_former_leader_does_not_decide_where_a_worker_begins() -> None:
     assert not wait.waiting()
     next(procedure)
     assert [*steps, role.step] == [0, 0, 0, 0, 7]
+
+
+def test_a_server_that_serves_late_does_not_count_as_unreachable() -> None:
+    """Let a server register and start slowly; then its first message reaches the worker, but not yet the other server.
+
+    The slow server counts as unreachable only after it has demonstrably served for the whole time.
+    """
+    specification = specify(PLAIN, 1, servers=2, replication=2, mode="async", timeout=10.0)
+    late, interval = specification.deaf_after + 1.0, 0.5
+    view = View(1, (ServerInfo(0, "0"), ServerInfo(1, "1")), (WorkerInfo(0),))
+    values = [torch.zeros(info.shape, dtype=torch.float64) for info in specification.parameters]
+    role = WorkerRole(specification, cut(specification), values, 0, 0)
+    server = Server(specification, 0, Store(specification, cut(specification)))
+    server.follow(0.0, view)
+    role.follow(0.0, view)
+
+    def hear(first: float, last: float) -> list[object]:
+        """Let the slow server send from one time to another; return the silent servers that the other server names."""
+        named = []
+        for number in range(int(first / interval), int(last / interval)):
+            now = number * interval
+            role.begin_waiting(now, Wait(lambda: True))
+            header, _ = compose(SERVER + 1, specification.session, Kind.PING, number)
+            assert role.connections.heard(now, 1, header)
+            role.hello(0)
+            (hello,) = role.connections.take()
+            answers = server.on_message(now, b"0", "", hello.header, memoryview(bytearray(hello.payload)))
+            (welcome,) = [answer for answer in answers if isinstance(answer, Parcel) and answer.to == b"0"]
+            assert role.connections.heard(now, 0, welcome.header)
+            payload = memoryview(bytearray(welcome.payload))
+            named += unpack_json(payload, welcome.header)["deaf"]
+            role.on_message(0, welcome.header, payload)
+        return named
+
+    for number in range(int(late / interval)):
+        server.on_time(number * interval)
+    assert set(hear(late, late + specification.deaf_after)) == {1}
+    with pytest.raises(ServersUnreachableError, match=r"server 0 has heard nothing from server 1 for 20 s"):
+        hear(late + specification.deaf_after, late + specification.deaf_after + 2.0)
 
 
 class Pair:

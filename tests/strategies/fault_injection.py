@@ -66,5 +66,15 @@ class Fault(Callback):
         raise AssertionError(f"no process {self.victim}")
 
 
+class Pause(Callback):
+    """A pause after each step of a run that trains until a test ends it, so that other programs get the processors."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        time.sleep(0.1)
+
+
+PAUSES = "--trainer.callbacks+=fault_injection.Pause"
+
+
 def fail(*_: object) -> None:
     raise ValueError("this layer does not like the batch")

@@ -20,7 +20,7 @@ from cnnstrategies.strategies import HybridPipelineStrategy
 SELECTION = (
     *("kl_term", "byol", "branch_on_loss", "logged_metric", "finite_loss", "small_unet", "lottery_ticket"),
     *("global_list", "kept_features", "grad_cam", "wasserstein_penalty", "gathered_contrast"),
-    "asks_the_strategy",
+    *("noise_in_hooks", "reversible_blocks", "asks_the_strategy"),
 )
 
 

@@ -2,16 +2,10 @@
 
 from collections.abc import Mapping
 
-_GATHERED = (
-    "the loss gathers the outputs of all processes with torch.distributed, which the processes of a parameter server "
-    "do not use."
-)
 # By strategy, and by name of the entry.
 REFUSED: Mapping[str, Mapping[str, str]] = {
     "ddp": {},
     "parameter_server": {
-        "lightly.SimCLR, gather_distributed": _GATHERED,
-        "lightly.VICReg, gather_distributed": _GATHERED,
         "lightly.SwaV": "the step normalises weights in place, and the servers, which hold the weights, would undo it.",
         "torchgeo.BYOLTask": (
             "the step changes weights that it also trains, and the servers, which hold the weights, would undo it."

@@ -25,6 +25,7 @@ panel to differ. Pipelines divide what they choose themselves, and of detectors 
 `submodule` says.
 `make test-zoo` makes this page; this one has {count} of the zoo's {total}, in {packages}.
 Each row of the first table says on which day and with which commit its column was measured, and for how many entries.
+A dash stands for an entry that was not tried with the present form of the strategy.
 
 {sums}
 
@@ -39,8 +40,9 @@ def page() -> str:
     results = {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))}
     lines = ["| strategy | equal | refused | said to differ | measured |", "| --- | --- | --- | --- | --- |"]
     for strategy in STRATEGIES:
-        count = Counter(verdicts[strategy]["result"].split(":")[0] for verdicts in results.values())
-        measured = Counter(verdicts[strategy]["measured"] for verdicts in results.values())
+        tried = [verdicts[strategy] for verdicts in results.values() if strategy in verdicts]
+        count = Counter(verdict["result"].split(":")[0] for verdict in tried)
+        measured = Counter(verdict["measured"] for verdict in tried)
         times = "; ".join(f"{time} ({entries})" for time, entries in sorted(measured.items()))
         lines.append(f"| {strategy} | {count['equal']} | {count['refused']} | {count['said']} | {times} |")
     packages = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
@@ -51,7 +53,8 @@ def page() -> str:
     for name, verdicts in results.items():
         cells = []
         for strategy in STRATEGIES:
-            kind, _, reason = verdicts[strategy]["result"].partition(": ")
+            verdict = verdicts.get(strategy, {"result": "-"})
+            kind, _, reason = verdict["result"].partition(": ")
             note = notes.setdefault(reason.splitlines()[0], len(notes) + 1) if reason else 0
             cells.append(f"{kind} ({note})" if note else kind)
         text += f"| {name} | " + " | ".join(cells) + " |\n"

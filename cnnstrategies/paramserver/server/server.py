@@ -333,8 +333,8 @@ class Server:
     def _silent_servers(self) -> list[int]:
         """Return the ids of servers from which no message has arrived for `Specification.deaf_after` seconds.
 
-        The connections with these servers are broken. The servers are not dead, because by this time a dead server has
-        been removed from the view.
+        Either the connections with these servers are broken, or the servers have registered but do not serve yet. The
+        servers are not dead, because by this time a dead server has been removed from the view.
         """
         limit = self._now - self._specification.deaf_after
         return [server for server, heard in self._heard.items() if heard < limit]

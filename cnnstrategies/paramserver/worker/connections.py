@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 from cnnstrategies.paramserver.core.view import RemovedError, ServerInfo, ServersUnreachableError, View
@@ -74,6 +73,7 @@ class Connections:
         # By server id: time of the server's last message, or a later time from which the server's silence is counted.
         self._heard: dict[int, float] = {}
         self._received: dict[int, float] = {}  # By server id: time of the server's last message.
+        self._first_received: dict[int, float] = {}  # By server id: time of the first message of the server's process.
         # By server id: time at which this worker last probed the server, or received the server's reply to a pull.
         self._probed: dict[int, float] = {}
         # Time since which at least one slice has had no primary; None while each slice has a primary.
@@ -138,6 +138,7 @@ class Connections:
         for server in gone:
             self._last.pop(server, None)
             self._received.pop(server, None)
+            self._first_received.pop(server, None)
         self.parcels = [parcel for parcel in self.parcels if parcel.to not in gone]
         return before != self._servers
 
@@ -203,6 +204,7 @@ class Connections:
             return False
         self._last[server] = header.sequence
         self._heard[server] = self._received[server] = now
+        self._first_received.setdefault(server, now)
         if header.kind == Kind.PULLED:
             self._probed[server] = now
         return True
@@ -242,7 +244,9 @@ class Connections:
         """Raise an error if two servers cannot reach each other, although this worker receives messages from both.
 
         No error is raised for a server from which this worker also receives nothing. Such a server may be dead, and
-        the coordinator then removes it.
+        the coordinator then removes it. No error is raised either for a server from which this worker received its
+        first message only a short time ago. A process registers before it can serve, so until then it may still have
+        been starting, and may have sent nothing to the other servers.
 
         Args:
             now: The time, in seconds.
@@ -253,8 +257,11 @@ class Connections:
             ServersUnreachableError: The connection between two live servers is broken.
         """
         since = now - self._specification.timeout
-        others = {int(other) for other in deaf} & self._servers.keys()
-        alive = sorted(other for other in others if self._received.get(other, -inf) > since)
+        serving_since = now - self._specification.deaf_after
+        others = {int(other) for other in deaf} & self._received.keys()
+        alive = sorted(
+            other for other in others if self._received[other] > since and self._first_received[other] < serving_since
+        )
         if alive:
             raise ServersUnreachableError(
                 f"server {server} has heard nothing from server {', '.join(map(str, alive))} for "

@@ -4,6 +4,7 @@ Each file has one kind of case. `CASES` has all of them by name.
 """
 
 from whole_step_cases import (  # noqa: F401  # Each import registers cases.
+    backwards,
     comparing,
     containers,
     declared,
