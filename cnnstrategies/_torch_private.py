@@ -221,15 +221,21 @@ def mark_as_parameter(tensor: Tensor) -> None:
     tensor._is_param = True
 
 
-def swap_contents(tensor: Tensor, other: Tensor) -> None:
+def swap_contents(tensor: Tensor, other: Tensor, is_used: bool = False) -> None:
     """Exchange two tensors by `torch.utils.swap_tensors`, and give autograd the first tensor's hooks again.
 
     torch exchanges the Python attribute with the hooks, but not autograd's list of them. torch refuses tensors to which
     weak references exist, such as those of `torch.nn.LSTM`. The references stay valid, because they refer to the Python
     object, which keeps its identity.
+
+    Args:
+        tensor: A leaf.
+        other: A leaf that nothing else uses.
+        is_used: Whether autograd's graphs may use the first tensor, which torch refuses. The graphs keep its old
+            contents, and a backward through them to the tensor raises an error.
     """
-    if weakref.getweakrefs(tensor) and not is_used_by_torch(tensor):
-        if tensor._use_count() > 1:
+    if is_used or (weakref.getweakrefs(tensor) and not is_used_by_torch(tensor)):
+        if tensor._use_count() > 1 and tensor.requires_grad:
             torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_refuse_old_graph)
         tensor.__class__, other.__class__ = other.__class__, tensor.__class__
         tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__

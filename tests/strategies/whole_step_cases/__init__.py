@@ -19,6 +19,8 @@ from whole_step_cases import (  # noqa: F401  # Each import registers cases.
     refused,
     stored,
     teachers,
+    torch_utilities,
+    trainer_options,
     views,
 )
 from whole_step_cases.base import CASES, Case
