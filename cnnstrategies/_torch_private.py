@@ -5,7 +5,7 @@ would fail.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -221,15 +221,21 @@ def mark_as_parameter(tensor: Tensor) -> None:
     tensor._is_param = True
 
 
-def swap_contents(tensor: Tensor, other: Tensor) -> None:
+def swap_contents(tensor: Tensor, other: Tensor, is_used: bool = False) -> None:
     """Exchange two tensors by `torch.utils.swap_tensors`, and give autograd the first tensor's hooks again.
 
     torch exchanges the Python attribute with the hooks, but not autograd's list of them. torch refuses tensors to which
     weak references exist, such as those of `torch.nn.LSTM`. The references stay valid, because they refer to the Python
     object, which keeps its identity.
+
+    Args:
+        tensor: A leaf.
+        other: A leaf that nothing else uses.
+        is_used: Whether autograd's graphs may use the first tensor, which torch refuses. The graphs keep its old
+            contents, and a backward through them to the tensor raises an error.
     """
-    if weakref.getweakrefs(tensor) and not is_used_by_torch(tensor):
-        if tensor._use_count() > 1:
+    if is_used or (weakref.getweakrefs(tensor) and not is_used_by_torch(tensor)):
+        if tensor._use_count() > 1 and tensor.requires_grad:
             torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_refuse_old_graph)
         tensor.__class__, other.__class__ = other.__class__, tensor.__class__
         tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
@@ -290,13 +296,27 @@ def is_composite(operation: torch._ops.OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(_full_name(operation), "CompositeImplicitAutograd")
 
 
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """Whether hooks are registered on a leaf that run when a backward gives the leaf a gradient."""
+    return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
+
+
+def sequence_number(node: torch.autograd.graph.Node) -> int:
+    """Return the priority with which autograd's engine runs a node. Nodes that were created later have larger numbers.
+
+    The node that gives a leaf its gradient has the largest number of all.
+    """
+    return int(node._sequence_nr())
+
+
 @contextmanager
 def without_tensor_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Remove the hooks that the tensors' gradients are passed to, and add them again on exit.
 
     torch has no public function that returns these hooks, which the user's code has registered.
     """
-    hooks = [(tensor._backward_hooks, dict(tensor._backward_hooks)) for tensor in tensors if tensor._backward_hooks]
+    tables = [(tensor._backward_hooks, tensor._post_accumulate_grad_hooks) for tensor in tensors]
+    hooks = [(table, dict(table)) for pair in tables for table in pair if table]
     for registered, _ in hooks:
         registered.clear()
     try:
@@ -304,6 +324,41 @@ def without_tensor_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for registered, before in hooks:
             registered.update(before)
+
+
+@contextmanager
+def applied_functions(apply: Callable[[Any, tuple[Any, ...], Callable[..., Any]], Any]) -> Iterator[None]:
+    """Return a context in which another function runs each call of ``torch.autograd.Function.apply``.
+
+    Args:
+        apply: Function of the subclass of `torch.autograd.Function`, the arguments, and torch's own ``apply``.
+    """
+    base: Any = torch.autograd.Function
+    original = vars(base)["apply"]
+
+    def applied(cls: Any, *args: Any) -> Any:
+        return apply(cls, args, original.__get__(None, cls))
+
+    base.apply = classmethod(applied)
+    try:
+        yield
+    finally:
+        base.apply = original
+
+
+@contextmanager
+def reentrant_checkpoints() -> Iterator[None]:
+    """Return a context in which ``torch.autograd.grad`` runs through ``checkpoint(..., use_reentrant=True)``.
+
+    torch refuses it, because ``grad`` does not return the gradients of the parameters in the checkpoint. They are in
+    the parameters' attribute ``grad`` instead.
+    """
+    is_valid = torch.autograd._is_checkpoint_valid
+    torch.autograd._is_checkpoint_valid = lambda: True
+    try:
+        yield
+    finally:
+        torch.autograd._is_checkpoint_valid = is_valid
 
 
 # Dictionaries of the hooks of a module that run when the module is called.

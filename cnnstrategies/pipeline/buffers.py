@@ -1,17 +1,62 @@
 """Keep buffers equal on all replicas of a stage: the running statistics of BatchNorm, and other buffers."""
 
+import copy
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from cnnstrategies._torch_private import writes
+from cnnstrategies._torch_private import put_buffer, writes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch_statistics import StatisticsRecorder, StatisticsTable
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module is a BatchNorm layer whose running statistics can be combined from those of microbatches.
+
+    A class of the user's own may compute its statistics in another way, for example for each half of a batch.
+    """
+    return isinstance(module, BATCH_NORMS) and (
+        type(module).forward is nn.BatchNorm2d.forward or _records_mean(type(module), module)
+    )
+
+
+def _records_mean(kind: type[nn.Module], layer: nn.Module) -> bool:
+    """Whether layers of a class, in training mode and with momentum 1, set the running mean to the mean of a batch.
+
+    True if the layer does not keep running statistics, or if its forward cannot run in a trial.
+    """
+    if kind not in _trials:
+        trial: Any = copy.copy(layer)
+        state = vars(trial)
+        state["_parameters"] = {
+            n: None if p is None else torch.ones(p.shape) for n, p in layer.named_parameters(recurse=False)
+        }
+        state["_buffers"] = {name: torch.zeros(b.shape) for name, b in layer.named_buffers(recurse=False)}
+        state |= {"training": True, "momentum": 1.0}
+        put_buffer(trial, "num_batches_tracked", None)
+        channels = int(getattr(layer, "num_features", 1))
+        dims = {nn.BatchNorm1d: 0, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
+        sizes = next((2,) * count for base, count in dims.items() if isinstance(layer, base))
+        images = torch.arange(4.0 * channels * 2 ** len(sizes)).sin().view(4, channels, *sizes)
+        try:
+            with torch.no_grad(), torch.random.fork_rng([]):
+                kind.forward(trial, images)
+            present = trial.running_mean
+            mean = images.transpose(0, 1).flatten(1).mean(1)
+            _trials[kind] = present is None or torch.allclose(present, mean, atol=1e-4)
+        except Exception:
+            _trials[kind] = True
+    return _trials[kind]
+
+
+# Results of `_records_mean`, by class.
+_trials: dict[type[nn.Module], bool] = {}
 
 
 def has_batch_norm(network: nn.Module) -> bool:
@@ -65,7 +110,9 @@ class StageBuffers:
                     f"{name} is a SyncBatchNorm layer, so replicas would wait for each other while they run different "
                     "microbatches: use BatchNorm2d (trainer.sync_batchnorm: false)"
                 )
-            if isinstance(layer, BATCH_NORMS) and layer.track_running_stats:
+            if isinstance(layer, BATCH_NORMS) and not is_batch_norm(layer):
+                layer.register_forward_hook(_note_writes)
+            elif is_batch_norm(layer) and layer.track_running_stats:
                 count = sum(calls[path] for path in calls if name == path or name.startswith(path + "."))
                 # A layer that the stage never calls in training computes no statistics, so it needs no recorder.
                 if count:
@@ -189,3 +236,10 @@ class StageBuffers:
         A buffer has changed if its id or its number of writes has changed. Autograd counts the writes.
         """
         return [(id(buffer), writes(buffer)) for buffer in map(self._module.get_buffer, self._others)]
+
+
+@torch.no_grad()
+def _note_writes(layer: nn.Module, inputs: Any, output: Any) -> None:
+    """Let autograd count a write to the running statistics. torch's kernel changes them without counting."""
+    for buffer in layer.buffers(recurse=False) if layer.training else ():
+        buffer.mul_(1)

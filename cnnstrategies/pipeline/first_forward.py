@@ -36,6 +36,7 @@ class NotedParameters:
         # Tensors with the parameters' storages. They stay the same if a forward assigns to `parameter.data`.
         self._noted = {name: p.detach() for name, p in self._parameters.items()}
         self._writes = _Writes(self._noted)
+        self._flags = [(p, p.requires_grad, p.grad) for p in self._parameters.values()]
         self._checksums = {name: _checksum(p) for name, p in self._noted.items()}
 
     def watching(self) -> AbstractContextManager[object]:
@@ -55,7 +56,10 @@ class NotedParameters:
         return next(name for name, equal in zip(names, are_equal, strict=True) if not equal)
 
     def restore(self) -> None:
-        """Give the parameters the noted values again."""
+        """Give the parameters the noted values again, their gradients, and what says whether they need gradients."""
+        for parameter, needs_gradient, gradient in self._flags:
+            parameter.requires_grad_(needs_gradient)
+            parameter.grad = gradient
         with torch.no_grad():
             for name in self.changed():
                 parameter, noted = self._parameters[name], self._noted[name]

@@ -58,7 +58,8 @@ class InterleavedBatch(WholeBatch):
             self._state = self.terms.noted_state()
             self.terms.drop_arguments()
         self._begin_backward()
-        self._runner.run_tasks(KINDS, "1f1b", self.sizes, self._key, self._run)
+        with self._accumulated():
+            self._runner.run_tasks(KINDS, "1f1b", self.sizes, self._key, self._run)
 
     def _run(self, task: Task) -> None:
         microbatch = task.microbatch

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from cnnstrategies._torch_private import has_hooks, has_tensor_hooks, hooks_of, without_functions
 from cnnstrategies.pipeline.tensor_headers import TensorHeader, TensorSpec
 from cnnstrategies.placed.messages import RefusedError
 
@@ -22,10 +23,13 @@ class ForwardReport(NamedTuple):
     Attributes:
         header: Header of the network's result for the whole batch; None if the rank has not computed a part of it.
         drawn: Names of the generators from which the rank's microbatches have drawn; see `Draws`.
+        order: Names of the rank's parameters in the order in which a backward gives them their gradients. Empty if the
+            rank has not run a microbatch, or if the parameters do not have hooks.
     """
 
     header: TensorHeader | None
     drawn: Sequence[str]
+    order: Sequence[str]
 
 
 class BackwardReport(NamedTuple):
@@ -35,11 +39,13 @@ class BackwardReport(NamedTuple):
         used: Names of the parameters, and indices of the images' tensors, that have a gradient on the rank.
         drawn: As in :class:`ForwardReport`.
         stores: Whether hooks have stored values in the rank's backwards.
+        drawn_backward: Names of the generators from which the rank's backwards have drawn.
     """
 
     used: Sequence[int | str]
     drawn: Sequence[str]
     stores: bool
+    drawn_backward: Sequence[str]
 
 
 class Used(NamedTuple):
@@ -62,15 +68,30 @@ class KnownForm:
         header: Header of the network's result for the whole batch.
         drawn: Names of the generators from which a stage has drawn.
         used: What a backward gives a gradient to. The key says, for each output, whether the output had a gradient.
+        order: Names of all parameters in the order in which a backward gives them their gradients on one device. Empty
+            if the parameters do not have hooks.
+        draws_backward: Whether backwards have drawn random numbers; None before the first one.
     """
 
     header: TensorHeader
     drawn: set[str] = field(default_factory=set)
+    order: Sequence[str] = ()
+    draws_backward: bool | None = None
     used: dict[tuple[bool, ...], Used] = field(default_factory=dict)
 
-    def learn_forward(self, header: TensorHeader, reports: Sequence[ForwardReport]) -> None:
-        """Remember the header of the network's result, and all ranks' reports after their forwards."""
+    def learn_forward(
+        self, header: TensorHeader, reports: Sequence[ForwardReport], ranks: Sequence[Sequence[int]]
+    ) -> None:
+        """Remember the header of the network's result, and all ranks' reports after their forwards.
+
+        Args:
+            header: The header.
+            reports: Reports of all ranks.
+            ranks: For each stage, the ranks of its replicas.
+        """
         self.header = header
+        orders = [next((reports[rank].order for rank in stage if reports[rank].order), ()) for stage in ranks]
+        self.order = [name for order in reversed(orders) for name in order]
         self.drawn |= {name for report in reports for name in report.drawn}
 
     def learn_backward(self, outputs: tuple[bool, ...], reports: Sequence[BackwardReport], rank: int) -> set[int | str]:
@@ -105,6 +126,12 @@ class KnownForm:
             )
 
 
+def _code_of(hook: Any) -> Any:
+    """Return an object that is the same for hooks that are registered anew in each step."""
+    function = getattr(hook, "func", hook)
+    return getattr(function, "__code__", type(function))
+
+
 def _text(header: TensorHeader) -> str:
     return ", ".join(f"{str(spec.dtype).removeprefix('torch.')} {tuple(spec.shape)}" for spec in header.tensors)
 
@@ -119,6 +146,8 @@ def form_of(images: Any, modules: Sequence[nn.Module], parameters: Sequence[Tens
         device_kind: Type of the ranks' devices.
     """
     leaves, tree = tree_flatten(images)
+    with without_functions():
+        of_parameters = tuple((p.requires_grad, p.shape, has_tensor_hooks(p)) for p in parameters)
     return (
         tree,
         tuple((leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)),
@@ -126,5 +155,7 @@ def form_of(images: Any, modules: Sequence[nn.Module], parameters: Sequence[Tens
         torch.is_autocast_enabled(device_kind),
         torch.get_autocast_dtype(device_kind),
         tuple(module.training for module in modules),
-        tuple(parameter.requires_grad for parameter in parameters),
+        of_parameters,
+        # A hook may mix samples, or store something.
+        tuple((index, _code_of(hook)) for index, m in enumerate(modules) if has_hooks(m) for hook in hooks_of(m)),
     )

@@ -6,15 +6,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
 
-from cnnstrategies._torch_private import has_hooks
+from cnnstrategies._torch_private import applied_functions, has_hooks, with_functions
+from cnnstrategies.codec import with_fields
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.graph_checks import UndecidedError, contexts, is_of_shapes
 from cnnstrategies.pipeline.own_code import OwnCode
@@ -82,6 +85,7 @@ class LeafTracer(fx.Tracer):
         # are tensors, and proxies are not tensors.
         super().__init__(autowrap_modules=(math, *([sys.modules["einops"]] if "einops" in sys.modules else [])))
         self._contexts = contexts()
+        self._thread = threading.get_ident()
         self.own_code = OwnCode(self, lambda: not self.module_stack)
         self._seals = seals
         self._numbers = iter(numbers)
@@ -99,7 +103,13 @@ class LeafTracer(fx.Tracer):
         self._state = {**dict(root.named_parameters()), **dict(root.named_buffers())}
         self._tensors = {id(tensor): name for name, tensor in self._state.items()}
         try:
-            with self._noted_contexts(), self.own_code.noted(root):
+            # A copy of a network is traced in a context without functions of classes. Proxies have such functions.
+            with (
+                with_functions(),
+                self._noted_contexts(),
+                self.own_code.noted(root),
+                applied_functions(self._applied),
+            ):
                 return super().trace(root, concrete_args)
         finally:
             self._tensor_proxies.clear()
@@ -149,6 +159,7 @@ class LeafTracer(fx.Tracer):
         must not change the network.
         """
         if not isinstance(a, Tensor):
+            register_dataclass(type(a))
             return super().create_arg(a)
         name = self._tensors.get(id(a)) or self.tensor_attrs.get(a)
         if name is None:
@@ -301,7 +312,14 @@ class LeafTracer(fx.Tracer):
             for kind, (entering, leaving) in originals.items():
                 kind.__enter__, kind.__exit__ = entering, leaving
 
+    def _applied(self, kind: Any, args: tuple[Any, ...], apply: Callable[..., Any]) -> Any:
+        """Make one node of an autograd function that the network's own forward applies."""
+        if threading.get_ident() != self._thread or self.module_stack or not any(map(is_traced, tree_leaves(args))):
+            return apply(*args)
+        return self.create_proxy("call_function", function_of(kind), args, {})
+
     def _note_structure(self, module: nn.Module, key: CallKey, result: Any) -> None:
+        register_dataclass(type(result))
         leaves, spec = tree_flatten(result)
         if any(hasattr(leaf, "__dict__") and not isinstance(leaf, fx.Proxy | Tensor) for leaf in leaves):
             self.unfoldable.add(module)
@@ -369,6 +387,34 @@ def _method_of(function: Callable[..., Any], kind: Any) -> Callable[..., Any]:
         return function(kind, context, *arguments)
 
     return method
+
+
+def register_dataclass(kind: type[Any]) -> None:
+    """Let torch's functions for nested containers look into instances of a class, if the class is a dataclass."""
+    if not is_dataclass(kind) or kind in SUPPORTED_NODES:
+        return
+    names = [field.name for field in fields(kind)]
+
+    def flatten(value: Any) -> tuple[list[Any], None]:
+        return [getattr(value, name) for name in names], None
+
+    register_pytree_node(kind, flatten, lambda parts, _: with_fields(kind, names, list(parts)))
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value is a proxy."""
+    return isinstance(value, fx.Proxy)
+
+
+@cache
+def function_of(kind: Any) -> Callable[..., Any]:
+    """Return a function that applies an autograd function. A node of a graph calls a function with a name."""
+
+    def function(*args: Any) -> Any:
+        return kind.apply(*args)
+
+    function.__name__, function.__module__ = kind.__name__, kind.__module__
+    return function
 
 
 def call_keys(node: fx.Node) -> list[CallKey]:

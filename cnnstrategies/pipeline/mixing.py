@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies._torch_private import OperationMode, put_buffer
-from cnnstrategies.pipeline.buffers import BATCH_NORMS
+from cnnstrategies.pipeline.buffers import is_batch_norm
 from cnnstrategies.pipeline.combining import CombiningRule, StoredValues, adds, find_rule, tolerance
 from cnnstrategies.pipeline.stored_watch import StoredWatch
 from cnnstrategies.pipeline.untouched import random_states, restore_random
@@ -310,7 +310,7 @@ class FixedDraws(OperationMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def _fixed_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Return a context in which BatchNorm layers normalise with their running statistics, or with 0 and 1."""
-    layers = [module for module in modules if isinstance(module, BATCH_NORMS)]
+    layers: list[Any] = [module for module in modules if is_batch_norm(module)]
     training = [layer for layer in layers if layer.training]
     without = [layer for layer in layers if layer.running_mean is None]
     for layer in training:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cnnstrategies._torch_private import without_tensor_hooks
+from cnnstrategies._torch_private import reentrant_checkpoints, without_tensor_hooks
 from cnnstrategies.pipeline.combining import is_near
 from cnnstrategies.pipeline.mixing import Arguments, FixedDraws, MixingProbe, join, rows_of
+from cnnstrategies.pipeline.part_gradients import without_gradients
 
 # A gradient is a sum over many values, so rounding changes it more than a result of the forward.
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-2}
@@ -144,7 +145,7 @@ class ProbedRun:
         if pairs and inputs:
             outputs, begins = zip(*pairs, strict=True)
             del pairs
-            with without_tensor_hooks(parameters):
+            with without_tensor_hooks(parameters), without_gradients(parameters), reentrant_checkpoints():
                 handles = [self._sketch(index, parameter) for index, parameter in enumerate(parameters)]
                 try:
                     gradients = torch.autograd.grad(outputs, inputs, begins, allow_unused=True)

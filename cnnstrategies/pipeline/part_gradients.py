@@ -1,9 +1,12 @@
 """Gradients of one microbatch, and their sums over the microbatches of a rank."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from cnnstrategies._torch_private import reentrant_checkpoints
 
 
 def add_gradients(sums: list[Tensor | None], gradients: Sequence[Tensor | None], summed: set[int]) -> None:
@@ -26,6 +29,19 @@ def add_gradients(sums: list[Tensor | None], gradients: Sequence[Tensor | None],
             summed.add(index)
 
 
+@contextmanager
+def without_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Return a context in which ``grad`` of parameters is None at first. Afterwards ``grad`` is as before."""
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
 def gradients_of(
     roots: Sequence[Tensor], starts: Sequence[Tensor | None], inputs: Sequence[Tensor], keep: bool
 ) -> list[Tensor | None]:
@@ -45,7 +61,8 @@ def gradients_of(
     if pairs and wanted:
         ends, begins = zip(*pairs, strict=True)
         chosen = [inputs[index] for index in wanted]
-        computed = torch.autograd.grad(ends, chosen, begins, retain_graph=keep, allow_unused=True)
+        with reentrant_checkpoints():
+            computed = torch.autograd.grad(ends, chosen, begins, retain_graph=keep, allow_unused=True)
         for index, gradient in zip(wanted, computed, strict=True):
             gradients[index] = gradient
     return gradients

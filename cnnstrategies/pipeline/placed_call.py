@@ -14,6 +14,7 @@ from cnnstrategies.pipeline.interleaved_batch import InterleavedBatch
 from cnnstrategies.pipeline.known_forms import BackwardReport, ForwardReport, KnownForm
 from cnnstrategies.pipeline.loss_verdict import judge
 from cnnstrategies.pipeline.random_draws import advance
+from cnnstrategies.pipeline.ready_order import in_order
 from cnnstrategies.pipeline.stored_terms import CallTerms
 from cnnstrategies.pipeline.tensor_headers import TensorHeader
 from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
@@ -33,7 +34,7 @@ class PlacedCall:
         form: Key of the batch's form; see `PlacedNetwork.form_of`.
 
     Attributes:
-        header: Header of the network's result, after :meth:`forward`.
+        header: Header of the network's result, after :meth:`run`.
         autocast: For each type of device, whether autocast was on, and its dtype.
     """
 
@@ -53,11 +54,29 @@ class PlacedCall:
         self._key = form
         self._form: KnownForm | None = None
         self._batch: WholeBatch | None = None
+        self._results: tuple[Tensor, ...] = ()
         # The declared loss for this call; None outside of training steps.
         self._loss: LossOfCall | None = None
         self._outputs: list[Tensor] = []  # The network's result, until the first step has shown how it is used.
 
-    def forward(self) -> tuple[Tensor, ...]:
+    def run(self) -> list[Tensor]:
+        """Run the forwards. Return the tensors of the network's result, and what the forwards have stored.
+
+        All ranks must call this.
+        """
+        with torch.no_grad():
+            self._results = self._forward()
+        assert self._form is not None
+        inputs = in_order(self.parameters, self._form.order)
+        tensors: list[Tensor] = NetworkFunction.apply(self, *tensors_in(self.images), *inputs.values())
+        return tensors
+
+    def results(self) -> tuple[Tensor, ...]:
+        """Return the results of the forwards, and forget them."""
+        results, self._results = self._results, ()
+        return results
+
+    def _forward(self) -> tuple[Tensor, ...]:
         """Run the forwards, and return the tensors of the network's result.
 
         Raises:
@@ -86,18 +105,21 @@ class PlacedCall:
                 if id(leaf) in brought:
                     brought[id(leaf)].requires_grad_(leaf.requires_grad)
             images = tree_map(lambda leaf: brought.get(id(leaf), leaf), self.images)
-            in_order = form is None or bool(form.drawn)
+            # A layer may begin to draw later, as a dropout whose probability grows.
+            in_order = form is None or self.needs_gradient or bool(form.drawn)
             batch = self.network.begin(
                 images, samples, self.needs_gradient, self._key, in_order, gradients, checkpointing
             )
         self._batch = batch
-        report = ForwardReport(batch.header, sorted(batch.draws.drawn))
+        names = [name for name in self.parameters if self.network.division.owner[name] == runner.stage]
+        order = [names[index] for index in runner.ready_orders.get(self._key, ())]
+        report = ForwardReport(batch.header, sorted(batch.draws.drawn), order)
         if form is None or form.varies:
             reports = places.exchange(report, range(places.world_size), "forms")
             header = reports[self._first_of_last].header
             assert header is not None
             form = self.network.forms.setdefault(self._key, KnownForm(header))
-            form.learn_forward(header, reports)
+            form.learn_forward(header, reports, self.network.ranks)
         form.check(report)
         self._form, self.header = form, form.header
         self._advance(batch, form)
@@ -196,18 +218,42 @@ class PlacedCall:
                 with self.places.local():
                     batch = self._batch = batch.run_forwards_again(self.network.other_checkpointing)
         with self.places.local():
-            return batch.backward(of_outputs, keep, of_stored)
+            assert self._form is not None
+            return batch.backward(of_outputs, keep, of_stored, self._form.draws_backward)
 
     def _advance(self, batch: WholeBatch, form: KnownForm) -> None:
         """Set all ranks' generators to equal states, which are other states than before if a stage has drawn."""
         runner, device = self.network.runner, self.network.runner.transport.device
-        if batch.draws.in_order and form.drawn:
+        if batch.draws.in_order:
             self.places.tell((self._first_of_last,), lambda: batch.draws.after, "generators").restore(device)
             return
         with self.places.local():
             advance(form.drawn, device)
         if not batch.draws.drawn <= form.drawn:
             runner.unseen_draws += 1
+
+    def _advance_backward(self, batch: WholeBatch, form: KnownForm, drawn: set[str]) -> None:
+        """Set all ranks' generators to equal states after backwards in which a stage may have drawn.
+
+        Args:
+            batch: The call.
+            form: What all ranks know about the call.
+            drawn: Names of the generators from which any rank's backwards have drawn.
+        """
+        draws = batch.backward_draws
+        if draws is None:
+            return
+        form.draws_backward = bool(drawn) or bool(form.draws_backward)
+        if drawn and draws.in_order:
+            first = self.network.runner.placement.rank_of(0, 0)
+            self.places.tell((first,), lambda: draws.after, "generators").restore(self._device)
+        elif drawn:
+            with self.places.local():
+                advance(drawn, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.network.runner.transport.device
 
     def _used(self, outputs: tuple[bool, ...], local_keys: set[int | str], terms: CallTerms) -> set[int | str]:
         """Return the keys of all tensors that have a gradient on any rank. Place what hooks have stored in backwards.
@@ -224,16 +270,19 @@ class PlacedCall:
         assert form is not None
         assert batch is not None
         everyone, drawn = range(places.world_size), batch.draws.drawn
+        drawn_backward = [] if batch.backward_draws is None else sorted(batch.backward_draws.drawn)
         known = form.used.get(outputs)
         if known is not None:
             has_changed = local_keys != known.of_rank or not drawn <= form.drawn
-            changes = places.exchange((has_changed, terms.stores_in_backward), everyone, "changes")
-            if not any(changed for changed, _ in changes):
-                if any(stores for _, stores in changes):
+            changes = places.exchange((has_changed, terms.stores_in_backward, drawn_backward), everyone, "changes")
+            if not any(changed for changed, *_ in changes):
+                if any(stores for _, stores, _ in changes):
                     terms.place_of_backward()
+                self._advance_backward(batch, form, {name for *_, names in changes for name in names})
                 return known.of_all
-        report = BackwardReport(sorted(local_keys, key=str), sorted(drawn), terms.stores_in_backward)
+        report = BackwardReport(sorted(local_keys, key=str), sorted(drawn), terms.stores_in_backward, drawn_backward)
         reports = places.exchange(report, everyone, "used")
+        self._advance_backward(batch, form, {name for received in reports for name in received.drawn_backward})
         if any(received.stores for received in reports):
             terms.place_of_backward()
         return form.learn_backward(outputs, reports, places.rank)
@@ -266,10 +315,10 @@ class NetworkFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: PlacedCall, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run the forwards of this rank's stage."""
+        """Return the results of the forwards, which have already run."""
         ctx.set_materialize_grads(False)
         ctx.call = call
-        results = call.forward()
+        results = call.results()
         assert call.header is not None
         specs = call.header.tensors
         # What has been stored follows. All of it has a gradient.

@@ -12,14 +12,14 @@ from cnnstrategies.pipeline.division import Division
 from cnnstrategies.pipeline.interleaved_batch import GradientsOfResults
 from cnnstrategies.pipeline.known_forms import KnownForm, form_of
 from cnnstrategies.pipeline.network_copies import copied_forward, pickled_forward
-from cnnstrategies.pipeline.placed_call import NetworkFunction, PlacedCall
+from cnnstrategies.pipeline.placed_call import PlacedCall
 from cnnstrategies.pipeline.replicas import StageReplicas
 from cnnstrategies.pipeline.stage_runner import StageRunner
 from cnnstrategies.pipeline.storing_code import has_users_hook
 from cnnstrategies.pipeline.term_reports import NeedsOneMicrobatchError
 from cnnstrategies.pipeline.timetable import Checkpointing
 from cnnstrategies.pipeline.transport import Transport
-from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
+from cnnstrategies.pipeline.whole_batch import WholeBatch
 from cnnstrategies.placed import Places
 from cnnstrategies.placed.placing import place_tensors
 
@@ -209,8 +209,7 @@ class PlacedNetwork:
             if parameter.requires_grad and name in self.division.used
         }
         call = PlacedCall(self, images, used, form)
-        leaves = tensors_in(images)
-        tensors = NetworkFunction.apply(call, *leaves, *used.values())
+        tensors = call.run()
         self._place_new_buffers()
         assert call.header is not None
         count = len(call.header.tensors)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cnnstrategies.pipeline.transport import Pending, Transport
 
-_CONTENT = "the states of the random number generators"  # for error messages
+CONTENT = "the states of the random number generators"  # for error messages
 
 
 class GeneratorStates(NamedTuple):
@@ -229,7 +229,7 @@ class Draws:
             self.after = states
         else:
             target = placement.rank_of(self._stage + 1, microbatch)
-            self._sends += transport.send_object(states, target, _CONTENT)
+            self._sends += transport.send_object(states, target, CONTENT)
 
     def finish(self) -> None:
         """Restore the states at the call."""
@@ -246,5 +246,5 @@ class Draws:
 
     def _received(self, microbatch: int) -> GeneratorStates:
         source = self._transport.placement.rank_of(self._stage - 1, microbatch)
-        states: GeneratorStates = self._transport.receive_object(source, _CONTENT)
+        states: GeneratorStates = self._transport.receive_object(source, CONTENT)
         return states

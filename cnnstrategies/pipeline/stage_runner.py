@@ -51,6 +51,8 @@ class StageRunner:
             same value.
         changes_inputs: Whether the stage changes its arguments in place, so that forwards that run again need copies.
         compared_forms: Forms of batches for which the results of first and second forwards have been compared.
+        ready_orders: By the form of a batch, the indices of :attr:`parameters` in the order in which a backward gives
+            them their gradients. Empty if they do not have hooks.
         unseen_draws: Number of calls in which this rank has drawn random numbers, but the generators have not advanced
             on all ranks. It enters the seeds, so that the next call does not draw the same numbers.
     """
@@ -68,6 +70,7 @@ class StageRunner:
         self.activation_checkpointing: Checkpointing = "never"
         self.changes_inputs = False
         self.compared_forms: set[Hashable] = set()
+        self.ready_orders: dict[Hashable, list[int]] = {}
         self.unseen_draws = 0
         self.replicas = replicas or StageReplicas(transport)
         self.times = TaskTimes(transport)

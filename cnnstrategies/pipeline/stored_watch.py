@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.buffers import BATCH_NORMS
+from cnnstrategies.pipeline.buffers import is_batch_norm
 from cnnstrategies.pipeline.noted_state import NotedState
 from cnnstrategies.pipeline.outside_variables import (
     MISSING,
@@ -302,7 +302,7 @@ class _ModuleState:
         def search_module(module: nn.Module, path: tuple[Any, ...], depth: int) -> None:
             seen.add(id(module))
             self.containers.append(Container(path, vars(module), type(module)))
-            is_recorded = isinstance(module, BATCH_NORMS) and module.track_running_stats
+            is_recorded = is_batch_norm(module) and module.track_running_stats
             for key, value in vars(module).items():
                 if key in _TABLES:
                     for name, child in _held(value):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from cnnstrategies._torch_private import hooks_of
-from cnnstrategies.pipeline.buffers import BATCH_NORMS
+from cnnstrategies.pipeline.buffers import is_batch_norm
 from cnnstrategies.pipeline.watched import PLAIN
 
 # Instructions that change an object which other code may refer to.
@@ -67,7 +67,7 @@ def function_may_store(function: Any) -> bool:
 
 
 def _forward_may_store(module: nn.Module) -> bool:
-    if isinstance(module, _NormBase) and module.track_running_stats and not isinstance(module, BATCH_NORMS):
+    if isinstance(module, _NormBase) and module.track_running_stats and not is_batch_norm(module):
         return True  # torch changes these statistics in place.
     if any(next(_definitions(module, name), None) for name in ("__call__", "__getattr__", "__getattribute__")):
         return True

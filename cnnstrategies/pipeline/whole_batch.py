@@ -1,7 +1,7 @@
 """Run one call of a divided network with a whole batch: all forwards of a stage now, and all backwards later."""
 
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cnnstrategies._torch_private import without_tensor_hooks
+from cnnstrategies._torch_private import has_tensor_hooks, without_tensor_hooks
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.backward_draws import BackwardDraws
 from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.combining import StoredValues
-from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of
+from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of, without_gradients
 from cnnstrategies.pipeline.random_draws import Draws
+from cnnstrategies.pipeline.ready_order import ready_order
 from cnnstrategies.pipeline.second_forward import KeptInputs, SecondForwards
 from cnnstrategies.pipeline.stored_terms import CallTerms
 from cnnstrategies.pipeline.tensor_headers import TensorHeader, TensorSpec, memory_format_of, pack
@@ -36,6 +38,7 @@ class WholeBatch:
         microbatches: This rank's microbatches that have samples.
         parameters: Trainable parameters of the stage.
         draws: Random draws of this rank's forwards.
+        backward_draws: Random draws of this rank's last backwards that did not run between forwards.
         header: In the last stage, the header of the network's result for the whole batch. None in other stages, and if
             this rank has not run a microbatch.
         terms: What the forwards have stored on modules; None if the runner does not watch them.
@@ -66,6 +69,7 @@ class WholeBatch:
         self.microbatches = [m for m in runner.placement.microbatches_of(runner.transport.rank) if self.sizes[m]]
         self.parameters = runner.parameters
         self.draws = Draws(runner.transport, in_order and self.rows.is_one_microbatch, runner.unseen_draws)
+        self.backward_draws: BackwardDraws | None = None
         self.header: TensorHeader | None = None
         self._parts: dict[int, Any] = {}
         self._leaves: dict[int, dict[int, list[Tensor]]] = {}
@@ -112,7 +116,11 @@ class WholeBatch:
         return [self.rows.in_order(tensor) for tensor in tensors]
 
     def backward(
-        self, gradients: Sequence[Tensor | None], keep: bool = False, of_stored: Sequence[Tensor | None] = ()
+        self,
+        gradients: Sequence[Tensor | None],
+        keep: bool = False,
+        of_stored: Sequence[Tensor | None] = (),
+        has_drawn: bool | None = None,
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Run the backwards of this rank's microbatches. All ranks must call this.
 
@@ -123,6 +131,7 @@ class WholeBatch:
                 ignored in other stages.
             keep: Whether another backward of this batch may follow.
             of_stored: Gradients of what this stage has stored, see `CallTerms.own_gradients`.
+            has_drawn: Whether backwards of this form have drawn random numbers; None before the first one.
 
         Returns:
             The gradients of ``parameters``, and in the first stage the gradients of the tensors in the images,
@@ -141,9 +150,21 @@ class WholeBatch:
             self._backward(task.microbatch, rows, keep, of_stored)
 
         watched = nullcontext() if self.terms is None or self._second is not None else self.terms.backward()
-        with self._runner.under(self._placement), watched:
+        draws = self.backward_draws = BackwardDraws(self._runner.transport, self.rows.is_one_microbatch, has_drawn)
+        with self._runner.under(self._placement), watched, self._accumulated():
             self._runner.run_tasks(("backward",), "gpipe", self.sizes, self._key, run)
+        draws.finish()
         return self._taken_gradients()
+
+    @contextmanager
+    def _accumulated(self) -> Iterator[None]:
+        """Return a context for backwards, after which the sums contain what the stage's code has added to ``grad``.
+
+        The backward of an autograd function, as of a reversible block, may call ``backward`` itself.
+        """
+        with without_gradients(self.parameters):
+            yield
+            add_gradients(self._sums, [parameter.grad for parameter in self.parameters], self._summed)
 
     def _taken_gradients(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Return the gradients, and forget them: autograd copies gradients to which there are other references."""
@@ -199,6 +220,7 @@ class WholeBatch:
         leaves = self._leaves[microbatch] if kept is None else kept.leaves
         inputs, images = [tensor for tensors in leaves.values() for tensor in tensors], tensors_in(part)
         second: StoredValues | None = None
+        draws = self.backward_draws
         with (
             runner.times.timed("backward", microbatch, "backward"),
             torch.autocast(runner.transport.device.type, enabled=False),
@@ -216,7 +238,10 @@ class WholeBatch:
                 roots, received = [*roots, *stored], [*received, *starts]
             # A second forward returns to the state of the first one, so the watch begins after it.
             is_watched = self.terms is not None and self._second is not None and self.rows.is_one_microbatch
-            with self.terms.backward() if is_watched and self.terms is not None else nullcontext():
+            with (
+                self.terms.backward() if is_watched and self.terms is not None else nullcontext(),
+                nullcontext() if draws is None else draws.microbatch(microbatch),
+            ):
                 results = gradients_of(roots, received, [*parameters, *inputs, *images], keep and kept is None)
         add_gradients(self._sums, results[: len(parameters)], self._summed)
         for tensor, gradient in zip(inputs, results[len(parameters) :], strict=False):
@@ -228,6 +253,8 @@ class WholeBatch:
                     whole = self._of_images[index] = self._zeros_like_images(index)
                 self._slot(whole, microbatch).copy_(gradient)
         runner.channels.send_backward(microbatch, leaves)
+        if draws is not None:
+            draws.pass_on(microbatch)
 
     def run_again(self, microbatch: int, arguments: tuple[Any, ...]) -> tuple[list[Tensor], StoredValues]:
         """Run a microbatch's forward again, as in :class:`SecondForwards`. Nothing is sent.
@@ -297,10 +324,7 @@ class WholeBatch:
             with timed, runner.buffers.microbatch(microbatch), self.draws.microbatch(microbatch):
                 arguments = channels.inputs(values, images)
                 kept = KeptInputs.of(arguments, leaves, runner.changes_inputs) if runs_again else None
-                if self.terms is None:
-                    result = runner.division.run(runner.stage, *arguments)
-                else:
-                    result = self.terms.run(microbatch, arguments)
+                result = self._run_stage(microbatch, arguments)
             if images is not None:
                 self.rows.warn_of_changes(tensors_in(self._images), tensors_in(images))
             if runner.last:
@@ -310,6 +334,9 @@ class WholeBatch:
                 sent = channels.send_forward(microbatch, key, named, training=self.interleaves)
                 roots = [tensor for tensors in sent.values() for tensor in tensors]
         self.draws.pass_on(microbatch)
+        if self._needs_gradient and self._form not in runner.ready_orders:
+            hooked = any(map(has_tensor_hooks, self.parameters))
+            runner.ready_orders[self._form] = ready_order(roots, self.parameters) if hooked else []
         if kept is not None and kept.have_changed:
             # This forward cannot run again, so its graph is kept. For the next forwards, copies are kept.
             kept, runner.changes_inputs = None, True
@@ -321,6 +348,19 @@ class WholeBatch:
                 self.terms.drop_graph(microbatch)
         elif self._needs_gradient:
             self._leaves[microbatch], self._roots[microbatch] = leaves, roots
+
+    def _run_stage(self, microbatch: int, arguments: tuple[Any, ...]) -> Any:
+        try:
+            if self.terms is None:
+                return self._runner.division.run(self._runner.stage, *arguments)
+            return self.terms.run(microbatch, arguments)
+        except Exception as error:
+            if not self.rows.is_one_microbatch:
+                error.add_note(
+                    f"this forward has {self.sizes[microbatch]} of the batch's {sum(self.sizes)} samples: if the "
+                    "network's code, or a hook, needs the whole batch, set the strategy's microbatches to 1"
+                )
+            raise
 
     def _hold(self, microbatch: int, result: Any) -> list[Tensor]:
         """Hold a microbatch's result until the results of the whole batch are joined. Return its tensors."""

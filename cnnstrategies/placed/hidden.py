@@ -54,9 +54,10 @@ def steps_separately(optimizer: Optimizer) -> bool:
     """
     if is_elementwise(type(optimizer)):
         return True
-    if attribute_with_tensors(optimizer) is not None:
-        return False
-    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    devices_of_parameters = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    device = next(devices_of_parameters, None)
+    if device is None or attribute_with_tensors(optimizer) is not None:
+        return False  # Lightning's optimizer for modules that configure no optimizer does not have parameters.
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         try:
@@ -141,6 +142,7 @@ class HiddenGradients:
             self._places.settle_gradients(parameters)
         if not self.hides:
             return
+        self._state.note_emptied(optimizer)
         self._places.begin_local()
         self._is_hiding = True
         for parameter in parameters:

@@ -42,8 +42,10 @@ class PlacedState:
 
     def __init__(self, places: Places, is_own: bool) -> None:
         self._places, self._is_own = places, is_own
+        self._emptied: set[int] = set()  # Ids of parameters whose state must be described again.
         # By id of a parameter whose state all ranks know: the parameter, which keeps the id in use.
         self._described: dict[int, Tensor] = {}
+        self._with_state: set[int] = set()  # Those whose state has entries.
 
     def mark(self, state: Any, place: tuple[int, ...], label: str) -> None:
         """Mark the tensors in the state of a parameter of this rank."""
@@ -58,6 +60,7 @@ class PlacedState:
                 if not state or place is None:
                     continue
                 self._described[id(parameter)] = parameter
+                self._with_state.add(id(parameter))
                 label = self._places.label_of(parameter)
                 is_out_of_date = self._is_own and type(parameter) is ForeignTensor
                 optimizer.state[parameter] = {
@@ -73,6 +76,10 @@ class PlacedState:
 
         return tree_map(given, value)
 
+    def note_emptied(self, optimizer: Optimizer) -> None:
+        """Note before a step which parameters' states the user's code has emptied, on all ranks alike."""
+        self._emptied = {number for number in self._with_state if not optimizer.state.get(self._described[number])}
+
     def describe(self, optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
         """Create the state of foreign parameters that have made their first step. All ranks must call this.
 
@@ -80,7 +87,8 @@ class PlacedState:
             optimizer: The optimizer.
             stepped: Parameters with a gradient in the last step that are not on all ranks.
         """
-        new = {id(parameter) for parameter in stepped} - self._described.keys()
+        new = {id(parameter) for parameter in stepped} - self._described.keys() | self._emptied
+        self._emptied = set()
         if not new:
             return
         by_place: dict[tuple[int, ...], list[Tensor]] = {}
@@ -97,6 +105,8 @@ class PlacedState:
 
             all_forms = self._places.tell(place, own_forms, "the optimizer's state")
             for parameter, forms in zip(parameters, all_forms, strict=True):
+                if forms:
+                    self._with_state.add(id(parameter))
                 if type(parameter) is ForeignTensor and forms is not None:
                     optimizer.state[parameter] = {name: self._foreign(form, parameter) for name, form in forms.items()}
         # All ranks have the entries in the same order, so that loops over the state read the same values.

@@ -13,10 +13,11 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 
-from cnnstrategies._torch_private import OperationMode
+from cnnstrategies._torch_private import OperationMode, schema_of
 
 FEW = 100  # If a list or dictionary has more entries than this, it is copied, but its entries are not.
 # Classes of objects that a copy shares with the original module, because copying them would take time or break them.
@@ -53,7 +54,7 @@ def muted_copy(module: LightningModule) -> LightningModule:
     """Return a copy of a module in which steps change nothing of the module but parameters.
 
     Metrics, buffers, lists, numbers and small objects of the user's own classes are copied. The copy shares the
-    module's parameters and data.
+    module's parameters and data; see `tensors_stay`.
 
     Args:
         module: The module, as it is now.
@@ -127,6 +128,64 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), isolate_rng(include_cuda=False):
         yield
+
+
+@contextmanager
+def tensors_stay(module: nn.Module) -> Iterator[None]:
+    """Undo what a step on a copy of a module does to tensors that the module and the copy share.
+
+    A step may average a teacher's weights, add noise to weights, or freeze one of two networks.
+
+    Args:
+        module: The module. Its parameters also get their gradients' flags and their memory back.
+    """
+    noted = [(parameter, parameter.requires_grad, parameter.detach()) for parameter in module.parameters()]
+    writes = _UndoneWrites()
+    try:
+        with writes:
+            yield
+    finally:
+        writes.undo()
+        for parameter, is_trained, values in noted:
+            parameter.requires_grad_(is_trained)
+            if type(values) is Tensor and not values.is_meta and parameter.data_ptr() != values.data_ptr():
+                parameter.data = values
+
+
+class _UndoneWrites(OperationMode):  # type: ignore[no-untyped-call]
+    """Mode that copies the memory of each tensor before an operation writes it for the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # By address, the whole memory as bytes, and a copy. Memory that is referred to is not used again.
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, after copies of what it writes."""
+        kwargs = kwargs or {}
+        schema = schema_of(func)
+        if schema.is_mutable:
+            for position, argument in enumerate(schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    written = args[position] if position < len(args) else kwargs.get(argument.name)
+                    for tensor in tree_leaves(written):
+                        self._copy(tensor)
+        return func(*args, **kwargs)
+
+    def _copy(self, written: Any) -> None:
+        if type(written) not in (Tensor, nn.Parameter) or written.is_meta or written.layout is not torch.strided:
+            return
+        storage = written.untyped_storage()
+        if storage.data_ptr() and storage.data_ptr() not in self._copies:
+            memory = torch.empty(0, dtype=torch.uint8, device=written.device).set_(storage)
+            self._copies[storage.data_ptr()] = memory, memory.clone()
+
+    def undo(self) -> None:
+        """Give all tensors their values from before the mode."""
+        for memory, values in self._copies.values():
+            memory.copy_(values)
 
 
 class CollectiveError(RuntimeError):

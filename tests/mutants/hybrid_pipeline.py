@@ -1,9 +1,11 @@
 """Mutants of strategy hybrid_pipeline: to Lightning, all stages together behave like one device."""
 
+import contextlib
 import functools
 
 import test_balancing
 import test_divided_loaders
+import test_example_inputs
 import test_hybrid_pipeline
 import test_outside
 import test_pipeline_shares
@@ -25,6 +27,7 @@ from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks
 from cnnstrategies.strategies.hybrid_pipeline.placed_module import PlacedModule
 from cnnstrategies.strategies.hybrid_pipeline.predictions import predictions_on_rank_zero
 from cnnstrategies.strategies.hybrid_pipeline.random_states import set_random_states
+from cnnstrategies.strategies.module_copies import tensors_stay
 
 removes(
     batches_of,
@@ -139,3 +142,11 @@ def only_the_first_stage_loads_what_all_ranks_have_divided(original, self, batch
 )
 def what_the_user_has_divided_is_divided_again(original, self, loader):
     return False
+
+
+removes(
+    tensors_stay,
+    "a step that runs for example inputs changes the weights of rank 0",
+    killed_by=test_example_inputs.test_a_step_that_runs_for_example_inputs_changes_no_weights,
+    gives=contextlib.nullcontext(),
+)

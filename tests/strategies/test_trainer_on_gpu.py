@@ -73,7 +73,7 @@ class WithHead(OwnModule):
     def on_train_start(self) -> None:
         strategy: Any = self.trainer.strategy
         # NCCL has no tags: a receive that begins early would occupy the device.
-        assert vars(strategy)["_forward"].placed.runner.ahead == (0 if self.device.type == "cuda" else AHEAD)
+        assert vars(strategy)["_run"].placed.runner.ahead == (0 if self.device.type == "cuda" else AHEAD)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, targets = batch
@@ -124,8 +124,8 @@ class Waits(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         DEVICE.waits = Counter()
         strategy: Any = trainer.strategy
-        forward = vars(strategy).get("_forward")
-        self.late = None if forward is None or forward.placed.declared is None else forward.placed.declared.late
+        run = vars(strategy).get("_run")
+        self.late = None if run is None or run.placed.declared is None else run.placed.declared.late
         if self.late is not None:
             assert not self.late.is_settled
             if trainer.world_size == 2:

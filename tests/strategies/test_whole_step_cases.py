@@ -18,8 +18,9 @@ from cnnstrategies.strategies import HybridPipelineStrategy
 
 # Cases of several kinds, which `make test` runs with three steps.
 SELECTION = (
-    *("kl_term", "byol", "branch_on_loss", "logged_metric", "finite_loss", "small_unet", "pruned"),
+    *("kl_term", "byol", "branch_on_loss", "logged_metric", "finite_loss", "small_unet", "lottery_ticket"),
     *("global_list", "kept_features", "grad_cam", "wasserstein_penalty", "gathered_contrast"),
+    *("noise_in_hooks", "reversible_blocks", "asks_the_strategy"),
 )
 
 

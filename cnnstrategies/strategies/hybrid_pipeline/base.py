@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from typing_extensions import override
 from cnnstrategies._lightning_private import check_start, keep_batches, leave_samplers, ranks_are_children
 from cnnstrategies.old_names import refuse_old_names
 from cnnstrategies.pipeline.timetable import Checkpointing, Order, Placement, Schedule
-from cnnstrategies.pipeline.transport import PeerError, Transport, broadcast_value
+from cnnstrategies.pipeline.transport import PeerError, Transport
 from cnnstrategies.placed import DivergedError, Places
 from cnnstrategies.quantities import Duration, Size, as_timedelta
 from cnnstrategies.runtime.processes import end_group_at_exit, failed_before, leave_group_at_exit
@@ -27,9 +28,10 @@ from cnnstrategies.strategies.gathering import gather_rows
 from cnnstrategies.strategies.hybrid_pipeline.balancing import begin_dealing
 from cnnstrategies.strategies.hybrid_pipeline.checks import check_devices
 from cnnstrategies.strategies.hybrid_pipeline.chosen_network import ChosenNetwork
-from cnnstrategies.strategies.hybrid_pipeline.connections import RunConnections, gather, reduce_over_ranks
+from cnnstrategies.strategies.hybrid_pipeline.connections import RunConnections, broadcast, gather, reduce_over_ranks
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loading_ranks import LoadingRanks, warn_of_shares
+from cnnstrategies.strategies.hybrid_pipeline.random_states import random_states, set_random_states
 from cnnstrategies.strategies.protocol import GradientWeighting, StepKind, StrategyFacts
 from cnnstrategies.strategies.without_ddp import check_keywords, own_metric_states
 
@@ -208,7 +210,12 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
         existed = dist.is_initialized()
+        states = random_states()
         super().setup_environment()
+        if self._start_method not in ("spawn", "forkserver"):
+            # Lightning has set the generators to the seed of `seed_everything`. On one device the run continues with
+            # the random numbers that follow those of the module and the data. New processes do not have their states.
+            set_random_states(states)
         own_metric_states(self.lightning_module)
         keep_batches(self.lightning_module.trainer)
         if self.placement.replicas[0] == 1:
@@ -241,9 +248,14 @@ class PipelineStrategy(StrategyFacts, FailingTogetherDDPStrategy):
         return bool(self._most(int(not decision)) == 0 if all else self._most(int(decision)))
 
     @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with nullcontext() if self._connections is None else self._connections.all_processes():
+            super().barrier(*args, **kwargs)
+
+    @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of one rank, without pickling. All ranks must call this."""
-        return broadcast_value(obj, src, self.root_device) if dist.is_initialized() else obj
+        """Return the object of one rank; see `broadcast`."""
+        return broadcast(obj, src, self._connections, self.root_device)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from cnnstrategies.pipeline.random_draws import generator_of
 from cnnstrategies.pipeline.timetable import Placement
@@ -40,9 +41,9 @@ class RunConnections:
         groups = [new_group([member], timeout) for member in range(world_size)]
         self._alone = groups[rank]
         self._groups = [group, self._alone]
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        devices = None if dist.get_backend() == "gloo" else DeviceLink(everyone, device)
+        self._everyone = dist.group.WORLD
+        assert self._everyone is not None
+        devices = None if dist.get_backend() == "gloo" else DeviceLink(self._everyone, device)
         self.places = Places(rank, world_size, GlooLink(group, rank, world_size), devices)
         self._transport: Transport | None = None
 
@@ -76,6 +77,16 @@ class RunConnections:
         finally:
             dist.group.WORLD = everyone
 
+    @contextmanager
+    def all_processes(self) -> Iterator[None]:
+        """Return a context in which the default process group has all processes, also in a step."""
+        current = dist.group.WORLD
+        dist.group.WORLD = self._everyone
+        try:
+            yield
+        finally:
+            dist.group.WORLD = current
+
     def same_random_numbers(self) -> None:
         """Continue on all ranks with the random numbers of rank 0."""
         generator = generator_of(self._device)
@@ -108,7 +119,7 @@ class RunConnections:
 
     def drop(self) -> None:
         """Drop the groups, also after a failure. The threads of a group end when nothing refers to the group."""
-        self._alone = self._transport = None
+        self._alone = self._everyone = self._transport = None
         self._groups.clear()
 
 
@@ -128,6 +139,29 @@ def gather(values: Tensor, connections: RunConnections | None, timeout: timedelt
         # For example, `configure_optimizers` may ask for the length of an epoch before the set-up.
         with cpu_group(timeout) as group:
             return gather_tensors(values, group)
+
+
+def broadcast(value: Any, source: int, connections: RunConnections | None, device: torch.device) -> Any:
+    """Return a value of one rank, on all ranks, without pickling. All ranks must call this, at any time.
+
+    Args:
+        value: The value. Its placed tensors are first brought to all ranks, so all ranks must pass them.
+        source: The rank that has the value.
+        connections: See `gather`.
+        device: Device for the tensors that are sent.
+    """
+    if not dist.is_initialized():
+        return value
+    if connections is None:
+        return broadcast_value(value, source, device)
+    places = connections.places
+
+    def everywhere(leaf: Any) -> Any:
+        return places.everywhere(leaf.detach(), "broadcast") if isinstance(leaf, Tensor) else leaf
+
+    value = tree_map(everywhere, value)
+    with connections.all_processes(), places.local():
+        return broadcast_value(value, source, device)
 
 
 def reduce_over_ranks(value: Tensor, how: Any, connections: RunConnections | None, timeout: timedelta) -> Tensor:

@@ -14,11 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from cnnstrategies._lightning_private import first_loader
 from cnnstrategies._torch_private import hook_tables
-from cnnstrategies.pipeline.first_forward import NotedParameters
 from cnnstrategies.pipeline.leaf_tracer import network_inputs
 from cnnstrategies.pipeline.microbatches import CPU, Images
 from cnnstrategies.strategies.hybrid_pipeline.network import module_at, only
-from cnnstrategies.strategies.module_copies import NoCollectives, muted_copy, same_random_numbers
+from cnnstrategies.strategies.module_copies import NoCollectives, muted_copy, same_random_numbers, tensors_stay
 
 STEPS: dict[TrainerFn | None, str] = {
     TrainerFn.VALIDATING: "validation_step",
@@ -158,16 +157,12 @@ def arguments_of_call(
     vars(called)["forward"] = recorder
     for hooks in hook_tables(called) if path else ():
         hooks.clear()
-    # The copy shares the parameters, which the step may change, as steps do that move a teacher towards the network.
-    parameters = NotedParameters(dict(module.named_modules()))
-    with same_random_numbers(device), NoCollectives():
+    with same_random_numbers(device), tensors_stay(module), NoCollectives():
         try:
-            with torch.no_grad(), parameters.watching():
+            with torch.no_grad():
                 getattr(copied, step)(*_arguments(module, step, batch, dataloader))
         except (_CallSeen, Exception):
             pass
-        finally:
-            parameters.restore()
     if recorder.call is None:
         return None
     try:

@@ -168,7 +168,9 @@ class PlacedModule:
                     # The next run may make the tensor foreign, which needs memory that no other tensor uses.
                     whole = whole.clone()
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    swap_contents(tensor, nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole)
+                    restored = nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole
+                    # Attributes that were computed after the last backward, such as pruned weights, have graphs.
+                    swap_contents(tensor, restored, is_used=True)
         for optimizer, state in zip(optimizers, states, strict=False):
             with self.places.local():
                 if self.places.rank == 0:

@@ -4,6 +4,7 @@ Each file has one kind of case. `CASES` has all of them by name.
 """
 
 from whole_step_cases import (  # noqa: F401  # Each import registers cases.
+    backwards,
     comparing,
     containers,
     declared,
@@ -18,6 +19,8 @@ from whole_step_cases import (  # noqa: F401  # Each import registers cases.
     refused,
     stored,
     teachers,
+    torch_utilities,
+    trainer_options,
     views,
 )
 from whole_step_cases.base import CASES, Case

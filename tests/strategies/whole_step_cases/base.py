@@ -65,6 +65,7 @@ class Case:
         samples: Number of samples used. The last batch is smaller if `BATCH` does not divide it.
         then: Methods of the Trainer that follow ``fit``: ``validate``, ``test`` and ``predict``.
         validates: Whether ``fit`` gets a loader for validation.
+        loads_itself: Whether the module makes its loaders, so that ``fit`` gets none.
         error: Part of the error message with which a run in several stages must end. By default it must not fail.
     """
 
@@ -80,6 +81,7 @@ class Case:
     samples: int = SAMPLES
     then: tuple[str, ...] = ()
     validates: bool = False
+    loads_itself: bool = False
     error: str = ""
 
     def training_loader(self, parts: int = 1, part: int = 0) -> DataLoader[Any]:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from whole_step_cases.base import Block, Classifier, case, classifier
+from whole_step_cases.base import Block, Classifier, case, classifier, dense
 
 
 def normalised(gradient: Tensor) -> Tensor:
@@ -242,3 +242,37 @@ class ChangedArgument(Classifier):
 
     def network(self) -> nn.Module:
         return SkipNet()
+
+
+@case()
+class ToggledOptimizers(Classifier):
+    """Trains the network against a critic. The step begins with a change of what requires a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(4, 1, 3, 2, 1))
+
+    def network(self) -> nn.Module:
+        return dense()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        images = batch[0]
+        of_network, of_critic = self.optimizers()
+        self.toggle_optimizer(of_network)
+        restored = self.net(images.flip(-1))
+        loss = F.l1_loss(restored, images) - self.critic(restored).mean()
+        of_network.zero_grad()
+        self.manual_backward(loss)
+        of_network.step()
+        self.untoggle_optimizer(of_network)
+        self.toggle_optimizer(of_critic)
+        difference = F.softplus(self.critic(restored.detach())).mean() + F.softplus(-self.critic(images)).mean()
+        of_critic.zero_grad()
+        self.manual_backward(difference)
+        of_critic.step()
+        self.untoggle_optimizer(of_critic)
+        self.log_dict({"loss": loss, "difference": difference})
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), lr=5e-3) for part in (self.net, self.critic)]

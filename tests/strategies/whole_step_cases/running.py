@@ -45,7 +45,8 @@ def train(case: Case, strategy: Any, devices: int) -> dict[str, Tensor]:
     parts = strategy.loading_processes(devices) if devices > 1 else 1
     part = dist.get_rank() % parts if devices > 1 else 0
     evaluation = case.evaluation_loader(parts, part)
-    trainer.fit(module, case.training_loader(parts, part), evaluation if case.validates else None)
+    loaders = () if case.loads_itself else (case.training_loader(parts, part), evaluation if case.validates else None)
+    trainer.fit(module, *loaders)
     logged = dict(trainer.callback_metrics)
     predictions: Any = []
     for name in case.then:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from whole_step_cases.base import CLASSES, Classifier, case, classifier
+from whole_step_cases.containers import Skips
 
 
 @case()
@@ -236,3 +237,23 @@ class Snapshot(Classifier):
             pairs = zip(self.net.parameters(), self.before[0].parameters(), strict=True)
             loss = loss + 0.01 * sum((new - old).square().sum() for new, old in pairs)
         return loss
+
+
+@case(cuts=("down", "bottom"))
+class CopiedUnet(Classifier):
+    """Has a teacher that is a copy of a network whose own forward joins tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def network(self) -> nn.Module:
+        return Skips()
+
+    def step_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        restored = self.net(x)
+        return F.mse_loss(restored, x) + F.mse_loss(restored, self.teacher(x.flip(-1)).flip(-1))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for old, new in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            old.data.lerp_(new.data, 0.2)
