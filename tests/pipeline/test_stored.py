@@ -289,7 +289,7 @@ def train_stage(replicas: tuple[int, ...], ways: Sequence[tuple[str, Any]]) -> l
 
 
 def check_layout(replicas: tuple[int, ...], cases_again: Sequence[str], cases: Sequence[str] = tuple(CASES)) -> None:
-    modules = {case: create(case) for case in cases}
+    modules = {case: create(case) for case in dict.fromkeys([*cases, *cases_again])}
     expected = {case: (train(module, module.net), module.net.state_dict()) for case, module in modules.items()}
     ways = [*((case, "never") for case in cases), *((case, "always") for case in cases_again)]
     for results in run_ranks(sum(replicas), train_stage, replicas, ways):
@@ -308,9 +308,13 @@ def test_stored_values_are_those_of_the_whole_batch() -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("replicas", [(2, 2), (2, 1), (1, 1, 1)])
-def test_stored_values_of_replicas_are_those_of_the_whole_batch(replicas: tuple[int, ...]) -> None:
-    check_layout(replicas, list(CASES))
+@pytest.mark.parametrize(
+    ("replicas", "cases"), [((2, 2), list(CASES)), ((2, 1), list(CASES)), ((1, 1, 1), [])], ids=["2-2", "2-1", "1-1-1"]
+)
+def test_stored_values_are_those_of_the_whole_batch_if_forwards_run_again_and_with_replicas(
+    replicas: tuple[int, ...], cases: Sequence[str]
+) -> None:
+    check_layout(replicas, list(CASES), cases)
 
 
 @pytest.mark.light
