@@ -16,6 +16,7 @@ from cnnstrategies.pipeline.watched import StoredKey
 #   sum: sum of the parts' values
 #   rows: the parts' rows, concatenated
 RuleKind = Literal["same", "mean", "sum", "rows"]
+PIECE = 2**20  # Number of elements that are compared at once.
 
 
 class CombiningRule(NamedTuple):
@@ -121,9 +122,19 @@ def is_near(value: Any, other: Any, limit: float) -> bool:
     first, second = first.detach(), second.detach().to(first.dtype)
     if first.is_complex():
         first, second = torch.view_as_real(first), torch.view_as_real(second)
-    first, second = first.double(), second.double()
-    size = torch.nan_to_num(second, 0, 0, 0).abs().max()
-    return torch.allclose(first, second, rtol=0, atol=limit * float(size), equal_nan=True)
+    pieces = list(zip(_pieces(first), _pieces(second), strict=True))
+    size = max(float(torch.nan_to_num(piece.double(), 0, 0, 0).abs().max()) for _, piece in pieces)
+    return all(
+        torch.allclose(piece.double(), other.double(), rtol=0, atol=limit * size, equal_nan=True)
+        for piece, other in pieces
+    )
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Return a tensor in pieces of some rows, because copies of a whole batch's outputs may not fit into memory."""
+    if not tensor.ndim:
+        return [tensor]
+    return tensor.split(max(1, PIECE * len(tensor) // tensor.numel()))
 
 
 def is_same(value: Any, other: Any) -> bool:
