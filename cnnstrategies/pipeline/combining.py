@@ -132,9 +132,7 @@ def is_near(value: Any, other: Any, limit: float) -> bool:
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     """Return a tensor in pieces of some rows, because copies of a whole batch's outputs may not fit into memory."""
-    if not tensor.ndim:
-        return [tensor]
-    return tensor.split(max(1, PIECE * len(tensor) // tensor.numel()))
+    return torch.chunk(tensor, -(-tensor.numel() // PIECE)) if tensor.ndim else [tensor]
 
 
 def is_same(value: Any, other: Any) -> bool:
