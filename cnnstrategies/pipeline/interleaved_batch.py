@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from cnnstrategies._torch_private import writes
+from cnnstrategies.pipeline.part_gradients import multiply_gradients
 from cnnstrategies.pipeline.timetable import KINDS, Checkpointing, Task
 from cnnstrategies.pipeline.whole_batch import WholeBatch, tensors_in
 
@@ -34,10 +34,6 @@ class InterleavedBatch(WholeBatch):
         samples: See `StageRunner.begin`.
         form: See `StageRunner.begin`. A batch of this form must have run before.
         gradients: See `GradientsOfResults`.
-
-    Attributes:
-        started: The gradients from which the backwards of this rank's microbatches have started, by microbatch. Empty
-            in all stages except the last.
     """
 
     interleaves = True
@@ -48,7 +44,6 @@ class InterleavedBatch(WholeBatch):
         self._gradients = gradients
         self._arguments = (images, samples, form, runner.microbatches)
         self._salt = runner.unseen_draws
-        self.started: dict[int, Sequence[Tensor | None]] = {}
         super().__init__(runner, images, samples, True, form, False, runner.microbatches)
 
     def _run_forwards(self) -> None:
@@ -90,7 +85,7 @@ class InterleavedBatch(WholeBatch):
         sums, of_images = [*self._sums], [*self._of_images]
         if not keep:
             self._sums, self._of_images = [], []
-        return _times(sums, factor, keep), _times(of_images, factor, keep)
+        return multiply_gradients(sums, factor, keep), multiply_gradients(of_images, factor, keep)
 
     def run_forwards_again(self, checkpointing: Checkpointing | None = None) -> WholeBatch:
         """Run the forwards again, without the backwards, and return the new call. All ranks must call this.
@@ -138,26 +133,3 @@ class RepeatedBatch(WholeBatch):
 
     def _finish_buffers(self) -> None:
         self._runner.buffers.abandon()
-
-
-def _times(gradients: list[Tensor | None], factor: float | Tensor, keep: bool) -> list[Tensor | None]:
-    """Return gradients times a factor, in the list itself, so that each old gradient is freed before the next.
-
-    Args:
-        gradients: The gradients.
-        factor: The factor.
-        keep: Whether the results are other tensors than the gradients. What happens to the results, such as their sum
-            over replicas, must not change gradients that are kept.
-    """
-    for index, gradient in enumerate(gradients):
-        if gradient is None:
-            continue
-        if isinstance(factor, Tensor):
-            # In 16 bits the factor itself would be rounded.
-            wide = torch.promote_types(gradient.dtype, torch.float32)
-            gradients[index] = gradient.to(wide).mul(factor).to(gradient.dtype)
-        elif factor != 1:
-            gradients[index] = gradient * factor
-        elif keep:
-            gradients[index] = gradient.clone()
-    return gradients

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from cnnstrategies._torch_private import has_hooks, has_tensor_hooks, hooks_of, without_functions
+from cnnstrategies._torch_private import without_functions
 from cnnstrategies.pipeline.tensor_headers import TensorHeader, TensorSpec
 from cnnstrategies.placed.messages import RefusedError
 
@@ -24,7 +24,7 @@ class ForwardReport(NamedTuple):
         header: Header of the network's result for the whole batch; None if the rank has not computed a part of it.
         drawn: Names of the generators from which the rank's microbatches have drawn; see `Draws`.
         order: Names of the rank's parameters in the order in which a backward gives them their gradients. Empty if the
-            rank has not run a microbatch, or if the parameters do not have hooks.
+            rank has not run a microbatch.
     """
 
     header: TensorHeader | None
@@ -68,8 +68,7 @@ class KnownForm:
         header: Header of the network's result for the whole batch.
         drawn: Names of the generators from which a stage has drawn.
         used: What a backward gives a gradient to. The key says, for each output, whether the output had a gradient.
-        order: Names of all parameters in the order in which a backward gives them their gradients on one device. Empty
-            if the parameters do not have hooks.
+        order: Names of all parameters in the order in which a backward gives them their gradients on one device.
         draws_backward: Whether backwards have drawn random numbers; None before the first one.
     """
 
@@ -126,18 +125,14 @@ class KnownForm:
             )
 
 
-def _code_of(hook: Any) -> Any:
-    """Return an object that is the same for hooks that are registered anew in each step."""
-    function = getattr(hook, "func", hook)
-    return getattr(function, "__code__", type(function))
-
-
 def _text(header: TensorHeader) -> str:
     return ", ".join(f"{str(spec.dtype).removeprefix('torch.')} {tuple(spec.shape)}" for spec in header.tensors)
 
 
 def form_of(images: Any, modules: Sequence[nn.Module], parameters: Sequence[Tensor], device_kind: str) -> Hashable:
     """Return a key that is equal for batches of the same form. All ranks compute equal keys.
+
+    Hooks are not part of the key, because code for a single rank may register them.
 
     Args:
         images: The images; on ranks that do not have them, foreign tensors.
@@ -147,7 +142,7 @@ def form_of(images: Any, modules: Sequence[nn.Module], parameters: Sequence[Tens
     """
     leaves, tree = tree_flatten(images)
     with without_functions():
-        of_parameters = tuple((p.requires_grad, p.shape, has_tensor_hooks(p)) for p in parameters)
+        of_parameters = tuple((parameter.requires_grad, parameter.shape) for parameter in parameters)
     return (
         tree,
         tuple((leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)),
@@ -156,6 +151,4 @@ def form_of(images: Any, modules: Sequence[nn.Module], parameters: Sequence[Tens
         torch.get_autocast_dtype(device_kind),
         tuple(module.training for module in modules),
         of_parameters,
-        # A hook may mix samples, or store something.
-        tuple((index, _code_of(hook)) for index, m in enumerate(modules) if has_hooks(m) for hook in hooks_of(m)),
     )

@@ -51,8 +51,9 @@ def judge(
     failure = ""
     if places.rank in last:
         with places.local():
-            started = batch.started if isinstance(batch, InterleavedBatch) else _started(loss, batch, outputs)
-            result = loss.compare(of_outputs, has_stored, lambda: _pairs(batch, of_outputs, started))
+            if not isinstance(batch, InterleavedBatch):
+                batch.started = _started(loss, batch, outputs)
+            result = loss.compare(of_outputs, has_stored, lambda: _pairs(batch, of_outputs, batch.started))
             if isinstance(result, GradientVerdict):
                 verdict = result
             elif late is None:

@@ -66,3 +66,26 @@ def gradients_of(
         for index, gradient in zip(wanted, computed, strict=True):
             gradients[index] = gradient
     return gradients
+
+
+def multiply_gradients(gradients: list[Tensor | None], factor: float | Tensor, keep: bool) -> list[Tensor | None]:
+    """Return gradients times a factor, in the list itself, so that each old gradient is freed before the next.
+
+    Args:
+        gradients: The gradients.
+        factor: The factor.
+        keep: Whether the results are other tensors than the gradients. What happens to the results, such as their sum
+            over replicas, must not change gradients that are kept.
+    """
+    for index, gradient in enumerate(gradients):
+        if gradient is None:
+            continue
+        if isinstance(factor, Tensor):
+            # In 16 bits the factor itself would be rounded.
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            gradients[index] = gradient.to(wide).mul(factor).to(gradient.dtype)
+        elif factor != 1:
+            gradients[index] = gradient * factor
+        elif keep:
+            gradients[index] = gradient.clone()
+    return gradients

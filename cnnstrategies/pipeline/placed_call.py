@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from cnnstrategies._torch_private import keeps_graph
+from cnnstrategies._torch_private import has_tensor_hooks, keeps_graph
 from cnnstrategies.pipeline.declared_loss import LossOfCall
 from cnnstrategies.pipeline.double_backward import autocast_states, gradients_with_graph
 from cnnstrategies.pipeline.interleaved_batch import InterleavedBatch
@@ -57,7 +57,8 @@ class PlacedCall:
         self._results: tuple[Tensor, ...] = ()
         # The declared loss for this call; None outside of training steps.
         self._loss: LossOfCall | None = None
-        self._outputs: list[Tensor] = []  # The network's result, until the first step has shown how it is used.
+        self._has_compared = False  # Whether a backward has compared its gradients with those of the declared loss.
+        self._outputs: list[Tensor] = []  # The network's result, if the backward computes the declared loss from it.
 
     def run(self) -> list[Tensor]:
         """Run the forwards. Return the tensors of the network's result, and what the forwards have stored.
@@ -67,7 +68,8 @@ class PlacedCall:
         with torch.no_grad():
             self._results = self._forward()
         assert self._form is not None
-        inputs = in_order(self.parameters, self._form.order)
+        has_hooks = any(map(has_tensor_hooks, self.parameters.values()))
+        inputs = in_order(self.parameters, self._form.order if has_hooks else ())
         tensors: list[Tensor] = NetworkFunction.apply(self, *tensors_in(self.images), *inputs.values())
         return tensors
 
@@ -156,7 +158,7 @@ class PlacedCall:
         """
         if self._loss is not None and self.network.declared is not None:
             self.network.declared.observe(self._loss, outputs)
-            if self._loss.is_open and self.network.runner.last:
+            if self._computes_loss and self.network.runner.last:
                 with self.places.local():
                     self._outputs = [output.detach() for output in outputs]
 
@@ -206,10 +208,14 @@ class PlacedCall:
             has_stored: Whether a stored value of any stage has a gradient.
         """
         batch, loss, keep = self._batch, self._loss, keeps_graph()
+        factor: float | Tensor | None = None
         assert batch is not None
-        if loss is not None and (loss.is_open or isinstance(batch, InterleavedBatch)):
+        if loss is not None and (self._computes_loss or isinstance(batch, InterleavedBatch)):
+            will_interleave = self.network.can_interleave(self._key, sum(batch.sizes))
             verdict = judge(self.places, self.last, loss, batch, of_outputs, has_stored, self._outputs)
-            loss.settle(verdict)
+            if loss.is_open or isinstance(batch, InterleavedBatch):
+                loss.settle(verdict)
+            self._has_compared = True
             if not loss.is_open:
                 self._outputs = []
             if isinstance(batch, InterleavedBatch):
@@ -217,9 +223,25 @@ class PlacedCall:
                     return batch.multiplied(verdict.factor, keep)
                 with self.places.local():
                     batch = self._batch = batch.run_forwards_again(self.network.other_checkpointing)
+            elif verdict.kind == "factor" and will_interleave:
+                # A run that continues from a checkpoint begins in this order, where the uninterrupted run has 1F1B.
+                factor = verdict.factor
         with self.places.local():
             assert self._form is not None
-            return batch.backward(of_outputs, keep, of_stored, self._form.draws_backward)
+            return batch.backward(of_outputs, keep, of_stored, self._form.draws_backward, factor)
+
+    @property
+    def _computes_loss(self) -> bool:
+        """Whether a backward that was not run between the forwards computes the gradients of the declared loss.
+
+        It does so in the first step, and if the form of the batch is new, as of a smaller last batch.
+        """
+        batch, loss = self._batch, self._loss
+        if batch is None or loss is None or isinstance(batch, InterleavedBatch):
+            return False
+        if loss.is_open or loss.expected is None or self._has_compared:
+            return loss.is_open
+        return self.network.can_interleave(self._key, sum(batch.sizes))
 
     def _advance(self, batch: WholeBatch, form: KnownForm) -> None:
         """Set all ranks' generators to equal states, which are other states than before if a stage has drawn."""

@@ -52,7 +52,7 @@ class StageRunner:
         changes_inputs: Whether the stage changes its arguments in place, so that forwards that run again need copies.
         compared_forms: Forms of batches for which the results of first and second forwards have been compared.
         ready_orders: By the form of a batch, the indices of :attr:`parameters` in the order in which a backward gives
-            them their gradients. Empty if they do not have hooks.
+            them their gradients.
         unseen_draws: Number of calls in which this rank has drawn random numbers, but the generators have not advanced
             on all ranks. It enters the seeds, so that the next call does not draw the same numbers.
     """

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cnnstrategies._torch_private import hooks_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.batch_terms import NOTHING, BatchTerms, CombinedTerms, combine_terms
@@ -23,6 +24,12 @@ from cnnstrategies.pipeline.stored_watch import StoredWatch
 from cnnstrategies.pipeline.term_reports import TermReport, TermReports
 from cnnstrategies.pipeline.term_rules import TermRules
 from cnnstrategies.placed import Places, RefusedError
+
+
+def code_of(hook: Any) -> Any:
+    """Return an object that is the same for hooks that are registered anew in each step."""
+    function = getattr(hook, "func", hook)
+    return getattr(function, "__code__", type(function))
 
 
 class StoredTerms:
@@ -67,6 +74,8 @@ class StoredTerms:
         # Forms of batches in whose first call no stage has stored anything.
         self.without_terms: set[Hashable] = set()
         self.may_store = may_store
+        # By the form of a batch: the hooks with which this rank's stage has been probed.
+        self._probed_hooks: dict[Hashable, set[Hashable]] = {}
 
     def begin(self, rows: BatchRows, needs_gradient: bool, device: torch.device, form: Hashable) -> "CallTerms":
         """Begin a call of the network.
@@ -79,6 +88,18 @@ class StoredTerms:
         """
         self.watch.begin()
         return CallTerms(self, rows, needs_gradient, device, (form, rows.sizes))
+
+    def has_new_hooks(self, form: Hashable) -> bool:
+        """Whether this rank's stage has hooks that it did not have in earlier calls with a form.
+
+        False in the first call, in which all ranks probe their stages. Later the other ranks do not know of the hooks,
+        which code for a single rank may have registered.
+        """
+        hooks = tuple((name, code_of(hook)) for name, module in self.modules.items() for hook in hooks_of(module))
+        probed = self._probed_hooks.setdefault(form, {hooks})
+        is_new = hooks not in probed
+        probed.add(hooks)
+        return is_new
 
 
 class CallTerms:
@@ -102,6 +123,7 @@ class CallTerms:
         self._noted = NotedParameters(terms.modules) if terms.is_first else None
         self._changed_parameter: str | None = None
         self._of_backward = StoredValues.of({})
+        self._has_new_hooks = terms.has_new_hooks(form) and not rows.is_one_microbatch
 
     # The forwards
 
@@ -132,7 +154,7 @@ class CallTerms:
 
     def drop_arguments(self) -> None:
         """Keep no arguments of the stage, if the rules by which stored values are combined are known."""
-        self._microbatches.keeps_arguments = not self._terms.rules.are_known(self._form)
+        self._microbatches.keeps_arguments = self._has_new_hooks or not self._terms.rules.are_known(self._form)
 
     def drop_graph(self, microbatch: int) -> None:
         """Drop the graph of what a microbatch has stored. Its forward then has to run again for the backward."""
@@ -157,8 +179,11 @@ class CallTerms:
 
         Raises:
             NeedsOneMicrobatchError: A stage mixes samples, or what it stores cannot be combined.
+            RefusedError: A hook that was registered after the first call mixes samples.
         """
         terms, places, microbatches = self._terms, self._terms.places, self._microbatches
+        if self._has_new_hooks and microbatches.arguments:
+            self._check_new_hooks()
         refusal = terms.watch.new_modules()
         if self._form in terms.without_terms and not terms.may_store():
             microbatches.arguments.clear()
@@ -191,6 +216,16 @@ class CallTerms:
         microbatches.drop_copies()
         if terms.reports.are_empty:
             terms.without_terms.add(self._form)
+
+    def _check_new_hooks(self) -> None:
+        """Check that hooks which were registered after the first call do not mix samples."""
+        with torch.set_grad_enabled(self._needs_gradient):
+            verdict = self._terms.rules.own_verdict(self._microbatches, self._needs_gradient)
+        if verdict is not None and verdict.reason is not None:
+            raise RefusedError(
+                f"with a hook that was registered after the first step, a stage needs the whole batch "
+                f"({verdict.reason}): register the hook before training, or set the strategy's microbatches to 1"
+            )
 
     def _check_nothing(self, refusal: str | None) -> None:
         """Check that a call whose forwards cannot store anything has not stored anything.

@@ -60,15 +60,25 @@ class TermRules:
 
     def _verdict(self, terms: MicrobatchTerms, needs_gradient: bool) -> ProbeResult | None:
         """Return the result of a probe on all replicas; None if there are too few samples."""
+        verdict = self.own_verdict(terms, needs_gradient)
+        if len(self._group) > 1:
+            verdicts = [v for v in self._places.exchange(verdict, self._group, "probe") if v is not None]
+            verdict = next((v for v in verdicts if v.reason is not None), verdicts[0] if verdicts else None)
+        return verdict
+
+    def own_verdict(self, terms: MicrobatchTerms, needs_gradient: bool) -> ProbeResult | None:
+        """Return the result of a probe on this rank; None if there are too few samples.
+
+        Args:
+            terms: What this rank's microbatches have stored.
+            needs_gradient: Whether the forwards run with autograd.
+        """
         arguments = list(terms.arguments.values())
         samples = [terms.rows.sizes[microbatch] for microbatch in terms.arguments]
         verdict = self._probe.verdict(arguments, samples)
         if verdict is not None and verdict.reason is None and needs_gradient:
             reason = reason_of_backward(self._probe, arguments, samples, verdict.has_rows)
             verdict = verdict if reason is None else ProbeResult(reason, None, [])
-        if len(self._group) > 1:
-            verdicts = [v for v in self._places.exchange(verdict, self._group, "probe") if v is not None]
-            verdict = next((v for v in verdicts if v.reason is not None), verdicts[0] if verdicts else None)
         return verdict
 
     def _additions(self, terms: MicrobatchTerms, form: Hashable, sets_parameters: bool) -> list[CombiningRule]:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cnnstrategies._torch_private import has_tensor_hooks, without_tensor_hooks
+from cnnstrategies._torch_private import without_tensor_hooks
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.backward_draws import BackwardDraws
 from cnnstrategies.pipeline.batch_rows import BatchRows
 from cnnstrategies.pipeline.combining import StoredValues
-from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of, without_gradients
+from cnnstrategies.pipeline.part_gradients import add_gradients, gradients_of, multiply_gradients, without_gradients
 from cnnstrategies.pipeline.random_draws import Draws
 from cnnstrategies.pipeline.ready_order import ready_order
 from cnnstrategies.pipeline.second_forward import KeptInputs, SecondForwards
@@ -42,6 +42,8 @@ class WholeBatch:
         header: In the last stage, the header of the network's result for the whole batch. None in other stages, and if
             this rank has not run a microbatch.
         terms: What the forwards have stored on modules; None if the runner does not watch them.
+        started: The gradients of the declared loss from which the backwards of this rank's microbatches start, by
+            microbatch. Empty in all stages except the last, and if no loss is declared.
     """
 
     # Whether backwards run between forwards. If not, the receivers of activations do not wait for gradients from here.
@@ -77,6 +79,7 @@ class WholeBatch:
         self._results: dict[int, list[Tensor]] = {}
         self._kept: dict[int, KeptInputs] = {}
         self._is_done = False
+        self.started: dict[int, Sequence[Tensor | None]] = {}
         runner.buffers.begin(len(self.sizes), form)
         self.terms: CallTerms | None = None
         if runner.terms is not None:
@@ -121,6 +124,7 @@ class WholeBatch:
         keep: bool = False,
         of_stored: Sequence[Tensor | None] = (),
         has_drawn: bool | None = None,
+        factor: float | Tensor | None = None,
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Run the backwards of this rank's microbatches. All ranks must call this.
 
@@ -132,6 +136,9 @@ class WholeBatch:
             keep: Whether another backward of this batch may follow.
             of_stored: Gradients of what this stage has stored, see `CallTerms.own_gradients`.
             has_drawn: Whether backwards of this form have drawn random numbers; None before the first one.
+            factor: Factor that makes the gradients of the declared loss equal to ``gradients`` up to rounding. The
+                backwards then start from :attr:`started`, and their results are multiplied by the factor, so that the
+                results are those of the order 1F1B in each bit. None if the backwards start from ``gradients``.
 
         Returns:
             The gradients of ``parameters``, and in the first stage the gradients of the tensors in the images,
@@ -147,14 +154,18 @@ class WholeBatch:
         def run(task: Task) -> None:
             rows_of = self.rows.of_microbatch
             rows = [None if whole is None else rows_of(whole, task.microbatch) for whole in gradients]
-            self._backward(task.microbatch, rows, keep, of_stored)
+            start = rows if factor is None else self.started.pop(task.microbatch, ())
+            self._backward(task.microbatch, start, keep, of_stored)
 
         watched = nullcontext() if self.terms is None or self._second is not None else self.terms.backward()
         draws = self.backward_draws = BackwardDraws(self._runner.transport, self.rows.is_one_microbatch, has_drawn)
         with self._runner.under(self._placement), watched, self._accumulated():
             self._runner.run_tasks(("backward",), "gpipe", self.sizes, self._key, run)
         draws.finish()
-        return self._taken_gradients()
+        sums, of_images = self._taken_gradients()
+        if factor is None:
+            return sums, of_images
+        return multiply_gradients(sums, factor, keep=False), multiply_gradients(of_images, factor, keep=False)
 
     @contextmanager
     def _accumulated(self) -> Iterator[None]:
@@ -335,8 +346,7 @@ class WholeBatch:
                 roots = [tensor for tensors in sent.values() for tensor in tensors]
         self.draws.pass_on(microbatch)
         if self._needs_gradient and self._form not in runner.ready_orders:
-            hooked = any(map(has_tensor_hooks, self.parameters))
-            runner.ready_orders[self._form] = ready_order(roots, self.parameters) if hooked else []
+            runner.ready_orders[self._form] = ready_order(roots, self.parameters)
         if kept is not None and kept.have_changed:
             # This forward cannot run again, so its graph is kept. For the next forwards, copies are kept.
             kept, runner.changes_inputs = None, True

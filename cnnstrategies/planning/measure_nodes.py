@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cnnstrategies.pipeline.graph_checks import preserved
 from cnnstrategies.pipeline.microbatches import CPU, Images
 from cnnstrategies.pipeline.node_uses import changed_in_place, ordered_nodes, origins, state_names
+from cnnstrategies.pipeline.own_code import contexts_left, enter_context, exit_context
 from cnnstrategies.pipeline.tracing import cut_positions, mode
 from cnnstrategies.planning.costs import GraphCosts, NodeCost, Value
 
@@ -60,7 +61,7 @@ def profile(
         The costs of all nodes for the microbatch.
     """
     order = ordered_nodes(traced)
-    with preserved(traced), mode(traced, training=True), _preserved_generator(apart_on):
+    with preserved(traced), mode(traced, training=True), _preserved_generator(apart_on), contexts_left():
         walk = _Walk(traced, order, microbatch, repeats, apart_on)
         walk.run()
     position = {node: index for index, node in enumerate(order)}
@@ -125,6 +126,12 @@ class _Walk:
         short: list[fx.Node] = []  # Consecutive short nodes, whose inputs are kept.
         size = 0
         for node in self._order:
+            if node.target in (enter_context, exit_context):
+                # The nodes between these two run in the context, so the groups of nodes that run again end here.
+                self._finish(short)
+                self._run_once(node)
+                short, size = [], 0
+                continue
             held = self._measure(node)
             if self._apart_on is not None or sum(self.times[node]) >= UNDISTURBED:
                 self._finish(short)
@@ -137,6 +144,12 @@ class _Walk:
             short.append(node)
             size += held
         self._finish(short)
+
+    def _run_once(self, node: fx.Node) -> None:
+        """Run a node that enters or leaves a context, which must not be repeated."""
+        self._results[node] = self._call(node, {source: self._results[source] for source in node.all_input_nodes})
+        self.times[node], self.sizes[node] = (0.0, 0.0), (0, 0)
+        self._release([node])
 
     def _measure(self, node: fx.Node) -> int:
         """Measure a node. Return the bytes of its results, its saved tensors and its parameters' gradients."""
