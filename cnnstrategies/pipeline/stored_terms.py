@@ -74,8 +74,9 @@ class StoredTerms:
         # Forms of batches in whose first call no stage has stored anything.
         self.without_terms: set[Hashable] = set()
         self.may_store = may_store
-        # By the form of a batch: the hooks with which this rank's stage has been probed.
-        self._probed_hooks: dict[Hashable, set[Hashable]] = {}
+        self._network = network
+        # By the form of a batch, and by the hooks of the network: the form under which this rank remembers its calls.
+        self.known_hooks: dict[Hashable, dict[Hashable, Hashable]] = {}
 
     def begin(self, rows: BatchRows, needs_gradient: bool, device: torch.device, form: Hashable) -> "CallTerms":
         """Begin a call of the network.
@@ -89,17 +90,10 @@ class StoredTerms:
         self.watch.begin()
         return CallTerms(self, rows, needs_gradient, device, (form, rows.sizes))
 
-    def has_new_hooks(self, form: Hashable) -> bool:
-        """Whether this rank's stage has hooks that it did not have in earlier calls with a form.
-
-        False in the first call, in which all ranks probe their stages. Later the other ranks do not know of the hooks,
-        which code for a single rank may have registered.
-        """
-        hooks = tuple((name, code_of(hook)) for name, module in self.modules.items() for hook in hooks_of(module))
-        probed = self._probed_hooks.setdefault(form, {hooks})
-        is_new = hooks not in probed
-        probed.add(hooks)
-        return is_new
+    def hooks(self) -> Hashable:
+        """Return a key of the hooks on all modules of the network, which may differ between ranks."""
+        modules = enumerate(self._network.modules())
+        return tuple((index, code_of(hook)) for index, module in modules for hook in hooks_of(module))
 
 
 class CallTerms:
@@ -113,7 +107,12 @@ class CallTerms:
         self, terms: StoredTerms, rows: BatchRows, needs_gradient: bool, device: torch.device, form: Hashable
     ) -> None:
         self._terms, self._rows, self._needs_gradient, self._device = terms, rows, needs_gradient, device
-        self._form = form
+        self._hooks, self._known_hooks = terms.hooks(), terms.known_hooks.setdefault(form, {})
+        if not self._known_hooks:
+            self._known_hooks[self._hooks] = form
+        self._base = form
+        self._form = self._known_hooks.get(self._hooks, form)
+        self._has_new_hooks = self._hooks not in self._known_hooks
         self.reason: str | None = None
         self._microbatches = MicrobatchTerms(rows)
         self._ran: list[int] = []  # This rank's microbatches.
@@ -123,7 +122,6 @@ class CallTerms:
         self._noted = NotedParameters(terms.modules) if terms.is_first else None
         self._changed_parameter: str | None = None
         self._of_backward = StoredValues.of({})
-        self._has_new_hooks = terms.has_new_hooks(form) and not rows.is_one_microbatch
 
     # The forwards
 
@@ -139,7 +137,7 @@ class CallTerms:
             arguments: Arguments of the stage.
         """
         watch, terms = self._terms.watch, self._terms
-        is_new = self._form not in terms.run_forms
+        is_new = self._has_new_hooks or self._form not in terms.run_forms
         saving = watch.saving_copies(is_new) if self._needs_gradient else nullcontext()
         with saving, nullcontext() if self._noted is None else self._noted.watching():
             result = terms.run(*arguments)
@@ -179,13 +177,11 @@ class CallTerms:
 
         Raises:
             NeedsOneMicrobatchError: A stage mixes samples, or what it stores cannot be combined.
-            RefusedError: A hook that was registered after the first call mixes samples.
+            RefusedError: A hook that was registered after the first call, and not on all ranks, mixes samples.
         """
         terms, places, microbatches = self._terms, self._terms.places, self._microbatches
-        if self._has_new_hooks and microbatches.arguments:
-            self._check_new_hooks()
         refusal = terms.watch.new_modules()
-        if self._form in terms.without_terms and not terms.may_store():
+        if not self._agree_on_terms():
             microbatches.arguments.clear()
             self._noted = None
             self._check_nothing(refusal)
@@ -217,14 +213,34 @@ class CallTerms:
         if terms.reports.are_empty:
             terms.without_terms.add(self._form)
 
-    def _check_new_hooks(self) -> None:
-        """Check that hooks which were registered after the first call do not mix samples."""
+    def _agree_on_terms(self) -> bool:
+        """Return whether the ranks exchange what they have stored. All ranks return the same.
+
+        If all ranks have new hooks since earlier calls with this form, the call counts as the first call with another
+        form. Hooks that only some ranks have are a matter of these ranks.
+        """
+        terms, places = self._terms, self._terms.places
+        # Without a backward, later calls may begin before this call ends on other ranks, so there is no exchange.
+        everyone = range(places.world_size) if self._needs_gradient else (places.rank,)
+        is_empty = self._form in terms.without_terms
+        facts = places.exchange((self._has_new_hooks, is_empty, terms.may_store()), everyone, "hooks")
+        if self._has_new_hooks:
+            if len(facts) == places.world_size and all(has_new for has_new, *_ in facts):
+                self._form = self._base, self._hooks
+            elif not self._rows.is_one_microbatch and self._microbatches.arguments:
+                self._check_own_hooks()
+            self._known_hooks[self._hooks] = self._form
+        is_known = all(is_empty for _, is_empty, _ in facts) and self._form in terms.without_terms
+        return not is_known or any(may_store for *_, may_store in facts)
+
+    def _check_own_hooks(self) -> None:
+        """Check that hooks which only some ranks have registered after the first call do not mix samples."""
         with torch.set_grad_enabled(self._needs_gradient):
             verdict = self._terms.rules.own_verdict(self._microbatches, self._needs_gradient)
         if verdict is not None and verdict.reason is not None:
             raise RefusedError(
-                f"with a hook that was registered after the first step, a stage needs the whole batch "
-                f"({verdict.reason}): register the hook before training, or set the strategy's microbatches to 1"
+                f"with a hook that was registered after the first step, and not on all ranks, a stage needs the whole "
+                f"batch ({verdict.reason}): register the hook on all ranks, or set the strategy's microbatches to 1"
             )
 
     def _check_nothing(self, refusal: str | None) -> None:

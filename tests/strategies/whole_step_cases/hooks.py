@@ -291,3 +291,18 @@ class SparseActivations(Classifier):
         loss = F.cross_entropy(self.net(batch[0]), batch[1])
         self.log_dict({f"activity_{name}".replace(".", "_"): value for name, value in self.activity.items()})
         return loss + 0.1 * sum(self.activity.values())
+
+
+@case()
+class HooksOnRankZero(Classifier):
+    """Rank 0 alone looks at activations, and keeps them, from the second and the third step on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero and self.global_step == 1:
+            self.net[0].register_forward_hook(lambda module, args, output: None)
+        if self.trainer.is_global_zero and self.global_step == 2:
+            self.net[1].register_forward_hook(keep_output)
+
+
+def keep_output(module: nn.Module, args: Any, output: Tensor) -> None:
+    module.kept = output.detach()

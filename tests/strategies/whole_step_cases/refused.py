@@ -168,3 +168,12 @@ class SummedInHook(Classifier):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for parameter in self.parameters():
             dist.all_reduce(parameter.grad)
+
+
+@case(error="a hook that was registered after the first step, and not on all ranks, a stage needs the whole batch")
+class MixingOnOneRank(Classifier):
+    """Centres the activations of the batch by a hook on one rank, from the second step on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 1 and self.trainer.global_rank == 0:
+            self.net[0].register_forward_hook(lambda module, args, output: output - output.mean(0, keepdim=True))
