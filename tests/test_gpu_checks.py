@@ -3,6 +3,7 @@
 import pytest
 
 
+@pytest.mark.cluster
 def test_the_gpu_checks_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpu import checks  # Imported here, in the test's forked process, because the module asks for CUDA.
 
