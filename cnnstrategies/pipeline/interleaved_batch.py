@@ -43,7 +43,7 @@ class InterleavedBatch(WholeBatch):
     ) -> None:
         self._gradients = gradients
         self._arguments = (images, samples, form, runner.microbatches)
-        self._salt = runner.unseen_draws
+        self._salt, self._drawn = runner.unseen_draws, {*runner.drawn}
         super().__init__(runner, images, samples, True, form, False, runner.microbatches)
 
     def _run_forwards(self) -> None:
@@ -121,11 +121,12 @@ class InterleavedBatch(WholeBatch):
         """Return a context with the autocast and the random numbers of the call."""
         runner = self._runner
         salt, runner.unseen_draws = runner.unseen_draws, self._salt
+        drawn, runner.drawn = runner.drawn, self._drawn
         try:
             with self.under_autocast(), self.draws.at_start(), runner.under(self._placement):
                 yield
         finally:
-            runner.unseen_draws = salt
+            runner.unseen_draws, runner.drawn = salt, drawn
 
 
 class RepeatedBatch(WholeBatch):

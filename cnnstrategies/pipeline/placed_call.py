@@ -246,6 +246,7 @@ class PlacedCall:
     def _advance(self, batch: WholeBatch, form: KnownForm) -> None:
         """Set all ranks' generators to equal states, which are other states than before if a stage has drawn."""
         runner, device = self.network.runner, self.network.runner.transport.device
+        runner.drawn |= form.drawn
         if batch.draws.in_order:
             self.places.tell((self._first_of_last,), lambda: batch.draws.after, "generators").restore(device)
             return

@@ -2,7 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -62,11 +62,20 @@ class GeneratorStates(NamedTuple):
         }
         return {name for name, is_changed in changes.items() if is_changed}
 
-    def digest(self) -> bytes:
-        """Return bytes that are equal on all ranks with equal states, and differ for different states."""
+    def digest(self, drawn: Collection[str]) -> bytes:
+        """Return bytes that are equal on all ranks with equal states, and differ for different states.
+
+        Python seeds the generator of the module `random` anew in each forked process. The generators of Python and
+        NumPy therefore count only if the network draws from them.
+
+        Args:
+            drawn: Names of the generators from which the network has drawn in earlier calls.
+        """
         result = hashlib.blake2b(self.cpu.numpy().tobytes(), digest_size=16)
-        result.update(repr((hash(self.python[1]), self.python[2])).encode())
-        result.update(self.numpy[1].tobytes() + repr(self.numpy[2:]).encode())
+        if "python" in drawn:
+            result.update(repr((hash(self.python[1]), self.python[2])).encode())
+        if "numpy" in drawn:
+            result.update(self.numpy[1].tobytes() + repr(self.numpy[2:]).encode())
         if self.device is not None:
             result.update(self.device.numpy().tobytes())
         return result.digest()
@@ -149,6 +158,7 @@ class Draws:
         transport: Connections of this rank.
         in_order: Whether the stages draw in order.
         salt: Number that also enters the seeds.
+        known: Names of the generators from which a stage has drawn in earlier calls, as all ranks know.
 
     Attributes:
         in_order: Whether the stages draw in order.
@@ -156,13 +166,13 @@ class Draws:
         after: In the last stage, the generators' states after the forward, if the stages draw in order.
     """
 
-    def __init__(self, transport: Transport, in_order: bool, salt: int) -> None:
+    def __init__(self, transport: Transport, in_order: bool, salt: int, known: Collection[str] = ()) -> None:
         self.in_order = in_order
         self.drawn: set[str] = set()
         self.after: GeneratorStates | None = None
         self._transport, self._stage = transport, transport.place.stage
         self._before = GeneratorStates.current(transport.device)
-        self._seed = b"" if in_order else self._before.digest() + f"{self._stage}:{salt}".encode()
+        self._seed = b"" if in_order else self._before.digest(known) + f"{self._stage}:{salt}".encode()
         self._sends: list[Pending] = []
         self._starts: dict[int, GeneratorStates] = {}  # By microbatch, if the stages draw in order.
         self._drawing: set[int] = set()  # Microbatches whose forwards have drawn.

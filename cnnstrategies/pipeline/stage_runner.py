@@ -53,6 +53,7 @@ class StageRunner:
         compared_forms: Forms of batches for which the results of first and second forwards have been compared.
         ready_orders: By the form of a batch, the indices of :attr:`parameters` in the order in which a backward gives
             them their gradients.
+        drawn: Names of the generators from which a stage has drawn in earlier calls, as all ranks know.
         unseen_draws: Number of calls in which this rank has drawn random numbers, but the generators have not advanced
             on all ranks. It enters the seeds, so that the next call does not draw the same numbers.
     """
@@ -72,6 +73,7 @@ class StageRunner:
         self.compared_forms: set[Hashable] = set()
         self.ready_orders: dict[Hashable, list[int]] = {}
         self.unseen_draws = 0
+        self.drawn: set[str] = set()
         self.replicas = replicas or StageReplicas(transport)
         self.times = TaskTimes(transport)
         self.sizes: Sequence[int] = ()

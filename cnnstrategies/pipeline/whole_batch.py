@@ -70,7 +70,8 @@ class WholeBatch:
             self._images = tree_map(self._available, images)
         self.microbatches = [m for m in runner.placement.microbatches_of(runner.transport.rank) if self.sizes[m]]
         self.parameters = runner.parameters
-        self.draws = Draws(runner.transport, in_order and self.rows.is_one_microbatch, runner.unseen_draws)
+        in_order = in_order and self.rows.is_one_microbatch
+        self.draws = Draws(runner.transport, in_order, runner.unseen_draws, frozenset(runner.drawn))
         self.backward_draws: BackwardDraws | None = None
         self.header: TensorHeader | None = None
         self._parts: dict[int, Any] = {}

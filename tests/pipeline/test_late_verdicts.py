@@ -64,8 +64,9 @@ def test_backwards_do_not_wait_for_the_device_and_wrong_gradients_end_the_run() 
             else:
                 check_equal(result[0], on_one_device(name))
                 assert result[1] is PROGRAMS[name] or PROGRAMS[name] in result[1]
-            # In the last stage, the first step reads its verdict at once, and the end of the training the late ones.
-            assert waits["gradient_check"] == rank, (name, waits)
+            # In the last stage, the first batch of each of two sizes reads its verdict at once, and the end of the
+            # training reads the late ones.
+            assert waits["gradient_check"] == 2 * rank, (name, waits)
             assert not waits["loss_verdict"], (name, waits)
 
 

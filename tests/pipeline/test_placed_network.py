@@ -160,7 +160,7 @@ def call_noisy(network: nn.Module, read: Callable[[Tensor], Tensor] = lambda ten
         output = network.train(training)(views()[0])
         if training:
             output.sum().backward()
-        results += [read(output.detach()), GeneratorStates.current(CPU).digest()]
+        results += [read(output.detach()), GeneratorStates.current(CPU).digest(("python", "numpy"))]
     return [*results, *(read(buffer) for buffer in network.buffers())]
 
 
@@ -213,7 +213,7 @@ def begin_to_draw(network: nn.Module, places: Places) -> list[Any]:
                 module.amount = amount
         images = views()[0][:1].expand(7, -1, -1, -1)
         calls = [network(images) for _ in range(2)]
-        digests.append(GeneratorStates.current(CPU).digest())
+        digests.append(GeneratorStates.current(CPU).digest(("python", "numpy")))
         sum(output.sum() for output in calls).backward()
         outputs += [places.everywhere(output.detach()) for output in calls]
     for index, output in enumerate(outputs[2:]):

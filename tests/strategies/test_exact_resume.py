@@ -1,6 +1,7 @@
 """A pipeline that continues from a checkpoint trains the weights of an uninterrupted run, equal in each bit."""
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(),
-        nn.Conv2d(6, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4),
+        nn.Conv2d(6, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(6, 4),
     )  # fmt: skip
 
 
 def fit(folder: Path, epochs: int, resume: str | None = None) -> dict[str, Tensor]:
+    random.seed()  # Python does this in each forked process.
     torch.manual_seed(1)
     # The last batch of an epoch is smaller, and of another form.
     data = TensorDataset(torch.randn(44, 3, 8, 8), torch.randint(4, (44,)))

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.cluster
 
 
 def fit(devices: int) -> tuple[int, str]:
-    """Train with processes that may each take three quarters of all activations, and return code and output."""
-    limit = memory_program.ACTIVATION * memory_program.LAYERS * 3 // 4
+    """Train with processes that may each take nine tenths of all activations, and return code and output."""
+    limit = memory_program.ACTIVATION * memory_program.LAYERS * 9 // 10
     # Each thread of glibc's allocator would otherwise take addresses that it does not use.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, Path(memory_program.__file__), str(devices), str(limit)]
