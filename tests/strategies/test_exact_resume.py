@@ -17,15 +17,15 @@ from cnnstrategies import ImageClassifier
 from cnnstrategies.strategies import HybridPipelineStrategy
 
 
-def network() -> nn.Module:
+def network(dropout: float) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(),
-        nn.Conv2d(6, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(6, 4),
+        nn.Conv2d(6, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout), nn.Linear(6, 4),
     )  # fmt: skip
 
 
-def fit(folder: Path, epochs: int, resume: str | None = None) -> dict[str, Tensor]:
+def fit(folder: Path, epochs: int, resume: str | None = None, dropout: float = 0.0) -> dict[str, Tensor]:
     random.seed()  # Python does this in each forked process.
     torch.manual_seed(1)
     # The last batch of an epoch is smaller, and of another form.
@@ -38,7 +38,7 @@ def fit(folder: Path, epochs: int, resume: str | None = None) -> dict[str, Tenso
         callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True)],
         enable_checkpointing=True,
     )
-    module = ImageClassifier(network(), 4)
+    module = ImageClassifier(network(dropout), 4)
     trainer.fit(module, DataLoader(data, 8), ckpt_path=resume)
     return dict(module.state_dict())
 
@@ -54,3 +54,13 @@ def test_continued_runs_are_equal_in_each_bit(tmp_path: Path) -> None:
     for whole, continued in run_ranks(2, whole_and_continued, tmp_path):
         for state in continued:
             torch.testing.assert_close(state, whole, rtol=0, atol=0)
+
+
+def twice_with_dropout(folder: Path) -> list[dict[str, Tensor]]:
+    os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0"}
+    return [fit(folder / name, 1, dropout=0.2) for name in ("first", "second")]
+
+
+def test_a_network_draws_the_same_numbers_in_each_run_with_a_seed(tmp_path: Path) -> None:
+    for first, second in run_ranks(2, twice_with_dropout, tmp_path):
+        torch.testing.assert_close(second, first, rtol=0, atol=0)
