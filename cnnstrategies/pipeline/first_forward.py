@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from cnnstrategies._torch_private import OperationMode, schema_of
+from cnnstrategies._torch_private import OperationMode
 from cnnstrategies.placed import ForeignTensor
+from cnnstrategies.placed.operations import operation_of
 
 # Number of elements of which a checksum is computed at once.
 CHUNK = 2**18
@@ -102,13 +103,8 @@ class _Writes(OperationMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, after copies of what it writes."""
         kwargs = kwargs or {}
-        schema = schema_of(func)
-        if schema.is_mutable:
-            for position, argument in enumerate(schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    written = args[position] if position < len(args) else kwargs.get(argument.name)
-                    for tensor in tree_leaves(written):
-                        self._copy(tensor)
+        for tensor in tree_leaves(operation_of(func).written_values(args, kwargs)):
+            self._copy(tensor)
         return func(*args, **kwargs)
 
     def _copy(self, written: Any) -> None:

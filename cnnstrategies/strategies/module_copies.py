@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 
-from cnnstrategies._torch_private import OperationMode, schema_of
+from cnnstrategies._torch_private import OperationMode
+from cnnstrategies.placed.operations import operation_of
 
 FEW = 100  # If a list or dictionary has more entries than this, it is copied, but its entries are not.
 # Classes of objects that a copy shares with the original module, because copying them would take time or break them.
@@ -165,13 +166,8 @@ class _UndoneWrites(OperationMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operation, after copies of what it writes."""
         kwargs = kwargs or {}
-        schema = schema_of(func)
-        if schema.is_mutable:
-            for position, argument in enumerate(schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    written = args[position] if position < len(args) else kwargs.get(argument.name)
-                    for tensor in tree_leaves(written):
-                        self._copy(tensor)
+        for tensor in tree_leaves(operation_of(func).written_values(args, kwargs)):
+            self._copy(tensor)
         return func(*args, **kwargs)
 
     def _copy(self, written: Any) -> None:
