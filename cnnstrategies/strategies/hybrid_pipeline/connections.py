@@ -1,7 +1,7 @@
 """The connections of a rank to the other ranks during a run, and what the ranks exchange outside of the steps."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -64,28 +64,16 @@ class RunConnections:
         assert self._transport is not None, "the strategy has been set up"
         return self._transport
 
-    @contextmanager
-    def one_process(self) -> Iterator[None]:
+    def one_process(self) -> AbstractContextManager[None]:
         """Return a context in which the default process group has one process.
 
         Losses that gather over all processes, such as contrastive losses, thus see the whole batch once.
         """
-        everyone = dist.group.WORLD
-        dist.group.WORLD = self._alone
-        try:
-            yield
-        finally:
-            dist.group.WORLD = everyone
+        return _default_group(self._alone)
 
-    @contextmanager
-    def all_processes(self) -> Iterator[None]:
+    def all_processes(self) -> AbstractContextManager[None]:
         """Return a context in which the default process group has all processes, also in a step."""
-        current = dist.group.WORLD
-        dist.group.WORLD = self._everyone
-        try:
-            yield
-        finally:
-            dist.group.WORLD = current
+        return _default_group(self._everyone)
 
     def same_random_numbers(self) -> None:
         """Continue on all ranks with the random numbers of rank 0."""
@@ -178,3 +166,14 @@ def reduce_over_ranks(value: Tensor, how: Any, connections: RunConnections | Non
     value = value.detach() if connections is None else connections.places.everywhere(value.detach(), "reduce")
     how = str(how).lower().rpartition(".")[2]
     return getattr(gather(value, connections, timeout), f"a{how}")(0) if how in ("max", "min") else value
+
+
+@contextmanager
+def _default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Return a context in which a group is the default process group."""
+    current = dist.group.WORLD
+    dist.group.WORLD = group
+    try:
+        yield
+    finally:
+        dist.group.WORLD = current
