@@ -42,7 +42,7 @@ def test_stages_times_memory_and_step_by_hand() -> None:
     text = printed(made, layout)
     assert "300.0 ms for 8 samples (27 samples/s) on 2 devices, 1f1b with 4" in text
     assert "stage 0: n0 to n1\nstage 1: n2 to n3\n" in text
-    assert ["0", "1", "2", "20.00", "40.00", "800", "B", "1.0", "KiB", "24", "KiB", "80%"] in map(
+    assert ["0", "1", "2", "20.00", "40.00", "800", "B", "1.0", "KiB", "28", "KiB", "80%"] in map(
         str.split, text.splitlines()
     )
     # In the order 1F1B the first of 2 stages holds 2 microbatches, and the images of the whole step. The gradients of the
