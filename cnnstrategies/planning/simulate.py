@@ -46,8 +46,8 @@ def simulate(
     and when the sender's outgoing port and the receiver's incoming port are free. Every device has one port in each
     direction for messages inside its machine, and every machine has one port in each direction for messages to other
     machines. Messages overlap with computation. The replicas of a stage reduce their gradients bucket by bucket during
-    their last backward, as soon as the gradients of a bucket are ready. Before the first bucket, they exchange the means
-    and variances of batch normalisation.
+    their last backward, as soon as the gradients of a bucket are ready. Before the first bucket they exchange the
+    means and variances of batch normalisation.
 
     Args:
         tasks: Each rank's tasks, in the order in which the rank runs them.
