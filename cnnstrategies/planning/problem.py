@@ -193,8 +193,8 @@ class Problem:
         # Reductions overlap with the last backward pass of this stage, and then with the last backward passes of
         # earlier stages. The last bucket is only ready at the end of this stage's backward pass, so it overlaps with
         # earlier stages only. `whole` is the time in seconds by which the reduction of all buckets, and the exchange of
-        # the means and variances of batch normalisation before them, is longer than all of these passes. `bucket` is the time by which the reduction of the last bucket is longer than the passes of
-        # the earlier stages.
+        # the means and variances of batch normalisation before them, is longer than all of these passes. `bucket` is
+        # the time by which the reduction of the last bucket is longer than the passes of the earlier stages.
         reduction = all_reduce(cluster, first, replicas)
         parameters = self._parameters[end] - self._parameters[start]
         statistics = all_gather(cluster, first, replicas)(self._statistics[end] - self._statistics[start])
