@@ -1,6 +1,7 @@
 """BatchNorm's running statistics for a whole batch, from the means and variances of its microbatches.
 
-Each replica of a stage merges those of its own microbatches, and sends the others one mean and one variance per channel.
+Each replica of a stage merges those of its own microbatches, and sends the other replicas one mean and one variance for
+each channel.
 """
 
 from collections.abc import Sequence
