@@ -178,8 +178,8 @@ class StatisticsTable:
         if self._work is not None:
             self._work.wait()
         rows, entries = self._all_merged.view(-1, len(self._merged)), self._calls * len(self._layers)
-        counts = rows[:, :entries].unflatten(1, (self._calls, len(self._layers)))
-        merged = rows[:, entries:].unflatten(1, self._current.shape)  # Shape: (replicas, calls, 2, channels).
+        counts = rows[:, :entries].reshape(len(rows), self._calls, len(self._layers))
+        merged = rows[:, entries:].reshape(len(rows), *self._current.shape)
         buffers = [*(layer.running_mean for layer in self._layers), *(layer.running_var for layer in self._layers)]
         running = torch.cat(buffers).view(2, -1).double()
         updates = torch.zeros_like(counts[0, 0], dtype=torch.int64)

@@ -458,7 +458,7 @@ def _statistics_bytes(traced: fx.GraphModule, node: fx.Node) -> int:
     """Return the bytes of the means and variances that a node's BatchNorm layers record in training."""
     if node.op != "call_module":
         return 0
-    layers = (layer for layer in traced.get_submodule(str(node.target)).modules() if is_batch_norm(layer))
+    layers: list[Any] = [*filter(is_batch_norm, traced.get_submodule(str(node.target)).modules())]
     return sum(2 * ENTRY_BYTES * int(layer.num_features) for layer in layers if layer.track_running_stats)
 
 
