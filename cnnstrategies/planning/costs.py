@@ -24,6 +24,8 @@ class NodeCost:
             autograd saves, and in inputs that autograd does not keep; 0 if not measured.
         backward_bytes: Largest number of bytes that the backward holds at once in new tensors, such as the gradients of
             the node's inputs and parameters; 0 if not measured.
+        statistics_bytes: Bytes of the means and variances of batch normalisation that a replica of a pipeline's stage
+            sends to each other replica of the stage in a step, whatever the number of microbatches.
     """
 
     name: str
@@ -35,6 +37,7 @@ class NodeCost:
     buffer_bytes: int = 0
     forward_bytes: int = 0
     backward_bytes: int = 0
+    statistics_bytes: int = 0
 
     @property
     def trained_bytes(self) -> int:
@@ -104,6 +107,15 @@ class Link:
         if members < 2 or not size:
             return 0.0
         return 2 * (members - 1) * (2 * self.work + self.latency + size / members / self.bandwidth)
+
+    def all_gather_time(self, size: float, members: int) -> float:
+        """Return the seconds until each of ``members`` devices has the ``size`` bytes of each other device.
+
+        The ring takes n - 1 steps. In each step every member sends and receives ``size`` bytes.
+        """
+        if members < 2 or not size:
+            return 0.0
+        return (members - 1) * (2 * self.work + self.latency + size / self.bandwidth)
 
 
 @dataclass(frozen=True)

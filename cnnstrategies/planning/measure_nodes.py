@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from cnnstrategies.pipeline.batch_statistics import ENTRY_BYTES
+from cnnstrategies.pipeline.buffers import is_batch_norm
 from cnnstrategies.pipeline.graph_checks import preserved
 from cnnstrategies.pipeline.microbatches import CPU, Images
 from cnnstrategies.pipeline.node_uses import changed_in_place, ordered_nodes, origins, state_names
@@ -80,6 +82,7 @@ def profile(
             frozen[node],
             buffers[node],
             *walk.work_bytes[node],
+            _statistics_bytes(traced, node),
         )
         for node in order
     )
@@ -489,6 +492,14 @@ def _state_bytes(
         sums[2][node] = sum(t.nbytes for key, t in new.items() if key not in seen and not isinstance(t, nn.Parameter))
         seen |= new.keys()
     return sums[0], sums[1], sums[2]
+
+
+def _statistics_bytes(traced: fx.GraphModule, node: fx.Node) -> int:
+    """Return the bytes of the means and variances that a node's BatchNorm layers record in training."""
+    if node.op != "call_module":
+        return 0
+    layers: list[Any] = [*filter(is_batch_norm, traced.get_submodule(str(node.target)).modules())]
+    return sum(2 * ENTRY_BYTES * int(layer.num_features) for layer in layers if layer.track_running_stats)
 
 
 def _address(tensor: Tensor) -> int:
