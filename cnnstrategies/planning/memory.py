@@ -80,6 +80,8 @@ class Update:
     of_largest: float = 0.0
 
 
+NO_UPDATE = Update()
+
 @dataclass(frozen=True)
 class State:
     """Memory of an optimizer.
@@ -90,7 +92,7 @@ class State:
     """
 
     copies: int = 2
-    update: Update = Update()
+    update: Update = NO_UPDATE
 
 
 NO_STATE = State(0)  # Workers of parameter servers keep no optimizer state, because the servers update the parameters.
@@ -275,7 +277,9 @@ def stage_peak(
         if not load.interleaved or load.own <= load.kept:
             inputs, others = inputs - traffic.received, max(0, others - 1)
         moment = replace(part.backward, workspaces=max(part.backward.workspaces, part.largest_layer))
-        phases.append(_at(held, moment, before + sums, inputs + others * part.saved, messages=_messages(traffic, others)))
+        phases.append(
+            _at(held, moment, before + sums, inputs + others * part.saved, messages=_messages(traffic, others))
+        )
     if load.replicas > 1:
         # The replicas' gradients are summed in buckets, which exist all at once.
         phases.append(replace(held, gradients=part.gradients, messages=part.gradients, outputs=0))
