@@ -82,6 +82,7 @@ class Update:
 
 NO_UPDATE = Update()
 
+
 @dataclass(frozen=True)
 class State:
     """Memory of an optimizer.
